@@ -52,11 +52,9 @@ from jobs import (
 from planners import PLANNERS
 
 from lightning_dlrover.codec import from_fields
-from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.planner.objective import Objective
-from lightning_dlrover.planner.plan import Settings
-from lightning_dlrover.planner.plan_request import PlanRequest
-from lightning_dlrover.planner.space import Limits
+from lightning_dlrover.tuning.candidates import PlanRequest
+from lightning_dlrover.tuning.plan import Limits, Objective, Settings
+from lightning_dlrover.tuning.samples import StepProfile
 
 NAIVE = Settings(num_workers=1, loader_workers=0, intra_op_threads=1, prefetch_factor=0)
 SETTLING_STEPS = 3

@@ -33,8 +33,7 @@ from auto_config import FULL, Grid, careful_user, measure_grid, plan_live
 from auto_config_jobs import JOBS
 from jobs import BenchmarkError, Workspace, describe_machine, result_line
 
-from lightning_dlrover.characterize.results import Result, agreement, results_of
-from lightning_dlrover.characterize.store import read_store
+from lightning_dlrover.lab.characterize.results import Result, agreement, read_store, results_of
 
 SIZE = replace(FULL, ahead=(2,), rounds=1, measure_s=0.6, comparisons=3, compare_s=1.0)
 RUN_TIMEOUT_S = 600.0

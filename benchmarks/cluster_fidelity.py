@@ -29,15 +29,13 @@ from pathlib import Path
 from cluster_pool import Arrival, Ended, PoolOfJobs
 from jobs import BenchmarkError, Workspace
 
-from lightning_dlrover.brain.decisions import Rules, choose
-from lightning_dlrover.planner.cluster import Device, Job, Profile, State
-from lightning_dlrover.planner.cluster import simulator as simulated
-from lightning_dlrover.planner.cluster.jobs import Allocation
-from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, Rate
-from lightning_dlrover.planner.cluster.pool.resources import Resources
+from lightning_dlrover.lab.simulate import simulator as simulated
+from lightning_dlrover.pool.budget import PoolJob, Rate, Resources
+from lightning_dlrover.pool.decisions import Rules, choose
 from lightning_dlrover.rdzv.job.events import SizeGiven, TrainingStalled, events_of
 from lightning_dlrover.rdzv.job.records import EventRecord
-from lightning_dlrover.report.event_log import EVENTS_FILE, read_event_file
+from lightning_dlrover.report.status import EVENTS_FILE, read_event_file
+from lightning_dlrover.tuning.cluster import Allocation, Device, Job, Profile, State
 
 CORES = 2
 MEASURED, BRIEF = 200, 40  # steps

@@ -14,12 +14,21 @@ from pathlib import Path
 from cluster_workloads import at_load, first_jobs, read_elsewhere
 from jobs import BenchmarkError
 
-from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES
-from lightning_dlrover.planner.cluster.elastic_jobs import Cluster, Lengths
-from lightning_dlrover.simulate.page import REPORT, write_report
-from lightning_dlrover.simulate.records import BY_MODEL, LIVE, Results, Simulated
-from lightning_dlrover.simulate.run import run_study
-from lightning_dlrover.simulate.study import Cost, Inputs, Trace, questions, read_inputs
+from lightning_dlrover.lab.simulate.page import REPORT, write_report
+from lightning_dlrover.lab.simulate.simulator import Cluster, Lengths
+from lightning_dlrover.lab.simulate.study import (
+    BY_MODEL,
+    LIVE,
+    Cost,
+    Inputs,
+    Results,
+    Simulated,
+    Trace,
+    questions,
+    read_inputs,
+    run_study,
+)
+from lightning_dlrover.pool.policies import ELASTIC_POLICIES
 
 OURS = "jct"
 EQUAL_S = 30.0

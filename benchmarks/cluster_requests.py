@@ -30,12 +30,9 @@ from statistics import mean
 
 import numpy as np
 
-from lightning_dlrover.planner.cluster import Device, Job, PolicySettings, Profile
-from lightning_dlrover.planner.cluster.elastic import make_elastic
-from lightning_dlrover.planner.cluster.losses import Fragility, draw_losses
-from lightning_dlrover.planner.cluster.outcome import SimulationOutcome
-from lightning_dlrover.planner.cluster.scaling import Speeds
-from lightning_dlrover.planner.cluster.simulator import Arrival, simulate
+from lightning_dlrover.lab.simulate.simulator import Arrival, Fragility, SimulationOutcome, draw_losses, simulate
+from lightning_dlrover.pool.policies import make_elastic
+from lightning_dlrover.tuning.cluster import Device, Job, PolicySettings, Profile, Speeds
 
 UNITS_PER_NODE = 16
 CORES_PER_UNIT, GIB_PER_UNIT = 2, 8.0

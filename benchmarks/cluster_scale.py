@@ -11,19 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES, make_elastic
-from lightning_dlrover.planner.cluster.elastic.jct import jct, values
-from lightning_dlrover.planner.cluster.elastic.share import Share
-from lightning_dlrover.planner.cluster.elastic.sia import solved
-from lightning_dlrover.planner.cluster.elastic.sizes import with_placement
-from lightning_dlrover.planner.cluster.elastic.speeds import Ints
-from lightning_dlrover.planner.cluster.elastic_jobs import Cluster, elastic_workload
-from lightning_dlrover.planner.cluster.jobs import Job, Running, State
-from lightning_dlrover.planner.cluster.knowledge import PerfectKnowledge
-from lightning_dlrover.planner.cluster.measured_speeds import MeasuredApplication, read_applications
-from lightning_dlrover.planner.cluster.policy import Policy, PolicySettings
-from lightning_dlrover.planner.cluster.work import USUAL_BATCHES
-from lightning_dlrover.planner.cluster.workloads import Submission
+from lightning_dlrover.lab.simulate.knowledge import PerfectKnowledge
+from lightning_dlrover.lab.simulate.simulator import Cluster, elastic_workload
+from lightning_dlrover.lab.simulate.traces import USUAL_BATCHES, MeasuredApplication, Submission, read_applications
+from lightning_dlrover.pool.allocation import Ints, Share, jct, values
+from lightning_dlrover.pool.placement import with_placement
+from lightning_dlrover.pool.policies import ELASTIC_POLICIES, make_elastic, solved
+from lightning_dlrover.tuning.cluster import Job, Policy, PolicySettings, Running, State
 
 LARGE_JOBS, LARGE = 1000, Cluster(2500, 4)
 SOLVED = ((20, Cluster(16, 4)), (60, Cluster(16, 4)), (200, Cluster(125, 4)), (LARGE_JOBS, LARGE))

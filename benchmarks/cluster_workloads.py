@@ -18,10 +18,8 @@ from pathlib import Path
 
 from jobs import BenchmarkError
 
-from lightning_dlrover.planner.cluster.measured_speeds import MeasuredApplication
-from lightning_dlrover.planner.cluster.work import USUAL_BATCHES
-from lightning_dlrover.planner.cluster.workloads import Submission, read_submissions
-from lightning_dlrover.simulate.study import Inputs, Trace
+from lightning_dlrover.lab.simulate.study import Inputs, Trace
+from lightning_dlrover.lab.simulate.traces import USUAL_BATCHES, MeasuredApplication, Submission, read_submissions
 
 NUM_JOBS = 160
 DEVICE = "v100"

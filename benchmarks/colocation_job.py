@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from lightning_dlrover.observe.admission_client import AdmissionClient, AdmissionReport
-from lightning_dlrover.observe.gpu_memory import gpu_bytes
+from lightning_dlrover.colocate.admission_client import AdmissionClient, AdmissionReport
+from lightning_dlrover.tuning.profiler import gpu_bytes
 
 LEARNING_RATE = 0.01
 WARMUP_STEPS = 5
@@ -98,7 +98,7 @@ def main() -> None:
         if seat.needs_no_estimate:
             report = AdmissionReport(os.getpid(), time.monotonic())
         else:
-            from lightning_dlrover.observe.peak_memory import estimate_peak, report_of
+            from lightning_dlrover.colocate.peak_memory import estimate_peak, report_of
 
             optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
             report = report_of(

@@ -108,9 +108,8 @@ def _train(name: str) -> MemoryResult | str:
     import torch
     from colocation_models import HELD_OUT, TUNED
 
-    from lightning_dlrover.observe.peak_memory import LoaderShape, MemoryEstimate, estimate_peak
-    from lightning_dlrover.observe.peak_memory.resident import resident
-    from lightning_dlrover.observe.resources import MemoryWatch, forget_peak
+    from lightning_dlrover.colocate.peak_memory import LoaderShape, MemoryEstimate, estimate_peak, resident
+    from lightning_dlrover.tuning.resources import MemoryWatch, forget_peak
 
     torch.manual_seed(0)
     work = {**TUNED, **HELD_OUT}[name]()

@@ -19,10 +19,10 @@ from statistics import geometric_mean, median, stdev
 from jobs import BenchmarkError
 
 from lightning_dlrover.colocate.journal import Ended, Profiled, Rates, read_records
-from lightning_dlrover.colocate.knowledge import Knowledge
-from lightning_dlrover.colocate.summary import summarize
-from lightning_dlrover.planner.cluster import Device, Job
-from lightning_dlrover.planner.cluster.cores import Shares, equal_shares, thread_shares
+from lightning_dlrover.colocate.report import summarize
+from lightning_dlrover.colocate.scheduler import Knowledge
+from lightning_dlrover.colocate.slowdown import Shares, equal_shares, thread_shares
+from lightning_dlrover.tuning.cluster import Device, Job
 
 JOB = Path(__file__).resolve().with_name("colocation_job.py")
 MIXES: Mapping[str, Mapping[str, int]] = {

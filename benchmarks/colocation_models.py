@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dlrover.observe.peak_memory import Step, step_of
+from lightning_dlrover.colocate.peak_memory import Step, step_of
 
 Optimizers = list[torch.optim.Optimizer]
 

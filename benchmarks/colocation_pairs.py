@@ -12,10 +12,9 @@ import numpy as np
 from gavel_traces import MeasuredPairs
 from numpy.typing import NDArray
 
-from lightning_dlrover.planner.cluster import Job, PolicySettings, Running, State
-from lightning_dlrover.planner.cluster.policies import POLICIES, make_policy
-from lightning_dlrover.planner.cluster.policy import Floats
-from lightning_dlrover.planner.cluster.slowdown import Observation, SlowdownModel
+from lightning_dlrover.colocate.policies import POLICIES, make_policy
+from lightning_dlrover.colocate.slowdown import Observation, SlowdownModel
+from lightning_dlrover.tuning.cluster import Floats, Job, PolicySettings, Running, State
 
 Pair = tuple[str, str]
 

@@ -1,6 +1,6 @@
 """The mixes of `colocation_mixes.py` on a simulated machine: the real scheduler and rules of memory, jobs by arithmetic.
 
-The machine has cores, and perhaps a GPU with cores for its jobs' own code. Cores are divided as `planner/cluster/cores.py`
+The machine has cores, and perhaps a GPU with cores for its jobs' own code. Cores are divided as `colocate/slowdown.py`
 expects, and jobs beside each other lose what `Kind.pressure` takes, and more where they are more than the cores (`CROWDING`).
 The GPU serves its jobs' kernels in turn. The scheduler learns from windows, as it does from real jobs. Nothing here is
 measured: the figures show what a policy's choices are worth where jobs behave as their profiles say.
@@ -13,15 +13,22 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_dlrover.colocate.gpus import Gpu
-from lightning_dlrover.colocate.jobs_file import JobSpec
-from lightning_dlrover.colocate.journal import Ended, Profiled, Rates, Span
-from lightning_dlrover.colocate.knowledge import Knowledge
-from lightning_dlrover.colocate.memory import memory_actions
-from lightning_dlrover.colocate.places import LocalDevice
-from lightning_dlrover.colocate.schedule import Scheduler, jobs_per_core
-from lightning_dlrover.colocate.tenants import Action, End, Holding, Memory, Start, Tenant, Waiting, after
-from lightning_dlrover.planner.cluster.cores import CoreUse, expected
+from lightning_dlrover.colocate.devices import Gpu
+from lightning_dlrover.colocate.journal import Ended, JobSpec, Profiled, Rates, Span
+from lightning_dlrover.colocate.scheduler import Knowledge, Scheduler, jobs_per_core
+from lightning_dlrover.colocate.slowdown import CoreUse, expected
+from lightning_dlrover.colocate.tenants import (
+    Action,
+    End,
+    Holding,
+    LocalDevice,
+    Memory,
+    Start,
+    Tenant,
+    Waiting,
+    after,
+    memory_actions,
+)
 
 LOOK_S = 0.1
 WINDOW_S = 4.0

@@ -40,10 +40,10 @@ from live_resize import FULL, QUICK, LiveResize, Size, Stall
 from slurm_cluster import missing_packages
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import Keys
-from lightning_dlrover.rdzv.live.view import read_view
+from lightning_dlrover.rdzv.membership.rounds import read_view
 
 PARTS = ("plan seen", "scheduler", "agent", "imports", "model and data", "round", "switch")
 TARGETS = ("local", "slurm")

@@ -10,12 +10,12 @@ reports stands beside their sum: it counts whole pages, which are about half ful
 - The job's bytes are all others, wherever they come from: history, plan, rounds. They do not depend on the number of workers.
 
 `mb_per_worker_day` is a day of both together, start-up included: what a job of one worker writes. With more workers the job's
-bytes are shared by all of them. The bound by construction holds for any noise (`learn/write_budget.py`).
+bytes are shared by all of them. The bound by construction holds for any noise (`tuning/profile_log.py`).
 Seconds are not extrapolated beyond that bound, if it held in them.
 
 If there are step-time traces (`$DLROVER_SHARED_DATA`, else ../shared/data), their noise is replayed: the deviations of a
 model's measured step times, among placements of equal nodes, workers and batch, become those of windows of two seconds, without
-any order in time, as measured and three times as large. The rules of `learn/profile_log.py` were chosen on ncf, cifar10 and
+any order in time, as measured and three times as large. The rules of `tuning/profile_log.py` were chosen on ncf, cifar10 and
 deepspeech2; bert, imagenet and yolov3 are reported.
 """
 
@@ -40,15 +40,25 @@ from typing import Any
 from jobs import BenchmarkError, ControlledJob, Workspace
 
 from lightning_dlrover.codec import to_json
-from lightning_dlrover.learn.profile_log import PublishedProfile, WindowLog, rounded
-from lightning_dlrover.learn.write_budget import DECISIONS, FIRST_WINDOWS, PROFILES, PROGRESS, WINDOWS, Rate, stored_bytes
-from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.perf.traces import read_trace
+from lightning_dlrover.lab.simulate.traces import read_trace
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.connection import etcdrpc, grpc
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.etcd.stubs import etcdrpc, grpc
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import Keys
+from lightning_dlrover.tuning.profile_log import (
+    DECISIONS,
+    FIRST_WINDOWS,
+    PROFILES,
+    PROGRESS,
+    WINDOWS,
+    PublishedProfile,
+    Rate,
+    WindowLog,
+    rounded,
+    stored_bytes,
+)
+from lightning_dlrover.tuning.samples import StepProfile
 
 SHARED_DATA = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 CHOSEN_ON = ("ncf", "cifar10", "deepspeech2")

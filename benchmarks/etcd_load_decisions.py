@@ -19,8 +19,7 @@ import time
 from collections.abc import Callable
 
 from lightning_dlrover.rdzv.job.records import MAX_UNREACHABLE, JobRecord, RoundRecord, WorkerRecord
-from lightning_dlrover.rdzv.live.rounds import JobView, next_round
-from lightning_dlrover.rdzv.live.worker_view import notice_of
+from lightning_dlrover.rdzv.membership.rounds import JobView, next_round, notice_of
 
 SIZES = (100, 1000)
 

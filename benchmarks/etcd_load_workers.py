@@ -31,22 +31,19 @@ from light_processes import LightProcesses, OtherUser, metrics_of, requests_to
 from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, KeyValue
 from lightning_dlrover.rdzv.job.records import Keys, RoundRecord
-from lightning_dlrover.rdzv.live import membership as membership_module
-from lightning_dlrover.rdzv.live.admission import MembershipConfig
-from lightning_dlrover.rdzv.live.membership import Membership
-from lightning_dlrover.rdzv.live.view import Decoder
-from lightning_dlrover.rdzv.live.worker_view import WorkerView
+from lightning_dlrover.rdzv.membership import membership as membership_module
+from lightning_dlrover.rdzv.membership.membership import Membership, MembershipConfig
+from lightning_dlrover.rdzv.membership.rounds import Decoder, WorkerView
 
 WORKERS_PER_PROCESS = 25
 TIMEOUT_S = 600.0
 SETTLE_S = 5.0
 BYTES = ("etcd_network_client_grpc_sent_bytes_total", "etcd_network_client_grpc_received_bytes_total")
-PRELOADED = ["lightning_dlrover.rdzv.live.membership"]
+PRELOADED = ["lightning_dlrover.rdzv.membership.membership"]
 
 
 class _Worker:

@@ -17,18 +17,11 @@ import threading
 import time
 from pathlib import Path
 
-from lightning_dlrover.addresses import free_port
+from lightning_dlrover.host import free_port
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import (
-    EtcdConfig,
-    parse_endpoints,
-)
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.etcd.server import (
-    _LAUNCHER,
-    find_binary,
-)
-from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
+from lightning_dlrover.rdzv.etcd.connection import etcdrpc
+from lightning_dlrover.rdzv.etcd.server import _LAUNCHER, find_binary
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError, parse_endpoints
 
 _START_TIMEOUT_S = 60.0
 

@@ -18,8 +18,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import linprog
 
-from lightning_dlrover.planner.cluster import Device, Job, Profile
-from lightning_dlrover.planner.cluster.policy import Floats
+from lightning_dlrover.tuning.cluster import Device, Floats, Job, Profile
 
 MEMORY_BYTES = 12 * 10**9
 """Memory of a device. The traces tell which pairs fit, not how much each job needs; see `_memory_of`."""

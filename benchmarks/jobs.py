@@ -36,23 +36,12 @@ from processes import JsonLines, children, ends_of_logs, kill_all, start_logged
 from slurm_cluster import SlurmCluster, slurm_cluster
 from waiting import eventually
 
+from lightning_dlrover.codec import RecordError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.job.records import (
-    DrainRecord,
-    EventRecord,
-    Keys,
-    NodeRecord,
-    PlanRecord,
-    RecordError,
-    decode,
-    encode,
-)
-from lightning_dlrover.rdzv.live.rounds import JobView
-from lightning_dlrover.rdzv.live.view import read_view
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError, KeyValue
+from lightning_dlrover.rdzv.job.records import DrainRecord, EventRecord, Keys, NodeRecord, PlanRecord, decode, encode
+from lightning_dlrover.rdzv.membership.rounds import JobView, read_view
 
 T = TypeVar("T")
 
@@ -95,7 +84,7 @@ class Step:
     round_number: int  # 0 for stock jobs
     digest: str = ""  # digest of all parameters after the step
     samples: list[int] | None = None  # this worker's share of the batch
-    settings: Sequence[int] = ()  # workers, loader workers, threads, batches ahead; see `planner.plan.Settings`
+    settings: Sequence[int] = ()  # workers, loader workers, threads, batches ahead; see `tuning.plan.Settings`
     loss: float | None = None  # mean over this worker's share
 
     def encode(self) -> str:

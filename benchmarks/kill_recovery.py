@@ -58,15 +58,10 @@ from jobs import (
 from processes import ends_of_logs
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.job.records import (
-    AgentRound,
-    Keys,
-    RoundRecord,
-    decode,
-)
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
+from lightning_dlrover.rdzv.job.records import AgentRound, Keys, RoundRecord, decode
 
 Kind = Literal["lightning", "plain-live", "plain-restart", "stock-lightning", "stock-plain"]
 Behaviour = Literal["live", "restart"]

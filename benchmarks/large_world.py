@@ -36,7 +36,7 @@ from processes import JsonLines
 from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import AgentRecord, EventRecord, Keys, WorkerRecord, decode, encode
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dlrover.rdzv import World, WorldConfig
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
 
 MAX_FILES = 1024

@@ -25,8 +25,8 @@ from typing import Any
 from jobs import BenchmarkError
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 
 STACK_BYTES = 256 << 10
 

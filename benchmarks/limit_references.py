@@ -32,8 +32,8 @@ import numpy as np
 from jobs import describe_machine, result_line
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from lightning_dlrover.characterize.limits import measure_limit
-from lightning_dlrover.characterize.machine import whole_cores
+from lightning_dlrover.lab.characterize.measure import measure_limit
+from lightning_dlrover.lab.characterize.points import whole_cores
 
 COPY_VALUES = 32 << 20  # the number of bytes that the command copies
 MATRIX = 1536

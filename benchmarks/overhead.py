@@ -64,7 +64,7 @@ from jobs import (
 )
 from training import NUM_FEATURES, Perceptron, wait_for_device
 
-from lightning_dlrover.live.drift import PERIOD_STEPS, DriftCheck
+from lightning_dlrover.live.agreement import PERIOD_STEPS, DriftCheck
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 CHECK_INTERVAL_S = 0.1

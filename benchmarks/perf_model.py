@@ -50,7 +50,9 @@ from unittest import mock
 import numpy as np
 from jobs import BenchmarkError, describe_machine, result_line
 
-from lightning_dlrover.perf import (
+from lightning_dlrover.lab.evaluate import Evaluation, evaluate
+from lightning_dlrover.lab.simulate.traces import TraceError, read_trace
+from lightning_dlrover.tuning import (
     Columns,
     PhysicalPrior,
     Population,
@@ -59,10 +61,8 @@ from lightning_dlrover.perf import (
     configuration_of,
     population_of,
 )
-from lightning_dlrover.perf.evaluation import Evaluation, evaluate
-from lightning_dlrover.perf.shapes import Shape
-from lightning_dlrover.perf.terms import SHAPES, TERMS, terms_of
-from lightning_dlrover.perf.traces import TraceError, read_trace
+from lightning_dlrover.tuning.population import SHAPES, TERMS, terms_of
+from lightning_dlrover.tuning.prior import Shape
 
 SHARED_DATA = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 PUBLISHED_SPLITS = ("interp", "extrap", "scale", "few")

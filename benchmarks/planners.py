@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_dlrover.perf import (
+from lightning_dlrover.tuning import (
     Columns,
     Configuration,
     PhysicalPrior,
@@ -23,15 +23,19 @@ from lightning_dlrover.perf import (
     StepTimeModel,
     configuration_of,
 )
-from lightning_dlrover.planner.autoscale import (
-    describe_change,
-    plan,
+from lightning_dlrover.tuning.autoscale import describe_change, plan
+from lightning_dlrover.tuning.candidates import INTERVAL_SIGMAS, PlanRequest
+from lightning_dlrover.tuning.plan import (
+    Candidate,
+    Decision,
+    Limits,
+    Objective,
+    Settings,
+    configuration,
+    resources_of,
+    settings_of,
+    why_not,
 )
-from lightning_dlrover.planner.candidates import INTERVAL_SIGMAS
-from lightning_dlrover.planner.objective import Objective, resources_of
-from lightning_dlrover.planner.plan import Candidate, Decision, Settings
-from lightning_dlrover.planner.plan_request import PlanRequest
-from lightning_dlrover.planner.space import Limits, configuration, settings_of, why_not
 
 Planner = Callable[[PlanRequest, Limits, Objective, int, float], Decision]
 """Function from request, limits, objective, decision id and seconds since the epoch to a decision."""

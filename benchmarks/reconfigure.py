@@ -47,10 +47,10 @@ import torch
 import torch.distributed as dist
 from jobs import START_TIMEOUT_S, BenchmarkError, describe_machine, result_line
 
-from lightning_dlrover.rdzv.group import torch_names
-from lightning_dlrover.rdzv.group.gloo import inet_sockets, shut_down
-from lightning_dlrover.rdzv.group.hellos import await_hellos, publish_hello
-from lightning_dlrover.rdzv.group.torch_names import PrefixStore, Store, TCPStore
+from lightning_dlrover.rdzv.group.forming import await_hellos, publish_hello
+from lightning_dlrover.rdzv.transport import torch_names
+from lightning_dlrover.rdzv.transport.process_groups import inet_sockets, shut_down
+from lightning_dlrover.rdzv.transport.torch_names import PrefixStore, Store, TCPStore
 
 Way = Literal["reconfigure", "severed", "ours"]
 WAYS: tuple[Way, ...] = ("reconfigure", "severed", "ours")
@@ -205,7 +205,7 @@ class Workers:
         self._store_port = store_port
         # A fork of a process that has imported torch starts at once, and it has no threads yet.
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["lightning_dlrover.rdzv.group.gloo"])
+        self._context.set_forkserver_preload(["lightning_dlrover.rdzv.transport.process_groups"])
         self._processes: dict[str, Any] = {}
         self._orders: dict[str, Connection] = {}
         self._decisions: dict[str, Connection] = {}

@@ -37,8 +37,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import Keys
 
 NODES_PER_PROCESS = 25
@@ -49,7 +49,7 @@ LOOK_S = 0.1  # seconds between a running node's checks for waiting nodes, as in
 PRELOADED = [
     "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
-    "lightning_dlrover.rdzv.agents.handler",
+    "lightning_dlrover.rdzv.agents.rendezvous",
 ]
 
 
@@ -96,7 +96,7 @@ class _Host:
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend as create_c10d
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler as create_dynamic
 
-        from lightning_dlrover.rdzv.agents.handler import create_backend
+        from lightning_dlrover.rdzv.agents.rendezvous import create_backend
 
         def etcd_handler() -> Any:
             # The round is formed once min_nodes are there, although there is room for more.

@@ -61,21 +61,10 @@ from jobs import (
 from tables_training import DIM, RoundLine, SnapshotLine, Tables, lines_in, snapshot_memory
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.job.records import (
-    EventRecord,
-    Keys,
-    decode,
-)
-from lightning_dlrover.tables.layout import (
-    least_bytes,
-    plan_moves,
-)
-from lightning_dlrover.tables.placement import (
-    layout_of,
-    plan_from_dict,
-)
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
+from lightning_dlrover.rdzv.job.records import EventRecord, Keys, decode
+from lightning_dlrover.tables.layout import layout_of, least_bytes, plan_from_dict, plan_moves
 
 SCRIPT = Path(__file__).resolve().parent / "tables_training.py"
 

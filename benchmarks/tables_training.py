@@ -39,8 +39,8 @@ from torchrec.optim import CombinedOptimizer, KeyedOptimizerWrapper, RowWiseAdag
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_dlrover import DLRoverStrategy
-from lightning_dlrover.tables.block import Block
-from lightning_dlrover.tables.placement import plan_to_dict
+from lightning_dlrover.tables.exchange import Block
+from lightning_dlrover.tables.layout import plan_to_dict
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 MEMORY = SnapshotConfig().memory

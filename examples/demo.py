@@ -27,18 +27,10 @@ from typing import Any, TypeVar
 
 from ctr_parquet import is_click_folder
 
+from lightning_dlrover.codec import RecordError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.job.records import (
-    EventRecord,
-    Keys,
-    PlanRecord,
-    RecordError,
-    RoundRecord,
-    WorkerRecord,
-    decode,
-)
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError
+from lightning_dlrover.rdzv.job.records import EventRecord, Keys, PlanRecord, RoundRecord, WorkerRecord, decode
 from lightning_dlrover.report.page import summary_text
 
 T = TypeVar("T")

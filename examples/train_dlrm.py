@@ -27,10 +27,7 @@ from torch.utils.data import DataLoader
 from train_ctr import StopOnFile
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
-from lightning_dlrover.tables.torchrec_parts import (
-    TorchrecMissingError,
-    check_torchrec,
-)
+from lightning_dlrover.tables.torchrec_adapter import TorchrecMissingError, check_torchrec
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover._version import __version__
-from lightning_dlrover.packages import on_import, submodule, watch_imports
+from lightning_dlrover.lightning_compat import on_import, submodule, watch_imports
 
 if TYPE_CHECKING:
     from lightning_dlrover.callback import DLRoverCallback
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DLRoverCallback", "DLRoverStrategy", "SnapshotConfig", "__version__"]
 
-_HOMES = {"DLRoverCallback": "callback", "DLRoverStrategy": "strategy", "SnapshotConfig": "tables.elastic"}
+_HOMES = {"DLRoverCallback": "callback", "DLRoverStrategy": "strategy", "SnapshotConfig": "tables.snapshots"}
 
 
 def _register_strategy(package: str) -> None:

@@ -1,6 +1,7 @@
 """The Lightning callback: when measurements are taken, published and turned into plans.
 
-The training thread only counts steps. Every few seconds it hands a finished window to a background thread (`learn/analyst.py`).
+The training thread only counts steps. Every few seconds it hands a finished window to a background thread
+(`tuning/analyst.py`).
 """
 
 from __future__ import annotations
@@ -15,27 +16,34 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_dlrover.checks.loaders import UnsupportedLoaderError, check_no_view_of_a_stream
+from lightning_dlrover.checks import UnsupportedLoaderError, check_no_view_of_a_stream
 from lightning_dlrover.data.dataset import Stream
-from lightning_dlrover.learn.analyst import Analyst
-from lightning_dlrover.learn.autotuner import TuningConfig
-from lightning_dlrover.learn.history import history_url
-from lightning_dlrover.live.lightning_names import combined_loader
+from lightning_dlrover.lightning_compat import TrainerFn, on_import, submodule
+from lightning_dlrover.live.fit_parts import batches_done, remaining_batches
+from lightning_dlrover.live.lightning_adapter import combined_loader
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.progress import batches_done, remaining_batches
-from lightning_dlrover.observe.descriptors import Descriptors, ForwardWatch, dense_gradient_bytes, embedding_bytes, uses_dynamo
-from lightning_dlrover.observe.profiler import Model, ProfileKey, StepProfiler
-from lightning_dlrover.observe.resources import MachineLoad
 from lightning_dlrover.output import counted
-from lightning_dlrover.packages import TrainerFn, on_import, submodule
-from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.planner.objective import Aim, Objective, objective_from
-from lightning_dlrover.planner.plan import Decision, Settings, step_text
-from lightning_dlrover.planner.trial import TrialWatch
 from lightning_dlrover.plugins import CALLBACKS, CallbackPlugin, PluginError, plugins
 from lightning_dlrover.rdzv.job.records import ProgressRecord
 from lightning_dlrover.strategy import DLRoverStrategy
-from lightning_dlrover.watch.watchdog import HangPatience, Watchdog
+from lightning_dlrover.tuning.analyst import Analyst
+from lightning_dlrover.tuning.autoscale import TrialWatch
+from lightning_dlrover.tuning.autotuner import TuningConfig
+from lightning_dlrover.tuning.history import history_url
+from lightning_dlrover.tuning.plan import Aim, Decision, Objective, Settings, objective_from, step_text
+from lightning_dlrover.tuning.profiler import (
+    Descriptors,
+    ForwardWatch,
+    Model,
+    ProfileKey,
+    StepProfiler,
+    dense_gradient_bytes,
+    embedding_bytes,
+    uses_dynamo,
+)
+from lightning_dlrover.tuning.resources import MachineLoad
+from lightning_dlrover.tuning.samples import StepProfile
+from lightning_dlrover.watchdog import HangPatience, Watchdog
 
 if TYPE_CHECKING:
     import lightning as L
@@ -46,8 +54,6 @@ else:
     class Callback:
         """Placeholder until one of Lightning's packages is imported, see `_derive`."""
 
-
-__all__ = ["TUNABLE", "DLRoverCallback", "Tunable"]
 
 Tunable = Literal["num_workers", "loader_workers", "intra_op_threads", "prefetch_factor", "first_loader_workers"]
 TUNABLE: tuple[Tunable, ...] = get_args(Tunable)
@@ -83,7 +89,7 @@ class DLRoverCallback(Callback):
             times as long as a usual step. 0 switches the report off.
 
     Example:
-        >>> from lightning_dlrover.planner import Objective, Prices
+        >>> from lightning_dlrover.tuning import Objective, Prices
         >>> objective = Objective("cheapest", deadline_s=7200, prices=Prices(core_hour=0.04))
         >>> callback = DLRoverCallback(objective=objective, tune=["num_workers"])  # leave threads and loader workers alone
     """

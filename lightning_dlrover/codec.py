@@ -13,8 +13,6 @@ import types
 import typing
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-__all__ = ["RecordError", "from_fields", "to_json"]
-
 T = TypeVar("T")
 
 _LARGEST = 1 << 62  # limit of any number in a field: larger, infinite or NaN values would break computations with it

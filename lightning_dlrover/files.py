@@ -1,14 +1,14 @@
-"""Files of records: a header and then records, one line of JSON each, on disk as soon as it is added.
-
-One process adds at a time. A process that was killed may leave a last line without an end, which does not count.
-"""
+"""Files that the package writes on a host: where they lie, and how they are written, whole or record by record."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import getpass
 import json
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,55 @@ from lightning_dlrover.codec import RecordError, from_fields, to_json
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["RecordFile", "RecordForm", "read_lines"]
+# Where files of this user go, if the system knows neither a home nor a name of the user, as in many containers.
+
+
+def home(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the user's home, or a folder of this user's alone among the temporary ones."""
+    found = environ.get("HOME") or os.path.expanduser("~")
+    if os.path.isabs(found):
+        return found
+    folder = os.path.join(tempfile.gettempdir(), f"dlrover-home-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    if os.lstat(folder).st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user: set HOME to a folder of your own")
+    return folder
+
+
+def give_home(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Give a home and a name to a user who has none: TorchX, torch's compiler and others fail without them.
+
+    Raises:
+        PermissionError: the place for a home is another user's.
+    """
+    environ["HOME"] = home(environ)
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):  # OSError since Python 3.13
+        environ["LOGNAME"] = f"user-{os.getuid()}"
+
+
+# Write files that no reader ever sees in part.
+
+
+def atomic_write(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all; text is written as UTF-8.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+# Files of records: a header and then records, one line of JSON each, on disk as soon as it is added.
+#
+# One process adds at a time. A process that was killed may leave a last line without an end, which does not count.
 
 H = TypeVar("H")
 WAY_OUT = "give another --out"

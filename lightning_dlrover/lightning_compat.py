@@ -1,11 +1,8 @@
-"""Find out which package the user's Trainer comes from: `lightning`, `pytorch_lightning`, or either in one process.
-
-Both hold the same code under two names, so each does not recognise the classes of the other. This module imports neither
-before it has to, because an unused one would slow down every start of a worker. The command line and agents import it too.
-"""
+"""Lightning under both of its names, `lightning` and `pytorch_lightning`: which one a script uses."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -13,33 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from importlib.abc import Loader
 
-__all__ = [
-    "PACKAGES",
-    "CSVLogger",
-    "Checkpoint",
-    "EarlyStopping",
-    "LearningRateFinder",
-    "ModelCheckpoint",
-    "ProgressBar",
-    "TensorBoardLogger",
-    "TrainerFn",
-    "default_package",
-    "fabric_submodule",
-    "is_installed",
-    "loaded_packages",
-    "on_import",
-    "package_of",
-    "release",
-    "result_module",
-    "submodule",
-    "watch_imports",
-    "when_imported",
-]
+# Find out which package the user's Trainer comes from: `lightning`, `pytorch_lightning`, or either in one process.
+#
+# Both hold the same code under two names, so each does not recognise the classes of the other. This module imports neither
+# before it has to, because an unused one would slow down every start of a worker. The command line and agents import it
+# too.
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 FABRICS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
@@ -138,8 +118,23 @@ def _refuse_malicious(package: str) -> None:
 # --- classes of either package ---------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LearningRateFinder, ModelCheckpoint, ProgressBar
-    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+    from lightning.pytorch.callbacks import (
+        Checkpoint as Checkpoint,
+    )
+    from lightning.pytorch.callbacks import (
+        EarlyStopping as EarlyStopping,
+    )
+    from lightning.pytorch.callbacks import (
+        LearningRateFinder as LearningRateFinder,
+    )
+    from lightning.pytorch.callbacks import (
+        ModelCheckpoint as ModelCheckpoint,
+    )
+    from lightning.pytorch.callbacks import (
+        ProgressBar as ProgressBar,
+    )
+    from lightning.pytorch.loggers import CSVLogger as CSVLogger
+    from lightning.pytorch.loggers import TensorBoardLogger as TensorBoardLogger
 else:
 
     class _Either(type):
@@ -241,3 +236,80 @@ class _NotingLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+
+# A strategy for Trainers of `lightning` and of `pytorch_lightning`.
+#
+# This module decides which package's `DDPStrategy` is behind an instance. `strategy.py` holds the strategy itself.
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy
+    from typing_extensions import Self
+else:
+    DDPStrategy = object  # `_concrete` brings in a package's own
+
+
+class EitherStrategy(DDPStrategy):
+    """Base of strategies that inherit, through `super()`, from the `DDPStrategy` of the Trainer's own package.
+
+    An instance belongs to a subclass that has the `DDPStrategy` of one package behind it: the package that is imported when
+    the instance is made. When a Trainer of the other package takes the instance, its class changes. Attributes are alike in
+    both.
+
+    `__new__` is defined here because jsonargparse would take the `__new__` of the class itself as the signature of the user's
+    settings.
+    """
+
+    _package: ClassVar[str] = ""  # set on concrete classes only
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        return super().__new__(cls if cls._package else _concrete(cls, default_package()))
+
+    @property
+    def accelerator(self) -> Any:
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        """The first access of a Trainer to its strategy, which reveals the Trainer's package."""
+        if accelerator is not None:
+            self._serve(package_of(accelerator))
+        self._accelerator = accelerator
+
+    def _serve(self, package: str) -> None:
+        """Become a strategy of the Trainer's own package."""
+        if package == self._package:
+            return
+        if release(package) != release(self._package):
+            raise RuntimeError(
+                f"this strategy was made for {self._package} {release(self._package)}, its Trainer is of {package} "
+                f"{release(package)}: install the same release of both, or import one of them only, before the strategy is made"
+            )
+        self.__class__ = _concrete(_abstract(type(self)), package)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (_abstract(type(self)), self._package), self.__dict__
+
+
+@functools.cache
+def _concrete(cls: type[EitherStrategy], package: str) -> type[Any]:
+    """Return a subclass with the package's own `DDPStrategy` behind it."""
+    base = submodule(package, "strategies").DDPStrategy
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_package": package}
+    concrete: type[Any] = type(base)(cls.__name__, (cls, base), names)
+    return concrete
+
+
+def _abstract(concrete: type[EitherStrategy]) -> type[EitherStrategy]:
+    """Return the class from which `_concrete` was derived."""
+    return concrete.__bases__[0]
+
+
+def _rebuilt(cls: type[EitherStrategy], package: str) -> EitherStrategy:
+    """Return an unpickled instance, still without its attributes."""
+    concrete: type[EitherStrategy] = _concrete(cls, package)
+    return concrete.__new__(concrete)
+
+
+# Trainers, and the command line that Lightning makes of them, check whether this is one of their own strategies.
+on_import(lambda package: submodule(package, "strategies").DDPStrategy.register(EitherStrategy))

@@ -1,4 +1,4 @@
-"""Print for people: an unwritable terminal or log ends no job, and control characters reach no terminal."""
+"""Text for people: messages of all processes, findings of a check, and tables."""
 
 from __future__ import annotations
 
@@ -9,23 +9,44 @@ import os
 import shutil
 import sys
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = [
-    "complain",
-    "counted",
-    "drop_what_cannot_be_written",
-    "escape_what_cannot_be_encoded",
-    "flush",
-    "has_terminal",
-    "number_text",
-    "printable",
-    "say",
-    "show",
-    "show_transient",
-    "time_text",
-]
+# One result of a check, as data.
+
+Verdict = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check, or of a part of it."""
+
+    check: str  # short name, such as "etcd size"
+    verdict: Verdict
+    text: str  # one line
+    next_move: str = ""  # remedy; empty if `verdict` is ok
+
+
+def ok(check: str, text: str) -> Finding:
+    return Finding(check, "ok", text)
+
+
+def warning(check: str, text: str, next_move: str) -> Finding:
+    return Finding(check, "warning", text, next_move)
+
+
+def error(check: str, text: str, next_move: str) -> Finding:
+    return Finding(check, "error", text, next_move)
+
+
+def worst(findings: Sequence[Finding]) -> Verdict:
+    """Return the worst verdict; ok if there are no findings."""
+    verdicts = {finding.verdict for finding in findings}
+    return "error" if "error" in verdicts else "warning" if "warning" in verdicts else "ok"
+
+
+# Print for people: an unwritable terminal or log ends no job, and control characters reach no terminal.
 
 log = logging.getLogger(__name__)
 
@@ -194,3 +215,20 @@ def _renew(name: Literal["stdout", "stderr"]) -> None:
     except (OSError, AttributeError, ValueError):
         new = open(os.devnull, "w")  # noqa: SIM115
     setattr(sys, name, new)
+
+
+# Lay out all tables of text.
+
+
+def text_table(alignment: str, rows: Sequence[Sequence[str]], indent: int = 0) -> list[str]:
+    """Return the lines of a table. Each column is as wide as its longest cell.
+
+    Args:
+        alignment: ``<`` (left) or ``>`` (right) for each column.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, alignment, widths, strict=True))
+        lines.append((" " * indent + "  ".join(cells)).rstrip())
+    return lines

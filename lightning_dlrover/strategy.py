@@ -1,11 +1,11 @@
 """The Lightning strategy: applies the job's rounds to a running Trainer.
 
 This module holds Lightning's hooks only, each a few lines long. They hand over to
-  - `live/place_in_job.py`, when a Trainer enters the job or ends,
+  - `live/training.py`, when a Trainer enters the job or ends,
   - `live/training.py`, when the world changes,
-  - `live/wrapped_loops.py`, for the methods of Lightning's loops that are replaced,
-  - `live/users_loaders.py`, for the split of samples over workers,
-  - `live/tables_of_trainer.py`, for models with sharded tables,
+  - `live/wiring.py`, for the methods of Lightning's loops that are replaced,
+  - `live/wiring.py`, for the split of samples over workers,
+  - `live/checkpoints.py`, for models with sharded tables,
   - `live/checkpoints.py`, for checkpoints,
   - Lightning's own DDP strategy, for everything else.
 """
@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover._version import __version__
-from lightning_dlrover.checks.arguments import check_arguments
-from lightning_dlrover.checks.script import (
+from lightning_dlrover.checks import (
+    check_arguments,
     check_capture,
     check_graphs,
     check_hook_state,
@@ -37,12 +37,15 @@ from lightning_dlrover.checks.script import (
     explain_single_sample,
     warn_of_max_norm,
 )
-from lightning_dlrover.live import listed_names
+from lightning_dlrover.lightning_compat import TrainerFn
+from lightning_dlrover.live import private_api
 from lightning_dlrover.live.checkpoints import (
     TABLES_FOLDER,
     WHOLE_TABLES,
     PlainShelf,
     Shelf,
+    TablesOfTrainer,
+    TablesSettings,
     absolute,
     is_folder,
     saving_file,
@@ -50,39 +53,23 @@ from lightning_dlrover.live.checkpoints import (
     trainer_file,
     when_written,
 )
-from lightning_dlrover.live.collectives import Collectives
-from lightning_dlrover.live.ddp_names import (
-    ForwardRedirection,
-    apply_layer_sync,
-    in_ddp_on_this_stream,
-    without_model,
-)
-from lightning_dlrover.live.devices import own_device
-from lightning_dlrover.live.environment import DLRoverEnvironment
-from lightning_dlrover.live.live_strategy import LiveStrategy
-from lightning_dlrover.live.place_in_job import JobSession
-from lightning_dlrover.live.replica import Replica
+from lightning_dlrover.live.lightning_adapter import ForwardRedirection, apply_layer_sync, in_ddp_on_this_stream, without_model
+from lightning_dlrover.live.replica import LiveStrategy, Replica, UnusedParameters, own_device
 from lightning_dlrover.live.state import random_state, trained_parameters
-from lightning_dlrover.live.tables_of_trainer import TablesOfTrainer, TablesSettings
-from lightning_dlrover.live.training import LiveTraining
-from lightning_dlrover.live.unused_parameters import UnusedParameters
-from lightning_dlrover.live.users_loaders import UsersLoaders
-from lightning_dlrover.live.wrapped_loops import wrap_evaluations, wrap_loops
-from lightning_dlrover.observe.pulse import OwnClock
-from lightning_dlrover.observe.step_times import StepTimes
-from lightning_dlrover.packages import TrainerFn
+from lightning_dlrover.live.training import JobSession, LiveTraining
+from lightning_dlrover.live.wiring import Collectives, DLRoverEnvironment, UsersLoaders, wrap_evaluations, wrap_loops
 from lightning_dlrover.rdzv.group.config import WorldConfig
-from lightning_dlrover.rdzv.group.leaving import end_with_agent
+from lightning_dlrover.rdzv.group.failures import end_with_agent
 from lightning_dlrover.tables.checkpoint import load_tables
 from lightning_dlrover.tables.elastic import ElasticTables
-from lightning_dlrover.tables.optimizers import TableOptimizerError
 from lightning_dlrover.tables.snapshots import SnapshotConfig
-from lightning_dlrover.tables.torchrec_parts import has_tables
+from lightning_dlrover.tables.torchrec_adapter import TableOptimizerError, has_tables
+from lightning_dlrover.tuning.health import OwnClock
+from lightning_dlrover.tuning.profiler import StepTimes
 
 if TYPE_CHECKING:
     import lightning as L
 
-__all__ = ["DLRoverStrategy"]
 
 T = TypeVar("T")
 
@@ -154,7 +141,7 @@ class DLRoverStrategy(LiveStrategy):
         limits = global_batch_size, check_interval_s, timeout
         switches = compare_data, rerun_epoch_hooks
         check_arguments(*limits, sharding_constraints, sharders, snapshots, *switches, max_catch_up_s, max_share, on_drift)
-        listed_names.check(self._package)
+        private_api.check(self._package)
         self._job: JobSession | None = None  # None where the world cannot change
         config = WorldConfig.from_environment(os.environ, __version__)
         if config is not None:

@@ -4,12 +4,12 @@ Each kind of process reads its variables in one place and passes values on:
 
 | kind | reads |
 | --- | --- |
-| worker | `rdzv/group/config.py`: its place in the job; `observe/cgroups.py`: what limits its node |
-| agent | `rdzv/agents/config.py`; `rdzv/agents/environment.py` writes what its workers read |
+| worker | `rdzv/group/config.py`: its place in the job; `host.py`: what limits its node |
+| agent | `rdzv/agents/rendezvous.py`; `rdzv/agents/rendezvous.py` writes what its workers read |
 | node | `components/node.py` |
-| command | `report/discovery.py`: the etcd to use |
+| command | `rdzv/job/folders.py`: the etcd to use |
 
-Settings of the user hold for several kinds: `planner/objective.py`, `learn/history.py` and `watch/watchdog.py` read their own.
+Settings of the user hold for several kinds: `tuning/plan.py`, `tuning/history.py` and `watchdog.py` read their own.
 """
 
 from __future__ import annotations

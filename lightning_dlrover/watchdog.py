@@ -1,6 +1,6 @@
 """Watch over a job while it trains: workers that make the others wait, that hang, or that are about to run out of memory.
 
-One thread per worker. It acts on its own only where the job cannot. `planner/stragglers.py` computes a straggler's cost and
+One thread per worker. It acts on its own only where the job cannot. `tuning/stragglers.py` computes a straggler's cost and
 decides whether replacing it pays; the controller that starts and ends nodes carries it out. Every finding is an event.
 """
 
@@ -22,22 +22,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from lightning_dlrover import variables
-from lightning_dlrover.observe.stacks import innermost_user_place, is_in_debugger, stacks
-from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.planner.memory_growth import (
-    LEADS,
-    MAX_WINDOWS,
-    NUM_SETTLING,
-    Act,
-    GrowthSituation,
-    MemoryForecast,
-    Remedy,
-    choose_remedy,
-    forecast_memory,
-    inherited_forecast,
-)
-from lightning_dlrover.planner.stragglers import Straggler, find_straggler, judge_replacement
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.types import EtcdError
 from lightning_dlrover.rdzv.job.events import (
     Event,
     HangFound,
@@ -49,12 +34,26 @@ from lightning_dlrover.rdzv.job.events import (
     events_of,
 )
 from lightning_dlrover.rdzv.job.records import EventRecord, PlanRecord, StacksRecord, StacksRequest
+from lightning_dlrover.tuning.health import innermost_user_place, is_in_debugger, stacks
+from lightning_dlrover.tuning.memory import (
+    LEADS,
+    MAX_WINDOWS,
+    NUM_SETTLING,
+    Act,
+    GrowthSituation,
+    MemoryForecast,
+    Remedy,
+    choose_remedy,
+    forecast_memory,
+    inherited_forecast,
+)
+from lightning_dlrover.tuning.samples import StepProfile
+from lightning_dlrover.tuning.stragglers import Straggler, find_straggler, judge_replacement
 
 if TYPE_CHECKING:
-    from lightning_dlrover.live.progress import FitProgress, Progress
-    from lightning_dlrover.rdzv.live.membership import Membership
+    from lightning_dlrover.live.fit_parts import FitProgress, Progress
+    from lightning_dlrover.rdzv.membership.membership import Membership
 
-__all__ = ["HangPatience", "Watchdog", "hang_event"]
 
 log = logging.getLogger(__name__)
 

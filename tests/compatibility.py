@@ -595,7 +595,7 @@ ROWS: list[Row] = [
         (
             '`process_group_backend="nccl"`',
             "works",
-            "tests/rdzv/group/test_backends.py::test_script_of_stock_ddp_keeps_gloo_for_the_cpu",
+            "tests/rdzv/transport/test_backends.py::test_script_of_stock_ddp_keeps_gloo_for_the_cpu",
             "together with gloo",
         ),
         (

@@ -18,8 +18,8 @@ from leaks import Held, left_behind, mark_descendants
 from warm_tree import FreshNursery
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import Keys
 
 TESTS = Path(__file__).parent
@@ -65,7 +65,7 @@ COMPUTING = ("checks/", "learn/", "perf/", "planner/", "report/", "simulate/")
 
 PATIENT = (
     *("components/control/", "components/test_controller_faults.py", "e2e/test_full_etcd.py", "e2e/test_namespaces.py"),
-    *("e2e/test_pool_jobs.py", "e2e/test_waiting_nodes.py", "rdzv/etcd/", "rdzv/live/"),
+    *("e2e/test_pool_jobs.py", "e2e/test_waiting_nodes.py", "rdzv/etcd/", "rdzv/membership"),
 )
 """Beginnings of the paths of tests that wait for timeouts for most of their time."""
 

@@ -17,14 +17,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 from lightning_dlrover import callback as callback_module
-from lightning_dlrover.learn.analyst import Analyst
-from lightning_dlrover.live.progress import remaining_batches
-from lightning_dlrover.observe.profiler import StepProfiler
-from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
-from lightning_dlrover.planner.plan import Candidate, Decision, Settings
-from lightning_dlrover.planner.trial import TrialWatch
+from lightning_dlrover.live.fit_parts import remaining_batches
 from lightning_dlrover.rdzv.job.records import RoundRecord
-from lightning_dlrover.rdzv.live.member import Formation
+from lightning_dlrover.rdzv.membership.member import Formation
+from lightning_dlrover.tuning.analyst import Analyst
+from lightning_dlrover.tuning.autoscale import TrialWatch
+from lightning_dlrover.tuning.plan import Candidate, Decision, Settings
+from lightning_dlrover.tuning.profiler import StepProfiler
+from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
 
 
 class Model(L.LightningModule):

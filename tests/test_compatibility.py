@@ -11,7 +11,7 @@ import pytest
 from compatibility import FOLDER, ROWS, Row, render
 from versions import results
 
-from lightning_dlrover.releases import TESTED, minor
+from lightning_dlrover.private_names import TESTED, minor
 
 ROOT = Path(__file__).parent.parent
 

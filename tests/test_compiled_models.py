@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
-from lightning_dlrover.observe.descriptors import Descriptors
+from lightning_dlrover.tuning.profiler import Descriptors
 
 Place = Literal["nowhere", "function", "full_graph", "submodule", "submodule_in_place", "model", "module"]
 """Place at which a script uses `torch.compile`."""

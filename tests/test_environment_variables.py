@@ -14,40 +14,40 @@ from lightning_dlrover import variables
 
 PACKAGE = Path(lightning_dlrover.__file__).parent
 
-WORKER, AGENT, NODE, COMMAND = "rdzv/group/config.py", "rdzv/agents/config.py", "components/node.py", "report/discovery.py"
+WORKER, AGENT, NODE, COMMAND = "rdzv/group/config.py", "rdzv/agents/rendezvous.py", "components/node.py", "rdzv/job/folders.py"
 READERS = {
     "ENDPOINT": {WORKER, COMMAND},
     "PREFIX": {WORKER, COMMAND},
-    "ACCESS": {"rdzv/etcd/config.py"},  # read for workers and commands
+    "ACCESS": {"rdzv/etcd/types.py"},  # read for workers and commands
     **{
         key: {WORKER}
         for key in ["RUN_ID", "AGENT_ID", "AGENT_PID", "MIN_NODES", "MAX_NODES", "HISTORY_TTL_S", "LEFT_STATE", "POOL"]
     },
     "WORKERS_PER_NODE": {WORKER},
-    "timeout": {"rdzv/timeouts.py"},  # read for workers
-    "NODE": {WORKER, AGENT, "observe/cgroups.py", "components/targets/local.py"},  # the target reads it of other processes
-    "STARTED_BY": {"observe/cgroups.py", "components/targets/local.py"},
+    "timeout": {"rdzv/group/config.py"},  # read for workers
+    "NODE": {WORKER, AGENT, "host.py", "components/targets/local.py"},  # the target reads it of other processes
+    "STARTED_BY": {"host.py", "components/targets/local.py"},
     **{key: {NODE} for key in ["PARENT_PID", "MEMORY_GROUP", "EXIT_FILE", "NOTICE_S", "LEAVE_ON_SIGTERM"]},
-    "SEAT": {"observe/admission_client.py"},
+    "SEAT": {"colocate/admission_client.py"},
     "QUEUE": {"colocate/dispatcher.py"},
-    "OBJECTIVE": {"planner/objective.py"},
-    "HISTORY": {"learn/history.py"},
-    "UNSAFE_STACKS": {"watch/watchdog.py"},
+    "OBJECTIVE": {"tuning/plan.py"},
+    "HISTORY": {"tuning/history.py"},
+    "UNSAFE_STACKS": {"watchdog.py"},
 }
 WRITERS = {
-    "rdzv/agents/environment.py",
+    "rdzv/agents/rendezvous.py",
     "components/elastic.py",
     "components/host_agents.py",
     "components/targets/slurm.py",
-    "components/targets/kubernetes_pod.py",
+    "components/targets/kubernetes.py",
     "components/targets/local.py",
-    "components/targets/machine/shares.py",
-    "characterize/worker_pool.py",
+    "components/targets/machine.py",
+    "lab/characterize/run.py",
     "colocate/dispatcher.py",
-    "cli/pool_admission.py",
+    "pool/plugin.py",
     "cli/run.py",
     "cli/run_options.py",
-    "doctor/script.py",
+    "doctor/report.py",
 }
 OTHER_USES = {("ACCESS", "report/status.py")}  # its keys are those of `job.json`
 

@@ -9,11 +9,11 @@ import threading
 
 import pytest
 
-from lightning_dlrover.frames import current_frames, main_thread_frame
+from lightning_dlrover.host import current_frames, main_thread_frame
 
 COLLECTS = """
 import gc, threading, time
-from lightning_dlrover.frames import current_frames
+from lightning_dlrover.host import current_frames
 
 class Slow:
     def __init__(self):

@@ -15,21 +15,16 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
-from lightning_dlrover.live.collectives import Collectives
-from lightning_dlrover.live.ddp_names import in_ddp_on_this_stream
-from lightning_dlrover.live.epoch_metrics import restore_partial
-from lightning_dlrover.live.position import FitPosition
-from lightning_dlrover.live.resilient import ResilientCollectives
+from lightning_dlrover.live.lightning_adapter import in_ddp_on_this_stream
+from lightning_dlrover.live.metrics import restore_partial
+from lightning_dlrover.live.order import FitPosition
+from lightning_dlrover.live.recovery import ResilientCollectives, Update, apply, capture
 from lightning_dlrover.live.state import seed_for
-from lightning_dlrover.live.update import Update, apply, capture
-from lightning_dlrover.rdzv.group import transfer
-from lightning_dlrover.rdzv.group.aborts import wait_for_device
-from lightning_dlrover.rdzv.group.meeting import CollectiveMonitor, OutsideOfLoops
-from lightning_dlrover.rdzv.group.purpose import (
-    Purpose,
-    shown,
-)
-from lightning_dlrover.rdzv.live.member import WorldError
+from lightning_dlrover.live.wiring import Collectives
+from lightning_dlrover.rdzv.desync import CollectiveMonitor, OutsideOfLoops, Purpose, shown
+from lightning_dlrover.rdzv.membership.member import WorldError
+from lightning_dlrover.rdzv.transport import transfer
+from lightning_dlrover.rdzv.transport.process_groups import wait_for_device
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

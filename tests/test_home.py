@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlrover.data.counted_files import cache_file
-from lightning_dlrover.home import give_home, home
-from lightning_dlrover.learn.history import history_url
+from lightning_dlrover.data.file_source import cache_file
+from lightning_dlrover.files import give_home, home
+from lightning_dlrover.tuning.history import history_url
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from live_parts import BETWEEN, a_formation, hellos
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
-from lightning_dlrover.live import place_in_job
+from lightning_dlrover.live import training
 
 pytest.importorskip("jsonargparse", reason="LightningCLI needs it")
 
@@ -84,14 +84,14 @@ def test_configuration_is_written_again_only_by_a_job_that_comes_back(
     cli = LightningCLI(Model, run=False, args=[*args, f"--trainer.default_root_dir={tmp_path}"])
     saving = next(each for each in cli.trainer.callbacks if isinstance(each, SaveConfigCallback))  # type: ignore[attr-defined]
     first_round = a_formation("w0", hellos(BETWEEN), number=number)
-    monkeypatch.setattr(place_in_job, "World", lambda *_: SimpleNamespace(start=lambda: first_round))
-    monkeypatch.setattr(place_in_job.JobSession, "_take_over_world", lambda *_: None)
+    monkeypatch.setattr(training, "World", lambda *_: SimpleNamespace(start=lambda: first_round))
+    monkeypatch.setattr(training.JobSession, "_take_over_world", lambda *_: None)
     etcd = SimpleNamespace(endpoints="127.0.0.1:2379")
     config: Any = SimpleNamespace(
         workers_per_node=1, node_workers=1, min_workers=1, max_workers=2, pool="", etcd=etcd, prefix="/dlrover", run_id="job"
     )
     strategy: Any = cli.trainer.strategy
-    place_in_job.JobSession(config, strategy, 0.1)._start(cli.trainer, "gloo")
+    training.JobSession(config, strategy, 0.1)._start(cli.trainer, "gloo")
     with pytest.raises(RuntimeError, match="to NOT exist") if number == 1 else nullcontext():
         saving.setup(cli.trainer, cli.model, "fit")
     assert ((tmp_path / "config.yaml").read_text() == "of an earlier life\n") == (number == 1)

@@ -15,7 +15,7 @@ FILES = sorted((ROOT / "lightning_dlrover").rglob("*.py"))
 
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "multiprocessing.reduction"}
 FUNCTIONS = {"eval", "exec", "compile", "__import__"}
-UNPICKLER = ROOT / "lightning_dlrover" / "rdzv" / "group" / "data_unpickler.py"
+UNPICKLER = ROOT / "lightning_dlrover" / "rdzv" / "transport" / "data_unpickler.py"
 """The only file that may import pickle: its unpickler, by which torch's collectives read, finds accepted classes only."""
 
 COLLECTIVES = {  # torch pickles the arguments of these

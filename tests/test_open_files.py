@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.open_files import ENOUGH, files_of, lack_of_files, raise_limit
+from lightning_dlrover.rdzv.transport.waits import ENOUGH, files_of, lack_of_files, raise_limit
 
 RAISED = """
 import resource
-from lightning_dlrover.open_files import raise_limit
+from lightning_dlrover.rdzv.transport.waits import raise_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, ({}, {}))
 raise_limit()
 print(resource.getrlimit(resource.RLIMIT_NOFILE))

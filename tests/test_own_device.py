@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_dlrover.live.devices import own_device
+from lightning_dlrover.live.replica import own_device
 
 
 def gpus(*indices: int) -> list[torch.device]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "lightning_dlrover"
-KEEPERS = {"data/one_pass.py", "live/state.py", "live/data_fingerprint.py", "tables/first_values.py"}
+KEEPERS = {"data/iterable.py", "live/state.py", "live/data_agreement.py", "tables/sharded.py"}
 """Files that read and restore the global states, in the thread that trains or reads data."""
 
 OWN = {"Random", "SystemRandom", "RandomState", "Generator", "default_rng"}

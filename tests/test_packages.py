@@ -14,8 +14,8 @@ import lightning.pytorch
 import pytest
 import pytorch_lightning
 
-from lightning_dlrover import DLRoverCallback, DLRoverStrategy, packages
-from lightning_dlrover.live.environment import DLRoverEnvironment
+from lightning_dlrover import DLRoverCallback, DLRoverStrategy, lightning_compat
+from lightning_dlrover.live.wiring import DLRoverEnvironment
 
 TRAINER: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False}
 TRAINER |= {"enable_checkpointing": False, "enable_progress_bar": False}
@@ -57,11 +57,11 @@ def test_strategy_of_the_users_own_is_taken(package: ModuleType) -> None:
 def test_classes_are_those_of_both_packages(package: ModuleType) -> None:
     assert issubclass(DLRoverStrategy, package.strategies.Strategy)  # required by jsonargparse
     assert issubclass(DLRoverCallback, package.Callback)
-    fabric: Any = packages.fabric_submodule(package.__name__, "plugins")
+    fabric: Any = lightning_compat.fabric_submodule(package.__name__, "plugins")
     assert isinstance(DLRoverEnvironment({}), fabric.ClusterEnvironment)
-    assert isinstance(package.callbacks.ModelCheckpoint(), packages.ModelCheckpoint)
-    assert isinstance(package.callbacks.TQDMProgressBar(), packages.ProgressBar)
-    assert not isinstance(package.callbacks.Timer(), packages.ModelCheckpoint)
+    assert isinstance(package.callbacks.ModelCheckpoint(), lightning_compat.ModelCheckpoint)
+    assert isinstance(package.callbacks.TQDMProgressBar(), lightning_compat.ProgressBar)
+    assert not isinstance(package.callbacks.Timer(), lightning_compat.ModelCheckpoint)
 
 
 @both
@@ -81,10 +81,10 @@ def test_strategy_refuses_a_trainer_of_another_release(monkeypatch: pytest.Monke
 
 
 def test_malicious_release_is_refused_before_its_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "loaded_packages", list)
+    monkeypatch.setattr(lightning_compat, "loaded_packages", list)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"lightning": "2.6.3"}[name])
     with pytest.raises(ImportError, match=r"lightning 2\.6\.3 is installed, a malicious release"):
-        packages.default_package()
+        lightning_compat.default_package()
 
 
 def test_missing_lightning_is_named_with_its_installation() -> None:
@@ -121,7 +121,7 @@ print(*(cls.__module__ for cls in type(other).__mro__ if cls.__name__ == "DDPStr
 def test_action_for_one_module_runs_once_whenever_that_is_imported() -> None:
     code = """
         import sys
-        from lightning_dlrover.packages import when_imported
+        from lightning_dlrover.lightning_compat import when_imported
         seen = []
         when_imported("json.tool", lambda module: seen.append((module, module.main)))
         assert "json.tool" not in sys.modules

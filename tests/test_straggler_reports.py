@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from lightning_dlrover.perf.samples import OwnTimes
 from lightning_dlrover.rdzv.job.events import Event, StragglerFound, events_of, record_of
 from lightning_dlrover.rdzv.job.records import EventRecord, WorkerRecord
-from lightning_dlrover.rdzv.live.worker_view import WorkerView
-from lightning_dlrover.watch.watchdog import TELL_AGAIN_S, _Stragglers
+from lightning_dlrover.rdzv.membership.rounds import WorkerView
+from lightning_dlrover.tuning.samples import OwnTimes
+from lightning_dlrover.watchdog import TELL_AGAIN_S, _Stragglers
 
 MEMBERS = ("w0", "w1", "w2")
 

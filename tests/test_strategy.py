@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dlrover
 from lightning_dlrover import DLRoverStrategy
-from lightning_dlrover.live.place_in_job import JobSession
-from lightning_dlrover.observe.step_times import HostMark
+from lightning_dlrover.live.training import JobSession
+from lightning_dlrover.tuning.profiler import HostMark
 
 JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "a"}
 

@@ -16,21 +16,11 @@ import pytest
 from windows import MIB
 from windows import memory_window as window
 
+from lightning_dlrover import watchdog
 from lightning_dlrover.rdzv.job.events import Event, MemoryShort, RoundFormed, events_of, record_of
-from lightning_dlrover.rdzv.job.records import (
-    EventRecord,
-    JobRecord,
-    NodesRecord,
-    Notice,
-    PlanRecord,
-)
-from lightning_dlrover.rdzv.live.worker_view import WorkerView
-from lightning_dlrover.watch import watchdog
-from lightning_dlrover.watch.watchdog import (
-    DEFAULT_LEAD_S,
-    _GilWatch,
-    _Memory,
-)
+from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, NodesRecord, Notice, PlanRecord
+from lightning_dlrover.rdzv.membership.rounds import WorkerView
+from lightning_dlrover.watchdog import DEFAULT_LEAD_S, _GilWatch, _Memory
 
 JOB = JobRecord(phase="training", live=True, min_workers=1, max_workers=3, version="1")
 WINDOW = replace(window(0, 0.0), num_workers=1, local_batch=64)
@@ -212,7 +202,7 @@ def test_slow_etcd_is_no_time_without_the_gil(caplog: pytest.LogCaptureFixture, 
 
 BUSY = """
 import sys, threading
-from lightning_dlrover.observe.stacks import innermost_user_place, stacks
+from lightning_dlrover.tuning.health import innermost_user_place, stacks
 
 def churn(depth):
     for number in range(3):

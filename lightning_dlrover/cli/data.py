@@ -11,13 +11,22 @@ from typing import TYPE_CHECKING, Any
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import find_place
 from lightning_dlrover.output import counted, show
-from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.types import EtcdError
 from lightning_dlrover.rdzv.job.journal import Journal, readable_folder
-from lightning_dlrover.report.event_log import EVENTS_FILE, JobNotFoundError, read_event_file
-from lightning_dlrover.report.skipped import SkippedRows, described_skipped, shown_ranges, skipped_rows
-from lightning_dlrover.report.status import connect, read_job
-from lightning_dlrover.report.streams import ReadStreams, Standing, described, guarantee, read_streams, standing
+from lightning_dlrover.report.status import EVENTS_FILE, JobNotFoundError, connect, read_event_file, read_job
+from lightning_dlrover.report.streams import (
+    ReadStreams,
+    SkippedRows,
+    Standing,
+    described,
+    described_skipped,
+    guarantee,
+    read_streams,
+    shown_ranges,
+    skipped_rows,
+    standing,
+)
+from lightning_dlrover.tuning.samples import StepProfile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

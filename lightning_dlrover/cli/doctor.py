@@ -6,16 +6,14 @@ import argparse
 import json
 import threading
 
-from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, UsageError
+from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, Interrupted, UsageError, signals_as_exceptions
 from lightning_dlrover.cli.lookup import etcd_access
 from lightning_dlrover.cli.options import flag
 from lightning_dlrover.cli.run_options import checked_prefix, checked_script
-from lightning_dlrover.cli.signals import Interrupted, signals_as_exceptions
 from lightning_dlrover.doctor.report import Case, as_json, examine, lines, summary
-from lightning_dlrover.finding import worst
-from lightning_dlrover.output import show
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.report.discovery import EtcdDefaults
+from lightning_dlrover.output import show, worst
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
+from lightning_dlrover.rdzv.job.folders import EtcdDefaults
 
 _ETCD_S = 5.0
 

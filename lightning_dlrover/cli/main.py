@@ -12,32 +12,29 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
-from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UsageError
+from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UsageError, quiet_start
 from lightning_dlrover.cli.options import flag
 from lightning_dlrover.cli.parser import build_parser
-from lightning_dlrover.cli.plugin_commands import Command
-from lightning_dlrover.cli.signals import quiet_start
-from lightning_dlrover.components.escaped import ESCAPED
-from lightning_dlrover.home import give_home
+from lightning_dlrover.cli.plugins import Command
+from lightning_dlrover.components import ESCAPED
+from lightning_dlrover.files import give_home
 from lightning_dlrover.output import complain, escape_what_cannot_be_encoded, flush
 from lightning_dlrover.plugins import PluginError
-
-__all__ = ["command_function", "main"]
 
 _HOMES = {
     "run": "run",
     "doctor": "doctor",
-    "scale": "resize",
+    "scale": "control",
     "status": "show",
     "report": "reports",
     "explain": "reports",
-    "drain": "resize",
-    "cancel": "cancel",
-    "logs": "logs",
-    "stacks": "stacks",
+    "drain": "control",
+    "cancel": "control",
+    "logs": "show",
+    "stacks": "show",
     "data": "data",
     "list": "show",
-    "history": "history",
+    "history": "reports",
 }
 """Module of each built-in command. Its function is named after the command, with the suffix `_command`."""
 
@@ -106,13 +103,13 @@ def command_function(command: str) -> Callable[[argparse.Namespace], int]:
 
 def _refusals() -> tuple[type[Exception], ...]:
     """Return the errors whose message suffices for the user, without a traceback."""
-    from lightning_dlrover.components.control.office import ControllerBusyError
+    from lightning_dlrover.codec import RecordError
+    from lightning_dlrover.components.control.nodes import ControllerBusyError
     from lightning_dlrover.components.targets.target import TargetError
-    from lightning_dlrover.learn.history import HistoryError
-    from lightning_dlrover.rdzv.etcd.errors import EtcdError
     from lightning_dlrover.rdzv.etcd.server import EtcdServerError
-    from lightning_dlrover.rdzv.job.records import RecordError
-    from lightning_dlrover.report.event_log import JobNotFoundError
+    from lightning_dlrover.rdzv.etcd.types import EtcdError
+    from lightning_dlrover.report.status import JobNotFoundError
+    from lightning_dlrover.tuning.history import HistoryError
 
     return (
         UsageError,

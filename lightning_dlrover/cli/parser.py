@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from lightning_dlrover._version import __version__
-from lightning_dlrover.cli import values
+from lightning_dlrover.cli import options
 from lightning_dlrover.cli.errors import EXIT_USAGE
 from lightning_dlrover.cli.options import (
     SETTINGS,
@@ -23,8 +23,7 @@ from lightning_dlrover.cli.options import (
     flag,
     option_of,
 )
-from lightning_dlrover.cli.plugin_commands import Command, command_plugins
-from lightning_dlrover.cli.run_hooks import add_hook_options
+from lightning_dlrover.cli.plugins import Command, add_hook_options, command_plugins
 from lightning_dlrover.plugins import PluginError
 
 if TYPE_CHECKING:
@@ -173,20 +172,20 @@ def _add_run(commands: Commands) -> None:
     run = commands.add_parser("run", help="run a script as a live elastic job, on this machine, Slurm or Kubernetes")
     run.add_argument(
         "--workers",
-        type=values.workers,
+        type=options.workers,
         metavar="MIN:MAX",
         help="minimum and maximum number of workers (default: those of one node, and of two, such as 1:2)",
     )
     run.add_argument(
         "--workers-per-node",
-        type=values.workers_per_node,
+        type=options.workers_per_node,
         default=1,
         metavar="N",
         help="workers of each node, each with a GPU of its own; gpu: one for each of its --gpus (default 1). --workers and "
         "plans count workers, and nodes come and go as a whole",
     )
     run.add_argument(
-        "--rdzv-id", type=values.given, metavar="JOB", help="name of the job (default: made from the script's name)"
+        "--rdzv-id", type=options.given, metavar="JOB", help="name of the job (default: made from the script's name)"
     )
     run.add_argument(
         "--max-restarts",
@@ -196,7 +195,7 @@ def _add_run(commands: Commands) -> None:
         help="restarts of a worker by its own agent before the node fails (default 0)",
     )
     for name, text in TIMEOUTS.items():
-        run.add_argument(flag(name), type=values.lease if name == "lease_ttl" else values.duration, metavar="TIME", help=text)
+        run.add_argument(flag(name), type=options.lease if name == "lease_ttl" else options.duration, metavar="TIME", help=text)
     run.add_argument(
         "--target",
         choices=(*TARGETS, "auto"),
@@ -234,7 +233,7 @@ def _add_doctor(commands: Commands) -> None:
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.add_argument(
         "--timeout",
-        type=values.duration,
+        type=options.duration,
         default=120.0,
         metavar="TIME",
         help="time until the script's first batch (default 2m)",
@@ -252,14 +251,14 @@ def _add_doctor(commands: Commands) -> None:
 def _add_scale(commands: Commands) -> None:
     scale = _add_job_command(commands, "scale", "set the number of workers and their settings by hand")
     scale.add_argument(
-        "num_workers", type=values.num_workers, nargs="?", metavar="N", help="number of workers (default: unchanged)"
+        "num_workers", type=options.num_workers, nargs="?", metavar="N", help="number of workers (default: unchanged)"
     )
     for name, texts in SETTINGS.items():
-        scale.add_argument(f"--{option_of(name)}", dest=name, type=values.setting, metavar="N", help=" ".join(texts))
+        scale.add_argument(f"--{option_of(name)}", dest=name, type=options.setting, metavar="N", help=" ".join(texts))
     scale.add_argument("--auto", action="store_true", help="let the planner, or the job's pool, decide again; given alone")
     size = "per node, within the limits given to `dlrover run`; smaller nodes are replaced one at a time"
-    scale.add_argument("--cpus", dest="node_cpus", type=values.setting, metavar="N", help=f"cores {size}")
-    scale.add_argument("--mem", dest="node_memory_mb", type=values.memory, metavar="SIZE", help=f"memory {size}")
+    scale.add_argument("--cpus", dest="node_cpus", type=options.setting, metavar="N", help=f"cores {size}")
+    scale.add_argument("--mem", dest="node_memory_mb", type=options.memory, metavar="SIZE", help=f"memory {size}")
 
 
 def _add_status(commands: Commands) -> None:
@@ -325,14 +324,14 @@ def _add_data(commands: Commands) -> None:
     which = data.add_mutually_exclusive_group()
     which.add_argument(
         "--step",
-        type=values.step,
+        type=options.step,
         metavar="N",
         help="list the rows that make optimizer update N, counted from 1 over the whole job, with all of its accumulated "
         "batches; N counts global batches where the number of batches per update varies",
     )
     which.add_argument(
         "--row",
-        type=values.row,
+        type=options.row,
         metavar="FILE:ROW",
         help="show in which batch and update of each epoch this row is trained; FILE may be the end of a path, and the first "
         "row has number 0",
@@ -356,7 +355,7 @@ def _add_history(commands: Commands) -> None:
     texts = {
         "list": "list jobs",
         "show": "show the measurements of a job",
-        "export": "write measurements as a file for `python -m lightning_dlrover.perf evaluate`",
+        "export": "write measurements as a file for `python -m lightning_dlrover.tuning evaluate`",
         "remove": "forget jobs, such as one that was measured on a faulty machine",
     }
     num_jobs = {"show": None, "export": "*", "remove": "+"}

@@ -1,25 +1,142 @@
-"""Hooks of `dlrover run` that other packages add by entry points of the group `dlrover.run`.
-
-A hook decides when a job may start its first node, such as once its pool has room for it.
-"""
+"""What other packages plug into the command line by entry points: commands, their former names, and hooks of `dlrover run`."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lightning_dlrover.cli.errors import UsageError
 from lightning_dlrover.output import complain
-from lightning_dlrover.plugins import PluginError, plugins
+from lightning_dlrover.plugins import Plugin, PluginError, plugins
 
 if TYPE_CHECKING:
-    from lightning_dlrover.components.targets.machine.shares import Claims
+    from lightning_dlrover.components.targets.machine import Claims
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
     from lightning_dlrover.rdzv.job.records import Keys
 
+# Commands of `dlrover` that other packages add by entry points of the group `dlrover.commands`.
+
+COMMANDS = "dlrover.commands"
+"""Group of the entry points. The name of each is that of its command."""
+
+
+@runtime_checkable
+class Command(Protocol):
+    """A command of another package. Its module is imported for `dlrover --help`, too, so it should import little."""
+
+    summary: str
+    """The command's line in `dlrover --help`; empty: it is not listed there."""
+
+    def add_options(self, parser: argparse.ArgumentParser, /) -> None:
+        """Add the command's options to its parser."""
+        ...
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Run the command, and return the process's exit code.
+
+        Raises:
+            UsageError: it was refused; the message is shown without a traceback.
+        """
+        ...
+
+
+class CommandGroup:
+    """A command whose first argument names one of several commands, such as `dlrover pool run`.
+
+    Args:
+        commands: by their names.
+    """
+
+    def __init__(self, summary: str, commands: Mapping[str, Command]) -> None:
+        self.summary = summary
+        self._commands = commands
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        members = parser.add_subparsers(dest="member", required=True, metavar="COMMAND")
+        for name, command in self._commands.items():
+            member = members.add_parser(name, help=command.summary.replace("%", "%%"), description=command.summary)
+            command.add_options(member)
+
+    def run(self, options: argparse.Namespace) -> int:
+        return self._commands[options.member].run(options)
+
+
+def command_plugins(taken: Collection[str]) -> list[Plugin]:
+    """Return the commands of other packages, without importing them.
+
+    Args:
+        taken: names of the built-in commands.
+    """
+    return plugins(COMMANDS, taken)
+
+
+# Names that commands, options and policies had before 0.1, which are accepted until 0.2 with one line on stderr.
+
+FORMER_POLICIES = {"ours": "jct"}
+"""Former names of policies that divide a cluster, and today's."""
+
+
+def add_renamed_option(parser: Any, name: str, former: str, **given: Any) -> None:
+    """Add an option that had another name.
+
+    Args:
+        given: the other arguments of `add_argument`.
+    """
+    added = parser.add_argument(name, **given)
+    if not isinstance(added, argparse.Action):
+        return  # a command that is not given has no options, see `parser.py`
+    kind: Any = type(added)
+
+    class _Former(kind):  # type: ignore[misc]
+        def __call__(self, *given: Any, **others: Any) -> None:
+            warn_of_former_name(former, name)
+            super().__call__(*given, **others)
+
+    same = {key: value for key, value in given.items() if key not in ("action", "dest", "default", "help", "required")}
+    hidden = {"dest": added.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    parser.add_argument(former, action=_Former, **same, **hidden)
+
+
+class FormerCommand:
+    """A command under its former name: it is not listed in `dlrover --help`.
+
+    Args:
+        former, today: names, such as `brain` and `pool run`.
+    """
+
+    summary = ""
+
+    def __init__(self, former: str, today: str, command: Command) -> None:
+        self._former, self._today = former, today
+        self._command = command
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.description = self._command.summary
+        self._command.add_options(parser)
+
+    def run(self, options: argparse.Namespace) -> int:
+        warn_of_former_name(f"`dlrover {self._former}`", f"`dlrover {self._today}`")
+        return self._command.run(options)
+
+
+def todays_policy(name: str) -> str:
+    """Return today's name of a policy."""
+    if (today := FORMER_POLICIES.get(name)) is None:
+        return name
+    warn_of_former_name(f"policy {name}", today)
+    return today
+
+
+def warn_of_former_name(former: str, today: str) -> None:
+    complain(f"{former} is now called {today}; the former name will be gone in 0.2")
+
+
+# Hooks of `dlrover run` that other packages add by entry points of the group `dlrover.run`.
+#
+# A hook decides when a job may start its first node, such as once its pool has room for it.
 
 RUN_HOOKS = "dlrover.run"
 """Group of the entry points."""

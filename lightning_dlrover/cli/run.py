@@ -5,25 +5,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import fcntl
 import os
 import re
+import shutil
 import signal
+import socket
 import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from lightning_dlrover import variables
-from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_LOST, UsageError
+from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_LOST, Interrupted, UsageError, signals_as_exceptions
 from lightning_dlrover.cli.lookup import etcd_access
 from lightning_dlrover.cli.options import NODE_OPTIONS, SLURM_OPTIONS, TIMEOUTS, flag
-from lightning_dlrover.cli.own_etcd import EtcdLostError, own_etcd, without_etcd
-from lightning_dlrover.cli.run_folder import run_folder
-from lightning_dlrover.cli.run_hooks import requested_ticket
+from lightning_dlrover.cli.plugins import requested_ticket
 from lightning_dlrover.cli.run_options import (
     check_target,
     checked_command,
@@ -35,29 +36,354 @@ from lightning_dlrover.cli.run_options import (
     settle_workers,
     surrounding_target,
 )
-from lightning_dlrover.cli.run_output import Announcer, ProgressLine, write_final_report
-from lightning_dlrover.cli.signals import Interrupted, signals_as_exceptions
+from lightning_dlrover.codec import RecordError
 from lightning_dlrover.components.control.controller import Controller
-from lightning_dlrover.components.control.office import ControllerBusyError
+from lightning_dlrover.components.control.nodes import ControllerBusyError
 from lightning_dlrover.components.control.reconcile import FailurePolicy, FinishJob, Limits
 from lightning_dlrover.components.targets.target import NodeSpec, TargetError
-from lightning_dlrover.output import complain, counted, say
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.host import own_address
+from lightning_dlrover.output import complain, counted, has_terminal, printable, say, show_transient
+from lightning_dlrover.rdzv.etcd.client import USER, make_password, require_password
+from lightning_dlrover.rdzv.etcd.health import warn_of_troubles
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
-from lightning_dlrover.rdzv.etcd.start_check import warn_of_troubles
-from lightning_dlrover.rdzv.job.journal import Journal
-from lightning_dlrover.rdzv.job.records import CheckpointRecord, RecordError
-from lightning_dlrover.rdzv.job.snapshot_folders import remove_snapshots
-from lightning_dlrover.report.discovery import EtcdDefaults
-from lightning_dlrover.report.event_log import EVENTS_FILE, EventLog, JobNotFoundError, first_traceback
-from lightning_dlrover.report.status import JOB_FILE, JobPlace, connect, read_job
+from lightning_dlrover.rdzv.etcd.types import EtcdError, parse_endpoints
+from lightning_dlrover.rdzv.job.events import (
+    DecisionMade,
+    FitResumed,
+    HangFound,
+    MemoryShort,
+    ReplicaDrifted,
+    RoundFormed,
+    RowsSkipped,
+    SequenceOpened,
+    SizeRequested,
+    StragglerFound,
+    StreamOpened,
+    ValuesLost,
+    WorkerLost,
+)
+from lightning_dlrover.rdzv.job.folders import EtcdDefaults, remove_snapshots
+from lightning_dlrover.rdzv.job.journal import Journal, readable
+from lightning_dlrover.rdzv.job.records import CheckpointRecord, ProgressRecord
+from lightning_dlrover.report.page import summary_text, write_report
+from lightning_dlrover.report.status import (
+    EVENTS_FILE,
+    JOB_FILE,
+    EventLog,
+    JobNotFoundError,
+    JobPlace,
+    connect,
+    first_traceback,
+    progress_text,
+    read_event_file,
+    read_job,
+    read_job_file,
+)
 
 if TYPE_CHECKING:
-    from lightning_dlrover.cli.run_hooks import Ticket, TicketRequest
-    from lightning_dlrover.components.targets.machine.shares import Claims
+    from lightning_dlrover.cli.plugins import Ticket, TicketRequest
+    from lightning_dlrover.components.targets.machine import Claims
     from lightning_dlrover.components.targets.target import Target
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
+
+# The run folder of a job, which one process uses at a time.
+
+
+@contextlib.contextmanager
+def run_folder(folder: Path, run_id: str, endpoint: str | None, target: str) -> Iterator[Path]:
+    """The run folder of a job, locked while the job runs.
+
+    Raises:
+        UsageError: a job runs in the folder, or it holds another job's files.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("a")
+    except OSError as error:
+        raise UsageError(f"folder {str(folder)!r} cannot be used: {error.strerror}; choose another --run-dir") from error
+    with lock:
+        deadline = time.monotonic() + 1.0
+        try:
+            while not (is_ours := _try_to_lock(lock)) and time.monotonic() < deadline:
+                time.sleep(0.05)  # a check by `is_locked` holds the lock for a moment, too
+        except OSError as error:
+            _remove_if_unused(folder)
+            raise UsageError(
+                f"folder {str(folder)!r} is on a file system that cannot lock files (flock: {error.strerror}), so two runs "
+                "could use it at once; choose a --run-dir elsewhere, such as in your home folder, or have it mounted with "
+                "locks (Lustre: -o flock; NFS: lockd on the server)"
+            ) from error
+        if not is_ours:
+            who = "another `dlrover run`"
+            with contextlib.suppress(JobNotFoundError):
+                who = f"process {read_job_file(folder / JOB_FILE).pid} on {socket.gethostname()}"
+            raise UsageError(
+                f"job {run_id!r} is already run by {who} (folder {folder}); choose another --rdzv-id, "
+                "or use `dlrover scale` to resize it"
+            )
+        if any(each.name != ".lock" for each in folder.iterdir()):
+            former = None
+            with contextlib.suppress(JobNotFoundError):
+                former = read_job_file(folder / JOB_FILE).place.endpoint
+            # A job whose controller was killed can continue with the same etcd, or with the data of its embedded one.
+            has_data = target != "local" and former is not None and (folder / "etcd").is_dir()
+            if former != endpoint if endpoint is not None else not has_data:
+                raise UsageError(f"{folder} holds an earlier job's files; choose another --rdzv-id, or remove the folder")
+        try:
+            yield folder.resolve()
+        finally:
+            _remove_if_unused(folder)
+
+
+def _remove_if_unused(folder: Path) -> None:
+    """Remove the lock file of a refused job, which would make the folder look used to the next attempt."""
+    with contextlib.suppress(OSError):  # the user may have removed the folder while the job ran
+        if [each.name for each in folder.iterdir()] == [".lock"]:
+            (folder / ".lock").unlink()
+            folder.rmdir()
+
+
+def _try_to_lock(lock: IO[str]) -> bool:
+    """
+    Raises:
+        OSError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+# The lines that `dlrover run` prints while its job runs, and the report at the end.
+
+SHOWN = {
+    each.KIND
+    for each in (
+        RoundFormed,
+        DecisionMade,
+        SizeRequested,
+        WorkerLost,
+        FitResumed,
+        StragglerFound,
+        MemoryShort,
+        HangFound,
+        StreamOpened,
+        SequenceOpened,
+        RowsSkipped,
+        ValuesLost,
+        ReplicaDrifted,
+    )
+}
+"""Kinds of events that `dlrover run` prints."""
+
+
+PROGRESS_EVERY_S = 10.0
+"""Seconds between two lines about the progress of training, where they cannot replace each other."""
+
+BAR_WIDTH = 20
+"""Characters of the bar of an epoch's batches."""
+
+
+class Announcer:
+    """Prints new events of the job. Repeated decisions to keep the same settings are printed once."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self._stays_at: object = None
+
+    def __call__(self) -> None:
+        for event in self._log.new():
+            if event.kind == DecisionMade.KIND:
+                chosen, current = event.data.get("chosen"), event.data.get("current")
+                if chosen == current == self._stays_at:
+                    continue
+                self._stays_at = chosen if chosen == current else None
+            if event.kind in SHOWN and event.text:
+                say(printable(f"[{event.kind}] {event.text}"))
+
+
+class ProgressLine:
+    """Shows how far the job has trained: a line at the bottom of a terminal, elsewhere a new line every ten seconds.
+
+    Args:
+        progress: mirror of the job's record of its progress.
+    """
+
+    def __init__(self, progress: Mirror) -> None:
+        self._progress = progress
+        self._on_terminal = has_terminal()
+        self._shown: ProgressRecord | None = None
+        self._shown_at = -PROGRESS_EVERY_S
+
+    def __call__(self) -> None:
+        newest = next((readable(ProgressRecord, entry) for entry in self._progress.snapshot().values()), None)
+        if newest is None:
+            return
+        if self._on_terminal:
+            show_transient(_with_bar(newest))
+        elif newest != self._shown and time.monotonic() - self._shown_at >= PROGRESS_EVERY_S:
+            self._shown, self._shown_at = newest, time.monotonic()
+            say(f"[progress] {printable(progress_text(newest))}")
+
+    def end(self) -> None:
+        """Remove the line."""
+        if self._on_terminal:
+            show_transient("")
+
+
+def _with_bar(progress: ProgressRecord) -> str:
+    if not progress.num_batches:
+        return progress_text(progress)
+    filled = min(BAR_WIDTH, BAR_WIDTH * progress.batch // progress.num_batches)
+    return f"[{'#' * filled}{'-' * (BAR_WIDTH - filled)}] {progress_text(progress, with_batch=False)}"
+
+
+def write_final_report(run_id: str, folder: Path) -> None:
+    """Write the report of a job that has ended into its run folder, unless nothing was trained."""
+    file = folder / EVENTS_FILE
+    events = read_event_file(file) if file.exists() else []
+    if not any(event.kind == RoundFormed.KIND for event in events):
+        return  # nothing was trained; an empty report would only hide the error
+    try:
+        write_report(run_id, events, folder / "report.html")
+    except Exception as error:  # the job has ended well, and matplotlib and the user's fonts may raise anything
+        complain(f"no report was written: {printable(str(error) or type(error).__name__)}; see `dlrover report {run_id}`")
+        say(printable(summary_text(run_id, events)))
+    else:
+        say(printable(summary_text(run_id, events)))
+        say(f"report: {folder / 'report.html'}")
+
+
+# The etcd that `dlrover run` starts for its job alone, and who may use it.
+#
+# target reachable by local processes of this user on this host, through a Unix socket slurm whoever reads the password file
+# in the run folder, that is this user on all hosts kubernetes whoever reads that file, or the Secret that the target makes
+# of it for the pods
+
+_PASSWORD_FILE = "etcd.password"
+"""File in the run folder, as nodes on other hosts must read it."""
+
+
+@dataclass(frozen=True)
+class OwnEtcd:
+    """A running server and the access to it."""
+
+    server: EmbeddedEtcd
+    access: dict[str, Any]  # see `EtcdConfig.access`
+
+
+class EtcdLostError(Exception):
+    """The job's own etcd ended while the job ran."""
+
+
+def without_etcd(server: EmbeddedEtcd, target: str) -> str:
+    """Explain why the job's own etcd ended, how much of the job is left, and how to continue."""
+    left = (
+        "The job's records are lost with it: the script's checkpoints are still there, but the job restarts from scratch "
+        "unless the script is given one (ckpt_path). With an etcd of its own (--endpoint), the same command would continue"
+        if target == "local"
+        else "The same command continues from the newest checkpoint"
+    )
+    return f"the embedded etcd has ended unasked: {server.why_it_ended()}. {left}"
+
+
+@contextlib.contextmanager
+def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[OwnEtcd]:
+    """Run an etcd for this job alone.
+
+    Nodes at a scheduler survive if this process is killed. The next `dlrover run` then finds etcd's data in the same folder,
+    and the nodes find etcd at the same address. The data is removed when the job ends in order.
+
+    Raises:
+        EtcdServerError: etcd cannot be started.
+        UsageError: the nodes look for etcd on another host.
+    """
+    if options.target == "local":
+        with EmbeddedEtcd(private=True) as server:
+            yield OwnEtcd(server, {})
+        return
+    host, port = options.etcd_host or own_address(), None
+    with contextlib.suppress(JobNotFoundError):
+        [(host, port)] = parse_endpoints(read_job_file(folder / JOB_FILE).place.endpoint)
+        if not _is_own_address(host):
+            raise UsageError(
+                f"job {folder.name!r} used an etcd on {host}, and its nodes still look for it there: resume the job on that "
+                f"host, not on {socket.gethostname()}; if that host is gone, end the remaining nodes with `dlrover cancel "
+                f"{folder.name}`, and name an etcd that outlasts its hosts with --endpoint next time"
+            )
+    data, password = folder / "etcd", folder / _PASSWORD_FILE
+    is_over = False
+    access: dict[str, Any] = {}
+    try:
+        # A job of a release without passwords goes on as its nodes expect it.
+        if password.exists() or not data.exists():
+            _protect(data, password)
+            access = {"user": USER, "password_file": str(password)}
+        with _started(data, host, port) as server:
+            if not access and not host.startswith("127."):
+                say(
+                    f"etcd listens on {server.endpoint} without authentication, as the release that has started this job had "
+                    "none; a new job has a password of its own"
+                )
+            if "VC_TASK_INDEX" in os.environ:
+                # TorchX requests Volcano's plugin `svc`, whose network policy admits only pods of the same Job.
+                say(
+                    "this pod is of a Job of Volcano's, which may keep nodes away from this etcd: if none comes, use --endpoint"
+                )
+            yield OwnEtcd(server, access)
+        is_over = True
+    finally:
+        if is_over or not (folder / JOB_FILE).exists():
+            shutil.rmtree(data, ignore_errors=True)
+            password.unlink(missing_ok=True)
+
+
+def _protect(data: Path, password: Path) -> None:
+    """Let an etcd whose data are still to be created require a password from its first moment on a network.
+
+    Raises:
+        EtcdServerError: the password cannot be written, or etcd refuses it.
+    """
+    if data.exists():
+        return  # it does already
+    unfinished = data.with_name(f"{data.name}.new")  # a killed process leaves all of it or nothing
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        make_password(password)
+        with EmbeddedEtcd(unfinished, private=True) as server:
+            require_password(server.endpoint, password)
+        unfinished.rename(data)
+    except (OSError, EtcdError) as error:
+        raise EtcdServerError(f"the embedded etcd cannot be given a password in {password}: {error}") from error
+
+
+def _started(data: Path, host: str, port: int | None) -> EmbeddedEtcd:
+    deadline = time.monotonic() + 10.0
+    while True:
+        server = EmbeddedEtcd(data, host=host, port=port, durable=True)  # nodes outlast a crash of this host
+        try:
+            server.start()
+            return server
+        except EtcdServerError:
+            # The etcd of a `dlrover run` that was just killed may still be shutting down.
+            if port is None or time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+
+
+def _is_own_address(host: str) -> bool:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+# `dlrover run`: one job from its start to its end.
 
 POLL_S = 2.0
 """Seconds between two questions to a scheduler, unless --poll-interval sets others."""

@@ -16,23 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover import variables
 from lightning_dlrover.cli.errors import UsageError
-from lightning_dlrover.cli.options import (
-    KUBERNETES_OPTIONS,
-    NODE_OPTIONS,
-    REPEATED_OPTIONS,
-    SLURM_OPTIONS,
-    TARGETS,
-    flag,
-)
+from lightning_dlrover.cli.options import KUBERNETES_OPTIONS, NODE_OPTIONS, REPEATED_OPTIONS, SLURM_OPTIONS, TARGETS, flag
 from lightning_dlrover.components.targets.kubernetes_api import is_in_pod
-from lightning_dlrover.components.targets.machine.devices import DEVICES_VARIABLE, visible_devices
+from lightning_dlrover.components.targets.machine import DEVICES_VARIABLE, visible_devices
 from lightning_dlrover.components.targets.target import NodeSize
-from lightning_dlrover.learn.history import history_url
 from lightning_dlrover.output import counted, say
-from lightning_dlrover.planner.objective import objective_from
+from lightning_dlrover.tuning.history import history_url
+from lightning_dlrover.tuning.plan import objective_from
 
 if TYPE_CHECKING:
-    from lightning_dlrover.components.targets.kubernetes_pod import KubernetesOptions
+    from lightning_dlrover.components.targets.kubernetes import KubernetesOptions
 
 LOCAL_WORKERS_PER_CORE = 4
 LEAST_LOCAL_WORKERS = 16
@@ -189,7 +182,7 @@ def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
     """
     import yaml
 
-    from lightning_dlrover.components.targets.kubernetes_pod import KubernetesOptions, Mount
+    from lightning_dlrover.components.targets.kubernetes import KubernetesOptions, Mount
 
     mounts = [re.fullmatch(r"([^:]+):(/[^:]*)(:ro)?", text) for text in options.mount]
     if None in mounts:

@@ -9,12 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_dlrover.colocate.jobs_file import JobSpec, read_jobs
+    from lightning_dlrover.colocate.journal import JobSpec, read_jobs
     from lightning_dlrover.colocate.queue import run_queue
 
 __all__ = ["JobSpec", "read_jobs", "run_queue"]
 
-_HOMES = {"JobSpec": "jobs_file", "read_jobs": "jobs_file", "run_queue": "queue"}
+_HOMES = {"JobSpec": "journal", "read_jobs": "journal", "run_queue": "queue"}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_dlrover.live.lightning_names import combined_loader
-from lightning_dlrover.live.progress import remaining_batches
-from lightning_dlrover.observe.admission_client import AdmissionClient, AdmissionReport, needs_admission
-from lightning_dlrover.observe.gpu_memory import gpu_bytes
+from lightning_dlrover.colocate.admission_client import AdmissionClient, AdmissionReport, needs_admission
+from lightning_dlrover.lightning_compat import package_of, submodule
+from lightning_dlrover.live.fit_parts import remaining_batches
+from lightning_dlrover.live.lightning_adapter import combined_loader
 from lightning_dlrover.output import counted
-from lightning_dlrover.packages import package_of, submodule
 from lightning_dlrover.rdzv.job.records import PlanRecord
+from lightning_dlrover.tuning.profiler import gpu_bytes
 
 if TYPE_CHECKING:
     import lightning as L
 
-    from lightning_dlrover.rdzv.live.membership import Membership
+    from lightning_dlrover.rdzv.membership.membership import Membership
 
 
 class AdmissionPlugin:
@@ -142,7 +142,7 @@ def _shrink(membership: Membership, num_workers: int) -> None:
 def _estimate(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> AdmissionReport:
     """Return the estimated peak of this process; zero bytes and the reason if there is none."""
     # Imported here: jobs that run by themselves start faster without.
-    from lightning_dlrover.observe.peak_memory import LoaderShape, Unknown, estimate_peak, report_of, step_of
+    from lightning_dlrover.colocate.peak_memory import LoaderShape, Unknown, estimate_peak, report_of, step_of
 
     if module.device.type != "cpu":
         # The estimate needs a copy of the process, and CUDA does not work in a copy of a process that uses it.

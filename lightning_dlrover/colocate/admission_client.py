@@ -17,21 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_dlrover import variables
-from lightning_dlrover.atomic_files import atomic_write
 from lightning_dlrover.codec import RecordError, from_fields, to_json
-
-__all__ = [
-    "ANSWER",
-    "AdmissionClient",
-    "AdmissionReport",
-    "Answer",
-    "NotAdmittedError",
-    "has_reported",
-    "needs_admission",
-    "read_answer",
-    "read_reports",
-    "write_answer",
-]
+from lightning_dlrover.files import atomic_write
 
 ANSWER, PROGRESS = "answer", "progress-"
 REPORT_S = 0.2

@@ -1,9 +1,4 @@
-"""The GPUs of this machine: their memory by process, and how busy they are. NVML reports them.
-
-NVML knows how busy a GPU is, not which process keeps it busy. So these figures describe a job only while it runs alone. In a
-container, NVML may know processes by other ids than the container does. A job's memory is then its own report, or the rest that
-no other job accounts for.
-"""
+"""GPUs of this machine and their memory by process, and the resources that a job's processes use."""
 
 from __future__ import annotations
 
@@ -11,14 +6,21 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
-from lightning_dlrover.observe.nvml import known
+from lightning_dlrover.host import PROC
+from lightning_dlrover.tuning.nvml import known
+from lightning_dlrover.tuning.resources import CLOCK_TICKS_PER_S, status_bytes
 
-__all__ = ["Gpu", "GpuSums", "GpuUse", "GpuWatch", "JobOnGpu", "bytes_of_jobs", "find_gpus"]
+# The GPUs of this machine: their memory by process, and how busy they are. NVML reports them.
+#
+# NVML knows how busy a GPU is, not which process keeps it busy. So these figures describe a job only while it runs alone.
+# In a container, NVML may know processes by other ids than the container does. A job's memory is then its own report, or
+# the rest that no other job accounts for.
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class Gpu:
         index: as `nvidia-smi` counts.
         uuid: names it in `CUDA_VISIBLE_DEVICES`, whose own numbers are in another order.
         free_bytes: memory that no process has now.
-        limits: largest use of each resource that NVML knows, by names in `planner/cluster/jobs.py`.
+        limits: largest use of each resource that NVML knows, by names in `tuning/cluster.py`.
     """
 
     index: int
@@ -263,3 +265,101 @@ def _pcie_bytes_per_s(nvml: Any, handle: Any) -> float:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+# Resources in use by a job's processes, from `/proc`.
+
+AGAIN_S = 0.25
+"""Least seconds between two passes over all processes of the machine, unless a root is new."""
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+STAT_BYTES = 1024
+"""Longer than any first fields of a process's `stat`."""
+
+
+@dataclass(frozen=True)
+class TreeUse:
+    """Use of all living processes of a job; the sums of those that have ended are gone."""
+
+    cpu_s: float
+    resident_bytes: int  # pages that several processes share count once
+    peak_bytes: int  # largest peak of one process, which the kernel keeps, or the sum now if that is more
+    num_processes: int
+
+
+def families(roots: Iterable[int]) -> dict[int, list[int]]:
+    """Return the ids of all processes below each root, by one pass over all processes of the machine."""
+    children: dict[int, list[int]] = {}
+    proc = str(PROC)  # a Path for each process would take as long as reading its file
+    for name in os.listdir(proc):
+        if name.isdigit():
+            with suppress(OSError, IndexError, ValueError), open(f"{proc}/{name}/stat", "rb", buffering=0) as stream:
+                fields = stream.read(STAT_BYTES).rpartition(b")")[2].split(None, 2)
+                children.setdefault(int(fields[1]), []).append(int(name))
+    found = {}
+    for root in roots:
+        below: list[int] = []
+        to_visit = [root]
+        while to_visit:
+            new = children.get(to_visit.pop(), [])
+            below += new
+            to_visit += new
+        found[root] = below
+    return found
+
+
+class Families:
+    """The processes below some roots, looked up a few times a second."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[int]] = {}
+        self._at_s = float("-inf")
+
+    def below(self, roots: Collection[int], now: float) -> dict[int, list[int]]:
+        """Return the ids of all processes below each root."""
+        if now - self._at_s >= AGAIN_S or not self._found.keys() >= set(roots):
+            self._found, self._at_s = families(roots), now
+        return self._found
+
+
+def tree_use(pids: Iterable[int]) -> TreeUse:
+    """Return the use of processes. Those that end meanwhile are left out."""
+    cpu_s, resident, largest, number = 0.0, 0, 0, 0
+    pids = list(pids)
+    for pid in pids:
+        with suppress(OSError, IndexError, ValueError):
+            fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+            # User and system time, of this process and of the children that it has waited for.
+            cpu_s += sum(map(int, fields[11:15])) / CLOCK_TICKS_PER_S
+            number += 1
+            resident += _resident_bytes(pid, int(fields[21]) * PAGE_BYTES, len(pids) > 1)
+            largest = max(largest, status_bytes("VmHWM", process=pid).get("VmHWM", 0))
+    return TreeUse(cpu_s, resident, max(largest, resident), number)
+
+
+def _resident_bytes(pid: int, resident: int, shares: bool) -> int:
+    """Return a process's resident bytes; of pages that processes share, its part."""
+    if shares:
+        with suppress(OSError):
+            for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    return 1024 * int(line.split()[1])
+    return resident
+
+
+def is_program(pid: int, file: str) -> bool:
+    """Whether a process was started with this file among its arguments."""
+    with suppress(OSError):
+        return file.encode() in (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
+    return False
+
+
+def marked(variable: str, value: str) -> list[int]:
+    """Return the ids of this user's processes with a variable of this value in their environment."""
+    wanted = f"{variable}={value}".encode()
+    found = []
+    for name in os.listdir(PROC):
+        if name.isdigit() and int(name) != os.getpid():
+            with suppress(OSError):
+                if wanted in (PROC / name / "environ").read_bytes().split(b"\0"):
+                    found.append(int(name))
+    return found

@@ -1,6 +1,7 @@
 """Run the jobs of a queue to their ends: look, decide, act, a few times a second.
 
-All decisions are made elsewhere: `memory.py` grants memory, `schedule.py` chooses the jobs that run. This file starts, admits,
+All decisions are made elsewhere: `tenants.py` grants memory, `scheduler.py` chooses the jobs that run. This file starts,
+admits,
 pauses and ends processes, and writes each start and end to the journal. It is the only one that changes a job's phase
 (`tenants.py`).
 """
@@ -22,21 +23,36 @@ from pathlib import Path
 
 from lightning_dlrover import variables
 from lightning_dlrover.colocate import supervisor
-from lightning_dlrover.colocate.gpus import VISIBLE, GpuWatch, JobOnGpu, bytes_of_jobs
-from lightning_dlrover.colocate.interference import CoRunner, InterferenceMeter
-from lightning_dlrover.colocate.jobs_file import JobSpec
-from lightning_dlrover.colocate.journal import Added, Ended, Journal, Opened, Record, Span, Started
-from lightning_dlrover.colocate.knowledge import Knowledge
-from lightning_dlrover.colocate.memory import GROWTH, memory_actions
-from lightning_dlrover.colocate.places import LocalDevice
-from lightning_dlrover.colocate.schedule import Scheduler
-from lightning_dlrover.colocate.supervised_job import Outcome, SupervisedJob, read_outcome
-from lightning_dlrover.colocate.tenants import Action, Admit, Charge, End, Pause, Resume, Shrink, Start, Tenant, Waiting, Where
-from lightning_dlrover.colocate.usage import Families, families, is_program, marked
-from lightning_dlrover.colocate.watched import WatchedJob
-from lightning_dlrover.observe.admission_client import Answer, has_reported, write_answer
-
-__all__ = ["Dispatcher", "Rules", "end_former"]
+from lightning_dlrover.colocate.admission_client import Answer, has_reported, write_answer
+from lightning_dlrover.colocate.devices import (
+    VISIBLE,
+    Families,
+    GpuWatch,
+    JobOnGpu,
+    bytes_of_jobs,
+    families,
+    is_program,
+    marked,
+)
+from lightning_dlrover.colocate.journal import Added, Ended, JobSpec, Journal, Opened, Record, Span, Started
+from lightning_dlrover.colocate.running import Outcome, SupervisedJob, WatchedJob, read_outcome
+from lightning_dlrover.colocate.scheduler import CoRunner, InterferenceMeter, Knowledge, Scheduler
+from lightning_dlrover.colocate.tenants import (
+    GROWTH,
+    Action,
+    Admit,
+    Charge,
+    End,
+    LocalDevice,
+    Pause,
+    Resume,
+    Shrink,
+    Start,
+    Tenant,
+    Waiting,
+    Where,
+    memory_actions,
+)
 
 log = logging.getLogger(__name__)
 

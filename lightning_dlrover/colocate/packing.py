@@ -1,27 +1,343 @@
-"""Put waiting jobs into sets that share a device, merging pairs of sets in rounds.
-
-Rounds of maximum-weight matching are Muri's way (Zhao et al., SIGCOMM 2022): the first round makes pairs, the next merges pairs
-of those, so a device's four places are filled after two. A policy supplies the weight of a merger. A device with running jobs
-is a set, too, which waiting jobs can join.
-"""
+"""Which jobs fit on a device together, and in which groups, with a bound on waiting. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.planner.cluster.jobs import RESOURCES, Device, Job
-from lightning_dlrover.planner.cluster.matching import match
-from lightning_dlrover.planner.cluster.packing import Packing
-from lightning_dlrover.planner.cluster.policy import Floats
-from lightning_dlrover.planner.cluster.queue_order import turn_of
-from lightning_dlrover.planner.cluster.waiting import start_spread
+from lightning_dlrover.tuning.cluster import (
+    HOST_RESOURCES,
+    RESOURCES,
+    Allocation,
+    Device,
+    Floats,
+    Job,
+    Policy,
+    Profile,
+    State,
+    is_overdue,
+    turn_of,
+)
 
-__all__ = ["FEW", "Group", "Merge", "Room", "Weigh", "group_and_start", "merge_in_rounds", "merged"]
+# An allocation while a policy builds it: workers on each device, and the room left.
+
+
+class Packing:
+    """Starts with the running jobs, which stay where they are, and grows by `start`.
+
+    Memory and places are hard: `start` refuses to exceed them. The limits of other resources are only asked for.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.devices = {device.name: device for device in state.devices}
+        if len(self.devices) != len(state.devices):
+            raise ValueError(f"two of the devices {sorted(d.name for d in state.devices)} have one name")
+        self._workers: dict[str, list[Job]] = {name: [] for name in self.devices}
+        self._used = dict.fromkeys(self.devices, 0)
+        self._host_used: Counter[str] = Counter()  # host memory of workers on GPUs, by node
+        self._use: defaultdict[tuple[str, str], float] = defaultdict(float)  # amounts by node or device, and resource
+        self._hosts = {device.node: device for device in state.devices if device.is_host}
+        self._host_limits: dict[tuple[str, str], float] = {}
+        for device in state.devices:
+            for resource in HOST_RESOURCES:
+                if resource in device.limits:
+                    self._host_limits[device.node, resource] = device.limits[resource]
+        self._allocation: dict[str, tuple[str, ...]] = {}
+        self._closed: set[str] = set()
+        for running in state.running:
+            self._enter(running.job, running.devices)
+
+    @property
+    def allocation(self) -> Allocation:
+        return dict(self._allocation)
+
+    def members(self, device: Device) -> tuple[Job, ...]:
+        """The workers on a device; a job with two workers there appears twice."""
+        return tuple(self._workers[device.name])
+
+    def free_bytes(self, device: Device) -> int:
+        """Memory of a device that no worker has."""
+        return self._room(device) - self._used[device.name]
+
+    def open_devices(self) -> list[Device]:
+        """Devices with a free place that are not kept free for another job, in the order of the state."""
+        return [d for d in self.devices.values() if d.name not in self._closed and len(self._workers[d.name]) < d.places]
+
+    def close(self, devices: Iterable[Device]) -> None:
+        """Let no more jobs start on these devices."""
+        self._closed.update(device.name for device in devices)
+
+    def fits(self, job: Job, device: Device, beside: Sequence[Job] = ()) -> bool:
+        """Whether one worker fits there by memory and places, beside the workers present and those of `beside`."""
+        workers = self._workers[device.name]
+        if device.name in self._closed or len(workers) + len(beside) >= device.places:
+            return False
+        profile = job.profiles.get(device.kind)
+        if profile is None or any(
+            other.name != job.name and (job.exclusive or other.exclusive) for other in (*workers, *beside)
+        ):
+            return False
+        profiles = (profile, *(other.profiles[device.kind] for other in beside))
+        if sum(p.memory_bytes for p in profiles) > self.free_bytes(device):
+            return False
+        host = self._hosts.get(device.node)
+        host_bytes = sum(p.host_memory_bytes for p in profiles)
+        return host is None or host is device or not host_bytes or host_bytes <= self.free_bytes(host)
+
+    def use_of_limits(self, jobs: Sequence[Job], device: Device, with_present: bool) -> Floats:
+        """Return the fraction of each limit that jobs would use, in the order of `RESOURCES`; 0 where nothing is limited.
+
+        Args:
+            with_present: count the use of the workers on the device and its node.
+        """
+        used = np.zeros(len(RESOURCES))
+        for index, resource in enumerate(RESOURCES):
+            is_host = resource in HOST_RESOURCES
+            limit = self._host_limits.get((device.node, resource)) if is_host else device.limits.get(resource)
+            if limit:
+                present = self._use[device.node if is_host else device.name, resource] if with_present else 0.0
+                used[index] = (present + sum(job.profiles[device.kind].use.get(resource, 0.0) for job in jobs)) / limit
+        return used
+
+    def start(self, job: Job, devices: Sequence[Device]) -> None:
+        """Give a waiting job its devices.
+
+        Raises:
+            ValueError: the job runs already, or one of the devices has no room for it.
+        """
+        if job.name in self._allocation:
+            raise ValueError(f"job {job.name!r} runs on {self._allocation[job.name]} already")
+        for device, workers in Counter(d.name for d in devices).items():
+            if not self.fits(job, self.devices[device], (job,) * (workers - 1)):
+                raise ValueError(f"{workers} workers of job {job.name!r} do not fit on device {device!r}")
+        self._enter(job, tuple(device.name for device in devices))
+
+    def _enter(self, job: Job, names: Sequence[str]) -> None:
+        self._allocation[job.name] = tuple(names)
+        for name in names:
+            device = self.devices.get(name)
+            if device is None:
+                raise ValueError(f"job {job.name!r} runs on device {name!r}, which is not among {sorted(self.devices)}")
+            profile = _profile(job, device)
+            self._workers[name].append(job)
+            self._used[name] += profile.memory_bytes
+            self._host_used[device.node] += profile.host_memory_bytes
+            for resource, amount in profile.use.items():
+                self._use[_scope(device, resource), resource] += amount
+
+    def _room(self, device: Device) -> int:
+        """Bytes that the workers on a device may have together."""
+        return device.memory_bytes - (self._host_used[device.node] if device.is_host else 0)
+
+
+def why_never(job: Job, devices: Sequence[Device]) -> str | None:
+    """Return why a job could not start even if all devices were free; None if it could."""
+    kinds = sorted({device.kind for device in devices})
+    suitable = [device for device in devices if device.kind in job.profiles]
+    if not suitable:
+        return (
+            f"job {job.name!r} runs on {', '.join(sorted(job.profiles))}, and there are only {', '.join(kinds) or 'no devices'}"
+        )
+    large = [d for d in suitable if job.profiles[d.kind].memory_bytes <= d.memory_bytes]
+    if not large:
+        need, most = min(p.memory_bytes for p in job.profiles.values()), max(d.memory_bytes for d in suitable)
+        return f"a worker of job {job.name!r} needs {need / 1e9:.2f} GB, and the largest device has {most / 1e9:.2f} GB"
+    most_of_kind = max(Counter(device.kind for device in large).values())
+    if most_of_kind < job.fewest_devices:
+        return f"job {job.name!r} needs {job.fewest_devices} devices of one kind, and {most_of_kind} are large enough"
+    return None
+
+
+def _profile(job: Job, device: Device) -> Profile:
+    try:
+        return job.profiles[device.kind]
+    except KeyError:
+        raise ValueError(f"job {job.name!r} has no profile for {device.kind!r}, the kind of device {device.name!r}") from None
+
+
+def _scope(device: Device, resource: str) -> str:
+    """The owner of a resource's limit: the node or the device."""
+    return device.node if resource in HOST_RESOURCES else device.name
+
+
+# The bound on waiting that every policy keeps, and the order of priorities.
+#
+# Jobs that have waited longer than `max_wait_s` go first, the longest wait before all. Where such a job does not fit, the
+# devices with the fewest workers are closed for all others until it does. Those lose workers and gain none, so the job
+# starts as soon as they have ended. Below that, no job of a lower priority is considered before those of a higher one.
+
+WINDOW = 64
+"""Waiting jobs that one decision considers, the first in order. Bounds the time of a decision."""
+
+PlacementRule = Callable[[Packing, Sequence[Job], float], None]
+"""Starts some of these jobs, which have one priority and are in order of submission, in a packing. The float is now, s."""
+
+
+def with_bounded_wait(place: PlacementRule, max_wait_s: float) -> Policy:
+    """Return the policy that places jobs with `place`, priority by priority, after those that have waited too long."""
+
+    def decide(state: State) -> Allocation:
+        packing = Packing(state)
+        overdue = [job for job in state.waiting if is_overdue(job.waits_since_s, state.now_s, max_wait_s)]
+        for job in sorted(overdue, key=lambda job: (job.waits_since_s, job.name)):
+            if not packing.open_devices():
+                break
+            _start_or_reserve(packing, job)
+        others = sorted((j for j in state.waiting if not is_overdue(j.waits_since_s, state.now_s, max_wait_s)), key=turn_of)
+        for _, jobs in groupby(islice(others, WINDOW), lambda job: job.priority):
+            if not packing.open_devices():
+                break
+            place(packing, list(jobs), state.now_s)
+        return packing.allocation
+
+    return decide
+
+
+def spread(packing: Packing, job: Job) -> list[Device] | None:
+    """Return the devices with the fewest workers that fit a job, all of its fastest possible kind; None: there are too few."""
+    open_devices = packing.open_devices()
+    for kind in sorted(job.profiles, key=lambda kind: (-job.profiles[kind].steps_per_s, kind)):
+        fitting = [device for device in open_devices if device.kind == kind and packing.fits(job, device)]
+        wanted = num_wanted(job, kind, packing)
+        if wanted and len(fitting) >= wanted:
+            return sorted(fitting, key=lambda device: (len(packing.members(device)), device.name))[:wanted]
+    return None
+
+
+def start_spread(packing: Packing, jobs: Sequence[Job]) -> list[Job]:
+    """Start those jobs of several devices that fit, on the devices with the fewest workers. Return the jobs of one device."""
+    for job in jobs:
+        if job.num_devices > 1 and (devices := spread(packing, job)) is not None:
+            packing.start(job, devices)
+    return [job for job in jobs if job.num_devices == 1]
+
+
+def num_wanted(job: Job, kind: str, packing: Packing) -> int:
+    """Devices that a job starts with: as many as it asks for, or as few as it can where there are no more; 0: never there."""
+    large = _large_enough(job, kind, packing)
+    return job.num_devices if len(large) >= job.num_devices else job.fewest_devices if len(large) >= job.fewest_devices else 0
+
+
+def _start_or_reserve(packing: Packing, job: Job) -> None:
+    devices = spread(packing, job)
+    if devices is not None and all(packing.fits(job, device) for device in devices):
+        packing.start(job, devices)
+        return
+    if why_never(job, tuple(packing.devices.values())) is not None:
+        return
+    kinds = [kind for kind in job.profiles if num_wanted(job, kind, packing)]
+    closing = {
+        kind: sorted(_large_enough(job, kind, packing), key=lambda d: (len(packing.members(d)), d.name))[
+            : num_wanted(job, kind, packing)
+        ]
+        for kind in kinds
+    }
+    # The kind that has the fewest workers to wait for; the faster one where they are equal.
+    kind = min(kinds, key=lambda k: (sum(len(packing.members(d)) for d in closing[k]), -job.profiles[k].steps_per_s, k))
+    packing.close(closing[kind])
+
+
+def _large_enough(job: Job, kind: str, packing: Packing) -> list[Device]:
+    profile = job.profiles[kind]
+    return [d for d in packing.devices.values() if d.kind == kind and profile.memory_bytes <= d.memory_bytes]
+
+
+# Maximum-weight matching, and the best partition into sets.
+#
+# Both are exact for few nodes, by dynamic programming over subsets. Beyond, a matching takes the heaviest edges first, then
+# partners are exchanged between two pairs, or with an unmatched node, while that gains. Edmonds' blossom algorithm would be
+# exact there, and takes ten times as long in Python.
+
+EXACT_NODES = 8
+"""Largest number of nodes with an exhaustive search of partitions; eight have 162 sets of up to four."""
+
+
+def match(weights: Floats) -> list[tuple[int, int]]:
+    """Return pairs of different nodes, each node in at most one, with a large sum of weights.
+
+    Args:
+        weights: symmetric, shape ``(num_nodes, num_nodes)``; pairs with a weight of 0 or below are never matched.
+    """
+    gains = np.maximum(weights, 0.0)
+    np.fill_diagonal(gains, 0.0)
+    if len(gains) <= EXACT_NODES:
+        rows, columns = np.nonzero(np.triu(gains, 1))
+        savings = {1 << i | 1 << j: -float(gains[i, j]) for i, j in zip(rows.tolist(), columns.tolist(), strict=True)}
+        masks = best_partition({**{1 << i: 0.0 for i in range(len(gains))}, **savings}, len(gains))
+        return sorted(((mask & -mask).bit_length() - 1, mask.bit_length() - 1) for mask in masks if mask in savings)
+    partner = _improved(gains, _greedy(gains))
+    return [(i, int(j)) for i, j in enumerate(partner) if i < j and gains[i, j] > 0]
+
+
+def best_partition(set_costs: dict[int, float], num_items: int) -> list[int]:
+    """Return the sets, as bit masks, that hold each item once and cost least together.
+
+    Args:
+        set_costs: by mask; holds each item alone. Sets that are absent are not allowed.
+    """
+    least, choice = [math.inf] * (1 << num_items), [0] * (1 << num_items)
+    least[0] = 0.0
+    by_lowest: list[list[int]] = [[mask for mask in set_costs if mask & -mask == 1 << item] for item in range(num_items)]
+    for whole in range(1, 1 << num_items):
+        lowest = (whole & -whole).bit_length() - 1
+        for mask in by_lowest[lowest]:
+            if mask & whole == mask and least[whole ^ mask] + set_costs[mask] < least[whole]:
+                least[whole], choice[whole] = least[whole ^ mask] + set_costs[mask], mask
+    sets, left = [], (1 << num_items) - 1
+    while left:
+        sets.append(choice[left])
+        left ^= choice[left]
+    return sets
+
+
+def _greedy(gains: Floats) -> NDArray[np.intp]:
+    """The partner of each node, itself where it has none."""
+    rows, columns = np.nonzero(np.triu(gains, 1))
+    order = np.argsort(-gains[rows, columns], kind="stable")
+    partner = np.arange(len(gains))
+    free = [True] * len(gains)
+    for i, j in zip(rows[order].tolist(), columns[order].tolist(), strict=True):
+        if free[i] and free[j]:
+            free[i] = free[j] = False
+            partner[i], partner[j] = j, i
+    return partner
+
+
+def _improved(gains: Floats, partner: NDArray[np.intp]) -> NDArray[np.intp]:
+    nodes = np.arange(len(gains))
+    for _ in range(4 * len(gains)):
+        now = gains[nodes, partner]
+        # Node i leaves its partner for j, and the partners that are left behind come together. Those are the nodes themselves
+        # where there is no partner, and a node has no gain with itself.
+        alone = partner == nodes
+        left_behind = np.where(alone[:, None] | alone[None, :], 0.0, gains[np.ix_(partner, partner)])
+        change = gains + left_behind - now[:, None] - now[None, :]
+        change[nodes, partner] = change[nodes, nodes] = 0.0
+        i, j = divmod(int(np.argmax(change)), len(gains))
+        if change[i, j] <= 1e-12:
+            break
+        old_i, old_j = int(partner[i]), int(partner[j])
+        partner[[i, j]] = j, i
+        if old_i != i and old_j != j:
+            partner[[old_i, old_j]] = old_j, old_i
+        else:
+            for old, was in ((old_i, i), (old_j, j)):
+                if old != was:
+                    partner[old] = old
+    return partner
+
+
+# Put waiting jobs into sets that share a device, merging pairs of sets in rounds.
+#
+# Rounds of maximum-weight matching are Muri's way (Zhao et al., SIGCOMM 2022): the first round makes pairs, the next merges
+# pairs of those, so a device's four places are filled after two. A policy supplies the weight of a merger. A device with
+# running jobs is a set, too, which waiting jobs can join.
 
 FEW = 24
 """Jobs to choose from even where only one place is free."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_dlrover.cli import values
-from lightning_dlrover.cli.former_names import add_renamed_option
+from lightning_dlrover.cli import options
+from lightning_dlrover.cli.plugins import add_renamed_option
 
 POLICIES = ("complementary", "fifo", "sequential", "random_sets", "rmixer", "rmixer_mixed", "muri")
-"""Policies of `dlrover colocate`, as `planner/cluster/policies` has them."""
+"""Policies of `dlrover colocate`, as `colocate/policies.py` has them."""
 
 
 class ColocateCommand:
@@ -35,13 +35,13 @@ class ColocateCommand:
             help="`cpu`, sets of cores such as cpu:0-3 cpu:4-7, or GPUs such as gpu:0 or, with cores, gpu:0:0-7 (default cpu)",
         )
         command.add_argument(
-            "--memory", type=values.memory, metavar="SIZE", help="host memory for all jobs (default: most of what is free)"
+            "--memory", type=options.memory, metavar="SIZE", help="host memory for all jobs (default: most of what is free)"
         )
         add_renamed_option(
             command,
             "--max-parallel",
             "--at-once",
-            type=values.count,
+            type=options.count,
             default=0,
             metavar="N",
             help="maximum of jobs at once on a device (default: twice its cores, on a GPU no more than 8; complementary: "
@@ -66,11 +66,11 @@ class ColocateCommand:
         )
         _add_patience(command)
         command.add_argument(
-            "--seed", type=values.setting, default=0, metavar="N", help="seed of the policy `random_sets` (default 0)"
+            "--seed", type=options.setting, default=0, metavar="N", help="seed of the policy `random_sets` (default 0)"
         )
 
     def run(self, options: argparse.Namespace) -> int:
-        from lightning_dlrover.cli.colocate import colocate_command
+        from lightning_dlrover.colocate.queue import colocate_command
 
         return colocate_command(options)
 
@@ -84,24 +84,24 @@ def _add_patience(command: argparse.ArgumentParser) -> None:
         command,
         "--max-wait",
         "--longest-wait",
-        type=values.duration,
+        type=options.duration,
         default=3600.0,
         metavar="TIME",
         help="a job that waits longer goes first (default 1h)",
     )
     command.add_argument(
         "--probe",
-        type=values.duration,
+        type=options.duration,
         default=20.0,
         metavar="TIME",
         help="a command without DLRoverCallback is measured for this long (default 20s)",
     )
     command.add_argument(
-        "--grace", type=values.duration, default=10.0, metavar="TIME", help="from SIGTERM to SIGKILL (default 10s)"
+        "--grace", type=options.duration, default=10.0, metavar="TIME", help="from SIGTERM to SIGKILL (default 10s)"
     )
     command.add_argument(
         "--hang-after",
-        type=values.duration,
+        type=options.duration,
         default=600.0,
         metavar="TIME",
         help="a job that is idle for this long has failed (default 10m)",

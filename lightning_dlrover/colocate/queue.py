@@ -1,25 +1,130 @@
-"""Run a queue of jobs: the Python side of `dlrover colocate`."""
+"""Run a queue of jobs: the Python side of `dlrover colocate`, and its live table."""
 
 from __future__ import annotations
 
+import argparse
 import logging
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, Interrupted, signals_as_exceptions
+from lightning_dlrover.colocate.devices import GpuWatch, find_gpus
 from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules, end_former
-from lightning_dlrover.colocate.gpus import GpuWatch, find_gpus
-from lightning_dlrover.colocate.jobs_file import JobSpec
-from lightning_dlrover.colocate.journal import Added, Journal
-from lightning_dlrover.colocate.knowledge import Knowledge
-from lightning_dlrover.colocate.page import write_report
-from lightning_dlrover.colocate.places import LocalDevice, gpus_of, places_of
-from lightning_dlrover.colocate.schedule import Scheduler, jobs_per_core
-from lightning_dlrover.colocate.summary import Summary, summarize
-from lightning_dlrover.observe.nvml import load_nvml
+from lightning_dlrover.colocate.journal import Added, Ended, JobSpec, Journal, JournalError, Started, read_jobs, read_records
+from lightning_dlrover.colocate.report import Summary, summarize, summary_text, write_report
+from lightning_dlrover.colocate.running import WatchedJob
+from lightning_dlrover.colocate.scheduler import Knowledge, Scheduler, jobs_per_core
+from lightning_dlrover.colocate.tenants import LocalDevice, Memory, gpus_of, places_of
+from lightning_dlrover.output import complain, counted, printable, say, show
+from lightning_dlrover.tuning.nvml import load_nvml
 
-__all__ = ["REPORT", "run_queue"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# The live table of a queue on a terminal, and plain lines where there is none.
+
+DRAW_S = 0.5
+MAX_ROWS = 30
+
+
+class LiveTable:
+    """Shows a dispatcher's jobs: as a table that changes on a terminal, else one line for each start and end.
+
+    Use as a context manager.
+    """
+
+    def __init__(self, is_terminal: bool | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._is_terminal = sys.stdout.isatty() if is_terminal is None else is_terminal
+        self._clock = clock
+        self._drawn_s = -DRAW_S
+        self._live: Any = nullcontext()
+        self._started: set[tuple[str, int]] = set()  # jobs and attempts that were shown
+        self._num_ended = 0
+        if self._is_terminal:
+            from rich.live import Live
+
+            self._live = Live(auto_refresh=False, transient=True)
+
+    def __enter__(self) -> LiveTable:
+        self._context: AbstractContextManager[Any] = self._live
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+    def shown(self, dispatcher: Dispatcher) -> None:
+        """Draw the present state, or print the changes."""
+        for line in self._changes(dispatcher):
+            if self._is_terminal:
+                self._live.console.print(line, markup=False, highlight=False)
+            else:
+                say(printable(line))
+        if self._is_terminal and self._clock() - self._drawn_s >= DRAW_S:
+            self._drawn_s = self._clock()
+            self._live.update(_table(dispatcher, self._clock()), refresh=True)
+
+    def _changes(self, dispatcher: Dispatcher) -> list[str]:
+        lines = []
+        ended = dispatcher.past[self._num_ended :]
+        self._num_ended = len(dispatcher.past)
+        for job in [*ended, *dispatcher.running.values()]:
+            if (key := (job.spec.name, job.attempt)) not in self._started:
+                self._started.add(key)
+                again = f" again, attempt {job.attempt}" if job.attempt > 1 else ""
+                lines.append(f"{job.spec.name}: started on {job.device}{again}")
+        # The end of a job is missing where it could not be written.
+        ends = [dispatcher.ends.get((job.spec.name, job.attempt)) for job in ended]
+        return lines + [_end_line(end) for end in ends if end is not None]
+
+
+def _end_line(ended: Ended) -> str:
+    paused = f", paused {ended.paused_s:.1f} s" if ended.paused_s >= 0.05 else ""
+    line = f"{ended.job}: {ended.result} after {ended.run_s:.1f} s{paused}, peak {ended.peak_bytes >> 20} MiB"
+    if ended.gpu_peak_bytes:
+        line += f", {ended.gpu_peak_bytes >> 20} MiB of the GPU"
+    return f"{line}: {ended.reason}" if ended.reason else line
+
+
+def _table(dispatcher: Dispatcher, now: float) -> Table:
+    from rich.table import Table
+
+    waiting = dispatcher.waiting()
+    done = len(dispatcher.ended)
+    table = Table(title=f"{len(dispatcher.running)} with processes, {len(waiting)} waiting, {done} ended", title_justify="left")
+    for name, justify in (("job", "left"), ("state", "left"), ("device", "left"), ("time", "right"), ("steps", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_column("memory / charge (MiB)", justify="right")
+    table.add_column("cores", justify="right")
+    for job in sorted(dispatcher.running.values(), key=lambda job: job.at_s)[:MAX_ROWS]:
+        table.add_row(*_cells(job, now))
+    for each in waiting[: max(0, MAX_ROWS - len(dispatcher.running))]:
+        sizes = each.expected.get("gpu") or each.expected.get("cpu", {})
+        expected = ", ".join(_size(memory, f"{size >> 20}") for memory, size in sizes.items() if size) or "unknown"
+        table.add_row(each.name, "waiting", "", f"{max(0.0, now - each.submitted_s):.0f} s", "", expected, "")
+    return table
+
+
+def _cells(job: WatchedJob, now: float) -> tuple[str, ...]:
+    state = "paused for memory" if job.short_of else job.phase
+    left = f" of {job.num_steps + job.steps_left:,}" if job.steps_left is not None else ""
+    steps = f"{job.num_steps:,}{left}" if job.reports else ""
+    cores = f"{job.cores:.1f}" if job.phase in ("starting", "running") else ""
+    sizes = [(memory, f"{job.resident_bytes(memory) >> 20} / {charge >> 20}") for memory, charge in job.charges.items()]
+    memory = ", ".join(_size(memory, text) for memory, text in sizes)
+    return job.spec.name, state, job.device, f"{now - job.at_s:.0f} s", steps, memory, cores
+
+
+def _size(memory: Memory, text: str) -> str:
+    return f"GPU {text}" if memory == "gpu" else text
+
+
+# Run a queue of jobs: the Python side of `dlrover colocate`.
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +153,7 @@ def run_queue(
     Args:
         jobs: commands with their working folders and variables.
         folder: for the journal, the jobs' output and the report.
-        policy: a name in `planner/cluster/policies`.
+        policy: a name in `colocate/policies.py`.
         devices: `cpu`, sets of cores such as `cpu:0-3`, or GPUs such as `gpu:0` or, with its cores, `gpu:0:0-7`.
         memory_bytes: host memory for all jobs; 0: most of the free memory.
         max_parallel: most jobs of a device at once; 0: twice its cores, or four times with `complementary`; on a GPU
@@ -120,3 +225,52 @@ def _used_devices(devices: Sequence[str], jobs: Sequence[JobSpec]) -> Sequence[s
         return devices
     log.warning("all jobs have `device: gpu`: they get all cores")
     return [device for device in devices if device != "cpu"]
+
+
+# `dlrover colocate`: run a queue of training commands side by side on this machine.
+
+
+def colocate_command(options: argparse.Namespace) -> int:
+    """Run all jobs of a file to their ends, and write the report."""
+    jobs = read_jobs(options.jobs)
+    hurry = threading.Event()
+    exit_code = EXIT_OK
+    num_starts = _num_starts(options.out)
+    with LiveTable() as table:
+        try:
+            with signals_as_exceptions(hurry):
+                run_queue(
+                    jobs,
+                    options.out,
+                    policy=options.policy,
+                    devices=options.devices,
+                    memory_bytes=(options.memory or 0) << 20,
+                    max_parallel=options.max_parallel,
+                    profiles=options.profiles,
+                    max_wait_s=options.max_wait,
+                    seed=options.seed,
+                    rules=Rules(probe_s=options.probe, grace_s=options.grace, hang_s=options.hang_after),
+                    shown=table.shown,
+                    hurry=hurry,
+                )
+        except Interrupted as interrupted:
+            exit_code = 128 + interrupted.signal_number
+    summary = summarize(read_records(options.out))
+    if exit_code != EXIT_OK:
+        left = sum(not job.result for job in summary.jobs)
+        have = "has" if left == 1 else "have"
+        complain(f"interrupted; the same command continues with {counted(left, 'job')} that {have} not ended")
+    show(summary_text(summary))
+    if exit_code == EXIT_OK and _num_starts(options.out) == num_starts:
+        show("nothing was left to do: all jobs had ended before; another --out runs them again")
+    show(f"report: {options.out / REPORT}")
+    if exit_code == EXIT_OK and summary.num_done < len(summary.jobs):
+        return EXIT_FAILED
+    return exit_code
+
+
+def _num_starts(folder: Path) -> int:
+    try:
+        return sum(isinstance(record, Started) for record in read_records(folder))
+    except JournalError:
+        return 0

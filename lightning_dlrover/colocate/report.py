@@ -1,17 +1,24 @@
-"""A queue's figures, from its journal alone."""
+"""A queue's figures from its journal, as text, pictures and one HTML page."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
-from lightning_dlrover.colocate.journal import Added, Ended, Opened, Profiled, Record, Started
-from lightning_dlrover.output import counted
-from lightning_dlrover.report.text_table import text_table
+from lightning_dlrover.colocate.journal import Added, Ended, Opened, Profiled, Rates, Record, Started
+from lightning_dlrover.files import atomic_write
+from lightning_dlrover.output import counted, text_table
+from lightning_dlrover.report.page import INK, WIDTH_INCHES, in_our_style, render_page
 
-__all__ = ["JobRow", "Summary", "cells", "summarize", "summary_text"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# A queue's figures, from its journal alone.
 
 MAX_ROWS = 40
 
@@ -174,3 +181,163 @@ def summary_text(summary: Summary) -> str:
         f"{100 * summary.utilisation:.0f} % of the cores used, mean wait {summary.mean_wait_s:.1f} s{slowdown}"
     )
     return "\n".join([*text_table("<<>>>>>>", rows), total])
+
+
+# Pictures of a queue, in the style of a job's report.
+
+PHASE_COLOURS = {
+    "waiting": "#c9ccd1",
+    "starting": "#56b4e9",
+    "asks": "#e69f00",
+    "running": "#009e73",
+    "paused": "#f0e442",
+    "ending": "#9a9a9a",
+    "without steps": "#8566d0",
+}
+RESULT_COLOURS = {"failed": "#d55e00", "evicted": "#cc79a7", "stopped": "#7a4a1e"}
+MAX_JOBS = 60
+
+
+def gantt_figure(records: Sequence[Record]) -> Figure | None:
+    """Draw each job's phases over time, one row for each job; None if no job has ended."""
+    with in_our_style():
+        return _gantt(records)
+
+
+def _gantt(records: Sequence[Record]) -> Figure | None:
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    ends = [record for record in records if isinstance(record, Ended)]
+    if not ends:
+        return None
+    added = {record.spec.name: record.at for record in records if isinstance(record, Added)}
+    names = [name for name in added if any(ended.job == name for ended in ends)][-MAX_JOBS:]
+    began = min(record.at for record in records if isinstance(record, Opened | Added))
+    row_of = {name: len(names) - 1 - number for number, name in enumerate(names)}
+    figure = Figure(figsize=(WIDTH_INCHES, 1.2 + 0.26 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    drawn: dict[str, str] = {}
+    free_since = dict(added)
+    for ended in ends:
+        if ended.job not in row_of or not ended.spans:
+            continue
+        row = row_of[ended.job]
+        spans = [("waiting", free_since[ended.job], ended.spans[0].began)]
+        # A command that reports no steps is in its start to the end.
+        steps = any(span.phase in ("asks", "running") for span in ended.spans)
+        spans += [
+            ("without steps" if span.phase == "starting" and not steps else span.phase, span.began, span.ended)
+            for span in ended.spans
+        ]
+        for phase, start, end in spans:
+            colour = PHASE_COLOURS.get(phase, "#9a9a9a")
+            drawn[phase] = colour
+            height = 0.3 if phase == "waiting" else 0.72
+            axes.barh(row, end - start, left=start - began, height=height, color=colour, linewidth=0)
+        if ended.result in RESULT_COLOURS:
+            drawn[ended.result] = RESULT_COLOURS[ended.result]
+            axes.plot(
+                ended.at - began, row, "X", color=drawn[ended.result], markersize=8, markeredgecolor=INK, markeredgewidth=0.5
+            )
+        free_since[ended.job] = ended.at
+    axes.set_yticks([row_of[name] for name in names], names)
+    axes.set_ylim(-0.6, len(names) - 0.4)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("time (s)")
+    axes.grid(axis="x")
+    axes.tick_params(axis="y", length=0)
+    figure.legend(
+        handles=[Patch(color=colour, label=phase) for phase, colour in drawn.items()], loc="outside upper left", ncols=8
+    )
+    return figure
+
+
+# Write a queue's report: one HTML file with its Gantt picture and tables.
+
+MAX_RATES = 100
+
+
+def write_report(path: Path, records: Sequence[Record]) -> None:
+    """Write the report to `path`, whole or not at all.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+    atomic_write(path, _page(records))
+
+
+def _page(records: Sequence[Record]) -> str:
+    from lightning_dlrover.report.page import to_svg
+
+    summary = summarize(records)
+    opened = [record for record in records if isinstance(record, Opened)]
+    figure = gantt_figure(records)
+    return render_page(
+        "colocate",
+        "page.html.j2",
+        summary=summary,
+        began=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(opened[0].at)) if opened else "never",
+        facts=_facts(summary),
+        gantt=to_svg(figure, "gantt") if figure is not None else None,
+        jobs=[(job.name, job.result or "not ended", *cells(job), job.reason) for job in summary.jobs],
+        kinds=_kinds(records),
+        rates=_rates(records),
+    )
+
+
+def _facts(summary: Summary) -> list[tuple[str, str, str]]:
+    return [
+        ("Jobs done", f"{summary.num_done} of {len(summary.jobs)}", ""),
+        ("Makespan", f"{summary.makespan_s:.1f} s", ""),
+        ("Throughput", summary.throughput_text or "-", "finished jobs" if summary.throughput_text else "too short to tell"),
+        ("Cores used", f"{100 * summary.utilisation:.0f} %", "CPU time of all jobs"),
+        ("Mean wait", f"{summary.mean_wait_s:.1f} s", "until the first start"),
+        ("Mean slowdown", "-" if summary.mean_slowdown is None else f"{summary.mean_slowdown:.2f}", "against running alone"),
+    ]
+
+
+def _names(records: Sequence[Record]) -> dict[str, str]:
+    """Return a job's name for each kind."""
+    names: dict[str, str] = {}
+    for record in records:
+        if isinstance(record, Added):
+            names.setdefault(record.spec.kind, record.spec.name)
+    return names
+
+
+def _kinds(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Return one row for each kind of job, with the range of its measurements."""
+    names = _names(records)
+    measured: dict[str, list[Profiled]] = {}
+    for record in records:
+        if isinstance(record, Profiled):
+            measured.setdefault(record.job_kind, []).append(record)
+    return [
+        (
+            names.get(kind, kind),
+            _range([record.steps_per_s for record in found], "{:.3g}"),
+            _range([record.use.get("cores", 0.0) for record in found], "{:.2f}"),
+            _range([100 * record.use.get("input", 0.0) for record in found], "{:.0f}", " %"),
+            _range([moved / 1e9 for record in found if (moved := record.use.get("memory_bandwidth"))], "{:.2f}"),
+            _range([100 * record.use["gpu"] for record in found if "gpu" in record.use], "{:.0f}", " %"),
+        )
+        for kind, found in measured.items()
+    ]
+
+
+def _range(figures: Sequence[float], form: str, unit: str = "") -> str:
+    """Return the smallest and the largest of some figures; one if they look the same."""
+    if not figures:
+        return "-"
+    low, high = form.format(min(figures)), form.format(max(figures))
+    return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
+
+
+def _rates(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    names = _names(records)
+    rows: list[tuple[str, ...]] = []
+    for record in [record for record in records if isinstance(record, Rates)][-MAX_RATES:]:
+        speeds = ", ".join(f"{names.get(kind, kind)} {record.speeds[kind]:.2f}" for kind in record.kinds)
+        rows.append((speeds, f"{sum(record.speeds[kind] for kind in record.kinds):.2f}", f"{record.seconds:.1f}"))
+    return rows

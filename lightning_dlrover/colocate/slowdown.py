@@ -1,25 +1,108 @@
-"""Predict how fast jobs are beside each other on one device, relative to their speed alone.
-
-Everything is reduced to pairs. A resource that two jobs want beyond its limit stretches the part of a step that uses it by the
-excess. That expectation is corrected by the mean of what was observed of the pair, and of pairs of the same families. A job's
-excess beside a group, its slowdown less 1, is the sum of its excesses beside each member.
-
-A Gaussian process and trees over pairs predict single pairs better, but jobs in a simulated cluster ended no sooner with them
-(docs/colocate/policies.md).
-"""
+"""Predict how jobs on one device slow each other down, on shared and on own cores. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
-from lightning_dlrover.planner.cluster.jobs import RESOURCES, Device, Job
-from lightning_dlrover.planner.cluster.policy import Floats
+from lightning_dlrover.tuning.cluster import RESOURCES, Device, Floats, Job, Profile
 
-__all__ = ["LEAST_SPEED", "Observation", "SlowdownModel"]
+# One queue for GPUs and cores: the speed of a job where it was not measured, and which jobs leave the GPUs to run on cores.
+#
+# A GPU runs a part of a step, its kernels, many times as fast as cores do, and leaves the rest as it is: waits for input,
+# and the job's own code. So a job that keeps a GPU busy for a fraction `busy` of its step takes `1 + busy (factor - 1)`
+# times as long on cores. The factor is learned from kinds that were measured on both.
+
+FACTOR = 16.0
+"""Times that a GPU runs kernels as fast as cores, where no job was measured on both."""
+
+SLACK = 1.2
+"""Jobs on cores take up to this times as long as alone, for what they take from each other's caches."""
+
+
+def factor_of(measured: Sequence[tuple[Profile, Profile]]) -> float:
+    """Return how many times as fast as cores a GPU runs kernels; `FACTOR` counts as much as a kind that is all kernels.
+
+    Args:
+        measured: profiles of kinds of jobs on a GPU and on cores.
+    """
+    longer = sum(on_gpu.steps_per_s / on_cores.steps_per_s - 1 for on_gpu, on_cores in measured)
+    return max(1.0, 1 + (longer + FACTOR - 1) / (sum(_busy(on_gpu) for on_gpu, _ in measured) + 1))
+
+
+def speed_on_cores(on_gpu: Profile, factor: float) -> float:
+    """Return the steps/s to expect on cores of a job that was measured on a GPU."""
+    return on_gpu.steps_per_s / (1 + _busy(on_gpu) * (factor - 1))
+
+
+def speed_on_gpu(on_cores: Profile, factor: float) -> float:
+    """Return the steps/s to expect on a GPU of a job that was measured on cores; all but its wait for input becomes faster."""
+    wait = min(on_cores.use.get("input", 0.0), 1.0)
+    return on_cores.steps_per_s / (wait + (1 - wait) / factor)
+
+
+def _busy(on_gpu: Profile) -> float:
+    return min(on_gpu.use.get("gpu", 1.0), 1.0)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What is left of a job.
+
+    Args:
+        gpu_s: time alone on a GPU.
+        busy: fraction of that in which its kernels run.
+        cores_s: time alone on cores.
+        cores: cores that it then keeps busy.
+    """
+
+    gpu_s: float
+    busy: float
+    cores_s: float
+    cores: float
+
+    @property
+    def price(self) -> float:
+        """Seconds of cores for each second that the GPU is relieved of."""
+        return self.cores_s * self.cores / max(self.gpu_s * self.busy, 1e-9)
+
+
+def for_cores(
+    jobs: Sequence[Left], on_gpus: Sequence[Left], on_cores: Sequence[Left], at_once: int, num_gpus: int, num_cores: float
+) -> list[int]:
+    """Return which of the jobs that wait should start on cores, the one of the lowest price first.
+
+    A job is left to the GPUs if these would end all that is left before the cores could end this job. So no job runs on cores
+    alone in the end.
+
+    Args:
+        jobs: those that wait, and could run on either.
+        on_gpus: those that the GPUs have.
+        on_cores: those that the cores have.
+        at_once: most jobs of all GPUs that run at once.
+    """
+    gpu_jobs = [*jobs, *on_gpus]
+    # The GPUs end no sooner, however well their jobs share them.
+    gpus_end_s = max(sum(job.gpu_s * job.busy for job in gpu_jobs) / num_gpus, sum(job.gpu_s for job in gpu_jobs) / at_once)
+    before_s = sum(job.cores_s * job.cores for job in on_cores)
+    ends_s = [max(job.cores_s, (before_s + job.cores_s * job.cores) / num_cores) for job in jobs]
+    able = [index for index, end_s in enumerate(ends_s) if SLACK * end_s < gpus_end_s or math.isinf(jobs[index].gpu_s)]
+    return sorted(able, key=lambda index: jobs[index].price)
+
+
+# Predict how fast jobs are beside each other on one device, relative to their speed alone.
+#
+# Everything is reduced to pairs. A resource that two jobs want beyond its limit stretches the part of a step that uses it
+# by the excess. That expectation is corrected by the mean of what was observed of the pair, and of pairs of the same
+# families. A job's excess beside a group, its slowdown less 1, is the sum of its excesses beside each member.
+#
+# A Gaussian process and trees over pairs predict single pairs better, but jobs in a simulated cluster ended no sooner with
+# them (docs/colocate/policies.md).
 
 UNKNOWN_TOTAL = 1.1
 """Expected sum of the relative speeds of two jobs with an unknown use of resources."""
@@ -161,3 +244,214 @@ def _expected_speed(one: _Use, other: _Use) -> float:
         return UNKNOWN_TOTAL / 2
     excess = [max(a + b - 1.0, 0.0) for a, b in zip(one.shares, other.shares, strict=True)]
     return 1 / (1 + sum(min(share, 1.0) * e for share, e in zip(one.shares, excess, strict=True)))
+
+
+# Divide the cores of one machine among jobs that run side by side: threads, and the speeds to expect.
+#
+# A job's step alone is a wait for input, a fraction `wait` of it, and work of `cores` core-seconds for each second of the
+# step. With fewer threads than that work could use, the working part takes longer. Where all jobs together want more cores
+# than there are, each gets what it wants or an equal share, whichever is less (max-min fairness), as the kernel divides
+# them.
+
+Shares: TypeAlias = Callable[[Sequence[float], float], list[int]]
+"""Returns the threads of each job's processes, given the busy cores of each alone and the number of cores."""
+
+LEAST_USED = 0.1
+"""Cores that a job must be able to use more for another thread."""
+LEAST_IDLE = 0.5
+"""Cores that must be idle for another thread."""
+LEAST_CORES = 1e-3
+SYNC = 0.06
+"""Part of a job's work with several threads that only keeps them in step: 5 to 7 % of the CPU time of small MLPs and tables."""
+
+
+@dataclass(frozen=True, order=True)
+class CoreUse:
+    """Needs of a job alone, when it may use all cores.
+
+    Args:
+        family: jobs of one family are alike.
+        cores: busy cores, mean over a step.
+        wait: fraction of a step in which it waits for input.
+    """
+
+    family: str
+    cores: float
+    wait: float = 0.0
+
+
+def thread_shares(cores: Sequence[float], num_cores: float) -> list[int]:
+    """Return the threads of each job's processes: one, and more for jobs that can use them while cores are idle.
+
+    Args:
+        cores: busy cores of each job alone. A job that has the machine to itself gets all.
+    """
+    if len(cores) == 1:
+        return [max(1, round(num_cores))]
+    threads = [1] * len(cores)
+    idle = num_cores - sum(min(each, 1.0) for each in cores)
+    while idle >= LEAST_IDLE:
+        wants = [each - number for each, number in zip(cores, threads, strict=True)]
+        most = max(range(len(wants)), key=lambda index: wants[index], default=None)
+        if most is None or wants[most] < LEAST_USED:
+            break
+        threads[most] += 1
+        idle -= min(1.0, wants[most])
+    return threads
+
+
+def equal_shares(cores: Sequence[float], num_cores: float) -> list[int]:
+    """Return the threads of each job's processes: all alike, and at least one."""
+    return [max(1, round(num_cores / max(1, len(cores))))] * len(cores)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What to expect of jobs side by side, each of shape ``(num_jobs,)``."""
+
+    use: Floats  # busy cores
+    speeds: Floats  # over those alone
+    threaded: Floats  # speeds if the cores were enough, with the jobs' threads
+
+
+def expected(jobs: Sequence[CoreUse], threads: Sequence[int], num_cores: float) -> Expected:
+    """Return the use and speeds of jobs side by side."""
+    cores = np.maximum(np.array([job.cores for job in jobs]), LEAST_CORES)
+    work = np.where(cores > np.asarray(threads), (1 - SYNC) * cores, cores)
+    wait = np.clip([job.wait for job in jobs], 0.0, 1.0)
+    step = wait + np.maximum(1.0 - wait, work / np.asarray(threads))
+    use = np.minimum(work / step, _level(work / step, num_cores))
+    return Expected(use, use / work, 1 / step)
+
+
+def _level(wanted: Floats, num_cores: float) -> float:
+    """Return the share that no job exceeds, so that all together have the cores; infinity where there are enough."""
+    rest = num_cores
+    for position, amount in enumerate(sorted(wanted.tolist())):
+        share = rest / (len(wanted) - position)
+        if share <= amount:
+            return share
+        rest -= amount
+    return float("inf")
+
+
+# Predict how fast jobs are beside each other on the cores of one machine, relative to their speed alone.
+#
+# Most of a slowdown follows from the division of cores (`slowdown.py`). The rest is learned from observed groups, as
+# corrections of the log of the expected speed e of a job i of family f beside jobs j of families g, each of which keeps a
+# fraction b of the machine's cores busy while the job has one:
+#
+# log speed = log e + a_f log t + c_f + sum over j of b_j (d_g + h_fg)
+#
+# t is the speed with the job's threads if the cores were enough. a is how much better a job's work goes with fewer threads,
+# c the cost of waking up late, d a job's pressure on caches and memory, h what only these two do to each other. All are
+# small before anything was observed (a Bayesian linear regression).
+
+Group = tuple[CoreUse, ...]
+
+DEVIATIONS = {"threads": 0.3, "wake": 0.1, "pressure": 0.2, "pair": 0.1}
+"""Standard deviations of the corrections before anything was observed: a, c, d, h."""
+LEAST_REST = 0.5
+"""Cores of others beside a job on a single core: they leave their data in its cache."""
+NOISE = 0.08
+"""Standard deviation of the log of an observed speed."""
+
+
+@dataclass(frozen=True)
+class _Corrections:
+    """Corrections of all families that were observed, one number for each column."""
+
+    columns: Mapping[tuple[str, ...], int]
+    values: Floats
+
+
+class CoreSpeeds:
+    """Learned from observed groups; a `SpeedPredictor` for CPUs. The limit "cores" of a device is its number of cores.
+
+    Equal observations give equal predictions. Jobs of unknown use are taken to keep one core busy.
+
+    Args:
+        shares: threads of jobs side by side.
+    """
+
+    def __init__(self, corrections: _Corrections | None = None, shares: Shares = thread_shares) -> None:
+        self._corrections, self._shares = corrections, shares
+        self._known: dict[tuple[Group, float], Floats] = {}
+
+    @classmethod
+    def fit(cls, observations: Sequence[Observation], shares: Shares = thread_shares) -> CoreSpeeds:
+        """Fit to everything observed so far."""
+        rows: list[dict[tuple[str, ...], float]] = []
+        targets: list[float] = []
+        for observation in observations:
+            group = tuple(_core_use_of(job, observation.device) for job in observation.group)
+            speeds, of_group = _terms(group, _num_cores(observation.device), shares)
+            rows += of_group
+            targets += [float(np.log(speed / e)) for speed, e in zip(observation.relative_speeds, speeds, strict=True)]
+        columns = {name: index for index, name in enumerate(sorted({name for row in rows for name in row}))}
+        if not columns:
+            return cls(None, shares)
+        table = np.array([_row(row, columns) for row in rows])
+        precision = np.diag([DEVIATIONS[name[0]] ** -2 for name in columns]) + table.T @ table / NOISE**2
+        values = np.linalg.solve(precision, table.T @ np.array(targets) / NOISE**2)
+        return cls(_Corrections(columns, values), shares)
+
+    def relative_speeds(self, groups: Sequence[Sequence[Job]], device: Device) -> list[Floats]:
+        """Return the mean predictions; see `SpeedPredictor`."""
+        found = []
+        for group in groups:
+            uses = [_core_use_of(job, device) for job in group]
+            order = sorted(range(len(uses)), key=lambda index: uses[index])
+            speeds = np.empty(len(uses))
+            speeds[order] = self._speeds(tuple(uses[index] for index in order), _num_cores(device))
+            found.append(speeds)
+        return found
+
+    def _speeds(self, group: Group, num_cores: float) -> Floats:
+        known = self._known.get((group, num_cores))
+        if known is None:
+            known, rows = _terms(group, num_cores, self._shares)
+            if self._corrections is not None and len(group) > 1:
+                columns, values = self._corrections.columns, self._corrections.values
+                known = known * np.exp(np.array([_row(row, columns) for row in rows]) @ values)
+            known = self._known[group, num_cores] = np.maximum(known, LEAST_SPEED)
+        return known
+
+
+def _terms(group: Group, num_cores: float, shares: Shares) -> tuple[Floats, list[dict[tuple[str, ...], float]]]:
+    """Return expected speeds, and for each job the weights of the corrections that concern it."""
+    if len(group) == 1:
+        return np.ones(1), [{}]
+    found = expected(group, shares([job.cores for job in group], num_cores), num_cores)
+    rows = []
+    for i, job in enumerate(group):
+        # While a job has a core, the others have the rest.
+        others = float(found.use.sum() - found.use[i])
+        at_once = min(1.0, max(num_cores - 1.0, LEAST_REST) / others) if others else 0.0
+        row: dict[tuple[str, ...], float] = {
+            ("threads", job.family): float(np.log(found.threaded[i])),
+            ("wake", job.family): 1.0,
+        }
+        for j, other in enumerate(group):
+            if j != i:
+                for name in (("pressure", other.family), ("pair", job.family, other.family)):
+                    row[name] = row.get(name, 0.0) + at_once * float(found.use[j]) / num_cores
+        rows.append(row)
+    return found.speeds, rows
+
+
+def _row(row: Mapping[tuple[str, ...], float], columns: Mapping[tuple[str, ...], int]) -> Floats:
+    values = np.zeros(len(columns))
+    for name, amount in row.items():
+        if name in columns:
+            values[columns[name]] = amount
+    return values
+
+
+def _num_cores(device: Device) -> float:
+    return device.limits.get("cores", 1.0)
+
+
+def _core_use_of(job: Job, device: Device) -> CoreUse:
+    use = job.profiles[device.kind].use
+    return CoreUse(job.family or job.name, use.get("cores", 1.0), use.get("input", 0.0))

@@ -1,19 +1,340 @@
-"""Where jobs run: cores of this machine with a part of its memory, and perhaps a GPU."""
+"""Jobs that have processes, the places where they run, and the memory that they may use there."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
-from lightning_dlrover.colocate.gpus import VISIBLE, Gpu
-from lightning_dlrover.colocate.memory import START_BYTES
-from lightning_dlrover.colocate.tenants import Sizes, Where
-from lightning_dlrover.observe.resources import available_bytes, available_cores
+from lightning_dlrover.colocate.devices import VISIBLE, Gpu
+from lightning_dlrover.tuning.cluster import turn_of
+from lightning_dlrover.tuning.resources import available_bytes, available_cores
 
-__all__ = ["CPU", "LocalDevice", "gpus_of", "places_of"]
+# The jobs that have processes, and the actions of a dispatcher on them: data only.
+#
+# waiting -> starting -> asks -> running <-> paused -> ending -> done | failed | waiting (evicted)
+#
+# | phase | the job | its memory |
+# | --- | --- | --- |
+# | starting | imports, builds its model; or a command that reports nothing, in its probe | a starting allowance |
+# | asks | stands before its first step, with an estimate of its peak | its present memory |
+# | running, paused | trains; its processes are stopped (SIGSTOP) | its charge: estimate and margin, or more if it has more |
+# | ending | got SIGTERM | its present memory |
+#
+# Only `dispatcher.py` changes a phase, each by one action below. The job itself changes its reports.
+
+Phase: TypeAlias = Literal["starting", "asks", "running", "paused", "ending"]
+Memory: TypeAlias = Literal["host", "gpu"]
+"""A job on cores has host memory; one on a GPU has both."""
+Sizes: TypeAlias = Mapping[Memory, int]
+"""Bytes of each memory of a device."""
+Where: TypeAlias = Literal["cpu", "gpu"]
+"""A device's type: cores alone, or a GPU with cores for its jobs' own code."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A job that has no processes.
+
+    Args:
+        expected: for each type of device that it may run on, its peaks there with their margins, from earlier runs of its kind
+            or from its owner; absent or 0: unknown.
+        not_before_s: moment before which it is not started again, on the dispatcher's clock.
+    """
+
+    name: str
+    kind: str
+    priority: int
+    submitted_s: float
+    expected: Mapping[Where, Sizes] = field(default_factory=lambda: {"cpu": {}})
+    owner: str = ""
+    not_before_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A job's part of one memory.
+
+    Args:
+        charge_bytes: set aside for it.
+        resident_bytes: what it has now.
+        need_bytes: estimated peak with its margin; 0: unknown.
+        is_guess: the need is a guess. The job gets all that is free for its first steps, and its peak then shows the need.
+        is_short: it outgrew its charge, and is paused until there is room.
+    """
+
+    charge_bytes: int = 0
+    resident_bytes: int = 0
+    need_bytes: int = 0
+    is_short: bool = False
+    is_guess: bool = False
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that no other job can have."""
+        return max(self.charge_bytes, self.resident_bytes)
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A job with processes.
+
+    Args:
+        holdings: its part of each memory of its device.
+        is_admitted: it may train, though it may be paused.
+        num_processes: processes that train, for each of which it has memory.
+        min_processes: fewest with which it can go on; 0: as many as it has.
+        is_shrinking: it was asked to go on with fewer a moment ago, and has not done so yet.
+        steps_left: None where its end is unknown.
+        since_s: moment since which it has been in its phase.
+        started_s: moment of its start on the dispatcher's clock.
+    """
+
+    name: str
+    kind: str
+    phase: Phase
+    device: str
+    priority: int
+    submitted_s: float
+    started_s: float
+    holdings: Mapping[Memory, Holding]
+    is_admitted: bool = False
+    since_s: float = 0.0
+    owner: str = ""
+    num_processes: int = 1
+    min_processes: int = 0
+    is_shrinking: bool = False
+    steps_left: int | None = None
+    num_steps: int = 0
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether it is an elastic job that may be asked to go on with fewer processes."""
+        return self.phase == "running" and 0 < self.min_processes < self.num_processes
+
+    @property
+    def paused_for_memory(self) -> bool:
+        """Whether it outgrew a charge, and waits for room."""
+        return any(holding.is_short for holding in self.holdings.values())
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a job's command on a device."""
+
+    job: str
+    device: str
+    charges: Sizes
+
+
+@dataclass(frozen=True)
+class Admit:
+    """Let a job that asks make its first step."""
+
+    job: str
+    charges: Sizes
+
+
+@dataclass(frozen=True)
+class Charge:
+    """Set aside another amount of memory for a job."""
+
+    job: str
+    memory: Memory
+    charge_bytes: int
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Stop a job's processes for a while.
+
+    Args:
+        memory: the one whose charge it has outgrown; None: others run.
+    """
+
+    job: str
+    reason: str
+    memory: Memory | None = None
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Continue a job's processes. It is short of no memory any more."""
+
+    job: str
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """Ask an elastic job to go on with fewer processes."""
+
+    job: str
+    num_processes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class End:
+    """End a job's processes: it has failed, or goes back to the queue with a larger expectation."""
+
+    job: str
+    result: Literal["failed", "evicted"]
+    reason: str
+
+
+Action: TypeAlias = Start | Admit | Charge | Pause | Resume | Shrink | End
+
+
+def after(tenant: Tenant, action: Admit | Charge | Pause | Resume | Shrink | End) -> Tenant:
+    """Return a job as it is after an action on it, but for the time."""
+    if isinstance(action, Admit):
+        return replace(_charged(tenant, action.charges), phase="running", is_admitted=True)
+    if isinstance(action, Charge):
+        return _charged(tenant, {action.memory: action.charge_bytes})
+    if isinstance(action, Pause):
+        if action.memory is None:
+            return replace(tenant, phase="paused")
+        holding = tenant.holdings[action.memory]
+        short = replace(holding, charge_bytes=holding.resident_bytes, is_short=True)
+        return replace(tenant, phase="paused", holdings={**tenant.holdings, action.memory: short})
+    if isinstance(action, Resume):
+        enough = {memory: replace(holding, is_short=False) for memory, holding in tenant.holdings.items()}
+        return replace(tenant, phase="running" if tenant.is_admitted else "starting", holdings=enough)
+    if isinstance(action, Shrink):
+        return replace(tenant, is_shrinking=True)
+    return replace(tenant, phase="ending")
+
+
+def _charged(tenant: Tenant, charges: Sizes) -> Tenant:
+    changed = {memory: replace(tenant.holdings[memory], charge_bytes=charge) for memory, charge in charges.items()}
+    return replace(tenant, holdings={**tenant.holdings, **changed})
+
+
+# Keep the jobs of a device within its memory: the host's, and on a GPU also the GPU's. Pure.
+#
+# A job gets its memory before it needs it: the sum of all charges never exceeds the device. A job that outgrows its charge
+# gets more if there is room. Else an elastic one gives a process up. Any other is paused, or goes back to the queue if its
+# present memory is too much. The others never pay.
+
+MEMORIES: tuple[Memory, ...] = ("host", "gpu")
+START_BYTES: Sizes = {"host": 1 << 30, "gpu": 1 << 30}
+"""Allowance of a job with an unknown need: a Python process that has imported torch and Lightning has 0.5 GiB on the host, and
+the context of CUDA 0.5 GiB on the GPU."""
+GROWTH = 1.25
+"""A job that has outgrown its charge gets this times its present memory."""
+HEADROOM = 0.02
+"""Part of a device beyond which a paused job's memory endangers others: processes grow between two looks."""
+
+
+def free_bytes(memory: Memory, size: int, tenants: Iterable[Tenant]) -> int:
+    """Return the bytes of a device's memory that none of its tenants holds."""
+    return size - sum(tenant.holdings[memory].held_bytes for tenant in tenants)
+
+
+def memory_actions(sizes: Sizes, tenants: Sequence[Tenant]) -> list[Action]:
+    """Return the actions that keep a device within its memory.
+
+    Args:
+        sizes: bytes of each memory of the device that jobs may use.
+        tenants: all jobs on it, each with a holding of each of its memories.
+    """
+    actions: list[Action] = []
+    left = {tenant.name: tenant for tenant in sorted(tenants, key=turn_of)}
+
+    def decide(found: Sequence[Admit | Charge | Pause | Resume | Shrink | End]) -> None:
+        for action in found:
+            actions.append(action)
+            left[action.job] = after(left[action.job], action)
+
+    for memory, size in sizes.items():
+        for tenant in [*left.values()]:
+            if tenant.phase != "ending" and tenant.holdings[memory].resident_bytes > tenant.holdings[memory].charge_bytes:
+                decide(_outgrown(memory, size, tenant, [*left.values()]))
+    for name in left:
+        decide(_waiting(sizes, left[name], [*left.values()]))
+    return actions + _untangled([*left.values()])
+
+
+def _waiting(sizes: Sizes, tenant: Tenant, tenants: Sequence[Tenant]) -> list[Admit | Charge | Resume | End]:
+    """Return the actions about a job that waits for memory, if it does."""
+    if tenant.phase == "asks":
+        needs = {memory: max(tenant.holdings[memory].need_bytes, tenant.holdings[memory].resident_bytes) for memory in sizes}
+        for memory, size in sizes.items():
+            if needs[memory] > size:
+                return [End(tenant.name, "failed", _too_large(memory, needs[memory], size))]
+        if not _fits(needs, sizes, tenant, tenants):
+            return []
+        for memory in [memory for memory, holding in tenant.holdings.items() if holding.is_guess]:
+            needs[memory] = tenant.holdings[memory].held_bytes + free_bytes(memory, sizes[memory], tenants)
+        return [Admit(tenant.name, needs)]
+    if tenant.phase == "paused" and tenant.paused_for_memory:
+        short = {memory: holding for memory, holding in tenant.holdings.items() if holding.is_short}
+        needs = {memory: min(int(GROWTH * holding.resident_bytes), sizes[memory]) for memory, holding in short.items()}
+        if _fits(needs, sizes, tenant, tenants):
+            return [*(Charge(tenant.name, memory, need) for memory, need in needs.items()), Resume(tenant.name)]
+    return []
+
+
+def _fits(needs: Sizes, sizes: Sizes, tenant: Tenant, tenants: Iterable[Tenant]) -> bool:
+    """Whether a job may have this much of each memory, beside the others."""
+    return all(
+        need - tenant.holdings[memory].held_bytes <= free_bytes(memory, sizes[memory], tenants)
+        for memory, need in needs.items()
+    )
+
+
+def _outgrown(memory: Memory, size: int, tenant: Tenant, tenants: Sequence[Tenant]) -> list[Charge | Shrink | Pause | End]:
+    """Return the actions about a job that has more than its charge."""
+    free = free_bytes(memory, size, tenants)
+    holding = tenant.holdings[memory]
+    resident = holding.resident_bytes
+    wanted = int(GROWTH * resident)
+    if wanted - holding.held_bytes <= free:
+        return [Charge(tenant.name, memory, wanted)]
+    if resident > size:
+        return [End(tenant.name, "failed", _too_large(memory, resident, size))]
+    if len(tenants) == 1:
+        return [Charge(tenant.name, memory, size)]
+    told = f"it has {_mib(resident)}{_of(memory)}, {_mib(holding.charge_bytes)} were expected"
+    if free < HEADROOM * size:
+        return [End(tenant.name, "evicted", f"{told}, and other jobs hold the rest of {_mib(size)}")]
+    if tenant.can_shrink:
+        return [] if tenant.is_shrinking else [Shrink(tenant.name, tenant.num_processes - 1, told)]
+    if tenant.phase == "paused":
+        return [] if holding.is_short else [Pause(tenant.name, told, memory)]
+    return [Pause(tenant.name, f"{told}; it goes on when others have ended", memory)]
+
+
+def _untangled(tenants: Sequence[Tenant]) -> list[Action]:
+    """Send the youngest job back to the queue if all that are left wait for each other's memory."""
+    waits = [t for t in tenants if t.phase == "asks" or (t.phase == "paused" and t.paused_for_memory)]
+    if not waits or len(waits) < len(tenants) or len(tenants) < 2:
+        return []
+    youngest = max(waits, key=lambda t: (-t.priority, t.started_s, t.name))
+    others = f"{len(tenants) - 1} other jobs that wait" if len(tenants) > 2 else "another job that waits"
+    need = " and ".join(f"{_mib(holding.need_bytes)}{_of(memory)}" for memory, holding in youngest.holdings.items())
+    return [End(youngest.name, "evicted", f"it needs {need}, beside {others} for memory, too")]
+
+
+def _too_large(memory: Memory, need: int, size: int) -> str:
+    return (
+        f"it needs {_mib(need)} of {'GPU ' if memory == 'gpu' else ''}memory, and the device has {_mib(size)} for jobs; "
+        "make its batch or tables smaller, or run it elsewhere"
+    )
+
+
+def _of(memory: Memory) -> str:
+    return " of the GPU's memory" if memory == "gpu" else ""
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"
+
+
+# Where jobs run: cores of this machine with a part of its memory, and perhaps a GPU.
 
 CPU = "cpu"
 """Kind of all devices without a GPU. To a policy, each device is a kind of its own, as jobs stay where they are."""

@@ -1,10 +1,10 @@
-"""Agreements between the processes that start a node: the form of arguments, and the signal to leave."""
+"""Nodes of a job: how they are started, controlled and ended, for `dlrover run` and for TorchX."""
 
 from __future__ import annotations
 
 import signal
 
-__all__ = ["ESCAPED", "LEAVE_SIGNAL"]
+# Agreements between the processes that start a node: the form of arguments, and the signal to leave.
 
 ESCAPED = "--escaped"
 """First argument of `dlrover run` if all others are percent-encoded, which keeps schedulers from expanding parts of them."""

@@ -15,10 +15,8 @@ from urllib.parse import quote
 import torchx.specs as specs
 
 from lightning_dlrover import variables
-from lightning_dlrover.components.escaped import ESCAPED
+from lightning_dlrover.components import ESCAPED
 from lightning_dlrover.components.node import AGENTS_OPTION
-
-__all__ = ["node", "train"]
 
 # Resources of `dlrover run` and an embedded etcd, with room for the records of thousands of rounds. The controller computes
 # next to nothing. On Kubernetes TorchX requests 1 GiB less than this.

@@ -33,10 +33,8 @@ from types import FrameType
 import psutil
 
 from lightning_dlrover import variables
-from lightning_dlrover.components.escaped import LEAVE_SIGNAL
-from lightning_dlrover.components.targets.machine.devices import DEVICES_VARIABLE, visible_devices
-
-__all__ = ["MAX_KILLS", "environments", "is_started_again", "main"]
+from lightning_dlrover.components import LEAVE_SIGNAL
+from lightning_dlrover.components.targets.machine import DEVICES_VARIABLE, visible_devices
 
 POLL_S = 0.2
 

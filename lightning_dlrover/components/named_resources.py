@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torchx.specs import Resource
 
-__all__ = ["cpu_large", "cpu_small", "gpu_1"]
-
 GIB = 1024  # MB as TorchX counts them, which schedulers read as MiB
 
 

@@ -26,10 +26,8 @@ from types import FrameType
 import psutil
 
 from lightning_dlrover import variables
-from lightning_dlrover.atomic_files import atomic_write
-from lightning_dlrover.components.escaped import LEAVE_SIGNAL
-
-__all__ = ["AGENTS_OPTION", "main", "notice_file"]
+from lightning_dlrover.components import LEAVE_SIGNAL
+from lightning_dlrover.files import atomic_write
 
 AGENTS_OPTION = "--agents="
 """Start of the first argument of a node that runs several agents, each with one worker; their number follows."""

@@ -19,14 +19,9 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_dlrover.data.lane_plan import BLOCK_ROWS, CYCLES, MIN_SLOTS, LanePlan, Layout, Piece, share
-from lightning_dlrover.data.left_out import LeftOut
-from lightning_dlrover.data.read_ahead import ReadingThreads
-from lightning_dlrover.data.reader import LaneReader
+from lightning_dlrover.data.reader import LaneReader, ReadingThreads
 from lightning_dlrover.data.rows import prepare_default_collate
-from lightning_dlrover.data.source import DataError, Ranges, Shard, Source, WindowedSource
-from lightning_dlrover.data.windows import Windows
-
-__all__ = ["Opened", "Positions", "Stream", "ranges_of", "stream"]
+from lightning_dlrover.data.source import DataError, LeftOut, Ranges, Shard, Source, WindowedSource, Windows, WithLeftOut
 
 log = logging.getLogger(__name__)
 
@@ -533,3 +528,26 @@ def ranges_of(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _name(function: object) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
+
+
+# Collate a stream's samples in a live job, with the facts that the training process needs.
+
+
+class StreamCollate:
+    """A collate function for a stream: the batch of the user's function, `WithLeftOut` if rows were left out.
+
+    Args:
+        inner: the user's collate function.
+        dataset: the stream, in the process that calls this function.
+    """
+
+    def __init__(self, inner: Callable[[Any], Any], dataset: Stream) -> None:
+        self._inner = inner
+        self._dataset = dataset
+
+    def __call__(self, samples: Any) -> Any:
+        if isinstance(samples, Opened):
+            return None
+        batch = self._inner(samples)
+        left_out = self._dataset.take_left_out()
+        return WithLeftOut(batch, left_out) if left_out else batch

@@ -1,42 +1,332 @@
-"""Read any `IterableDataset` as global batches: one process per worker reads all rows and keeps its worker's share.
-
-A request names the first row of a global batch and the worker's place in the world, so a resize needs no new iterator. The
-reader looks one row ahead, so that all workers learn with the same batch that the epoch ends with it. Where a request is for
-rows that are neither kept nor to come, the reader begins again: from a snapshot of the dataset's state, else from the
-epoch's first row.
-"""
+"""Iterable datasets of scripts: each is read once, and its batches are divided among the workers."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import os
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from lightning_dlrover.data.lane_plan import share
-from lightning_dlrover.data.one_pass import EpochKey, Limit, OnePass, OwnRandom, Snapshot, has_state
+from lightning_dlrover.data.rows import own_copies
 from lightning_dlrover.data.source import DataError
+from lightning_dlrover.rdzv.transport import transfer
 
-__all__ = [
-    "BatchFacts",
-    "BatchShare",
-    "Fetched",
-    "RowCount",
-    "RowRanges",
-    "SequenceReader",
-    "advice_for_joiners",
-    "all_alike",
-    "describe_nothing",
-    "reading_loader",
-    "the_only",
-]
+# Run one pass over an `IterableDataset` so that it gives every process the same rows.
+#
+# The dataset sees neither the number of a loader worker nor the process's random numbers: `OwnRandom` has some of its own,
+# fixed by seed and epoch. A pass keeps the rows that may be asked for again, and takes the dataset's state from time to
+# time.
 
 log = logging.getLogger(__name__)
+
+SNAPSHOT_S = 1.0
+"""Minimum seconds between two snapshots. A joiner reads again what was read since the newest one."""
+
+MAX_SNAPSHOT_SHARE = 0.02
+"""Maximum share of the time that snapshots may take."""
+
+MIN_ROWS_FOR_SPEED = 64
+"""Rows whose time shows how long others will take."""
+
+
+@dataclass(frozen=True)
+class EpochKey:
+    """What the order of rows in one pass depends on: a dataset that shuffles gives another one in each epoch."""
+
+    seed: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a dataset between two rows of a pass, as plain data that any worker and checkpoint takes."""
+
+    seed: int
+    epoch: int
+    row: int  # number of the row that comes next
+    state: bytes  # result of `state_dict()`, with classes that `torch.load(weights_only=True)` would refuse, as numpy's
+    random: dict[str, Any]
+    first: Any  # description of the row that comes next; None: it cannot be compared
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Time to read up to a row while other workers wait."""
+
+    seconds: float
+    num_rows: int
+    advice: str
+    began: float  # since when they wait, on the monotonic clock
+
+    def check(self, num_read: int, took_s: float) -> None:
+        """Raise `DataError` if the rest cannot be read in time."""
+        is_over = time.monotonic() - self.began > self.seconds
+        shows_speed = num_read >= MIN_ROWS_FOR_SPEED and took_s >= self.seconds / 10
+        if not is_over and not (shows_speed and took_s / num_read * self.num_rows > self.seconds):
+            return
+        raise DataError(
+            f"this worker would have to read {self.num_rows} rows to be where the others are, while they wait. It has read "
+            f"{num_read} of them in {took_s:.1f} s, and all would take longer than the limit of {self.seconds:g} s. "
+            f"{self.advice}"
+        )
+
+
+class OwnRandom:
+    """Generators of Python, numpy and torch of a dataset's own, in force only while it runs.
+
+    Args:
+        plain: states of the three, as plain data.
+    """
+
+    def __init__(self, plain: dict[str, Any]) -> None:
+        version, numbers, gauss = plain["python"]
+        name, keys, *rest = plain["numpy"]
+        self._state = (
+            (version, tuple(numbers), gauss),
+            (name, np.array(keys, dtype=np.uint32), *rest),
+            plain["torch"],
+        )
+
+    @staticmethod
+    def of(place: EpochKey) -> OwnRandom:
+        """Return the generators at the beginning of an epoch."""
+        digest = hashlib.sha256(f"{place.seed}/{place.epoch}".encode()).digest()
+        number = int.from_bytes(digest[:7], "big")
+        return OwnRandom(
+            _plain(
+                random.Random(number).getstate(),
+                np.random.RandomState(number % 2**32).get_state(),
+                torch.Generator().manual_seed(number).get_state(),
+            )
+        )
+
+    @staticmethod
+    def in_force_now() -> dict[str, Any]:
+        """Return the states in force, as plain data."""
+        return _plain(*_in_force())
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        return _plain(*self._state)
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Put these generators into force, and those of before afterwards."""
+        before = _in_force()
+        _put_in_force(self._state)
+        try:
+            yield
+        finally:
+            self._state = _in_force()
+            _put_in_force(before)
+
+
+def _in_force() -> tuple[Any, Any, torch.Tensor]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _put_in_force(states: tuple[Any, Any, torch.Tensor]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def _plain(of_python: Any, of_numpy: Any, of_torch: torch.Tensor) -> dict[str, Any]:
+    numbers = [value.tolist() if isinstance(value, np.ndarray) else value for value in of_numpy]
+    return {"python": of_python, "numpy": numbers, "torch": of_torch}
+
+
+@contextmanager
+def _as_only_process() -> Iterator[None]:
+    """Hide the number of this loader worker: a dataset that gives each one a part would leave out all others' rows."""
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info
+
+
+def has_state(dataset: object) -> bool:
+    """Return whether a dataset, or its iterator, can hand out its state and take one."""
+    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+class OnePass:
+    """The rows of a dataset in one epoch, read from the first one or from a snapshot on.
+
+    Args:
+        batch_size: rows between two places where a snapshot may be taken.
+        describe: returns a description of a row by which it can be recognised, or None.
+        snapshot: where to begin.
+        random: the dataset's random numbers; None: those of the snapshot, or of the epoch's start.
+
+    Attributes:
+        first: number of the first row that is kept.
+        next: number of the row that is read next.
+        end: number of rows in the epoch; None: not known yet.
+        fresh: a snapshot that nobody has taken over yet.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        place: EpochKey,
+        batch_size: int,
+        describe: Callable[[Any], Any],
+        snapshot: Snapshot | None = None,
+        random: dict[str, Any] | None = None,
+    ) -> None:
+        self.place = place
+        self.dataset = dataset
+        self.first = self.next = snapshot.row if snapshot is not None else 0
+        self.end: int | None = None
+        self.fresh: Snapshot | None = None
+        self.error: Exception | None = None
+        self._kept: deque[Any] = deque()
+        self._keep_from = self.first
+        self._batch_size = batch_size
+        self._describe = describe
+        self._pending: tuple[int, bytes, dict[str, Any]] | None = None  # a snapshot before its next row was read
+        self._snapshot_at = time.monotonic()
+        self._snapshot_cost_s = 0.0
+        self._random = OwnRandom.of(place)
+        with self._random.in_force(), _as_only_process():
+            if callable(set_epoch := getattr(dataset, "set_epoch", None)):
+                set_epoch(place.epoch)
+            if snapshot is not None and has_state(dataset):
+                dataset.load_state_dict(transfer.loads(snapshot.state))
+            self._iterator = iter(dataset)
+            self._stateful = self._iterator if has_state(self._iterator) else dataset if has_state(dataset) else None
+            if snapshot is not None and self._stateful is not dataset:
+                self._iterator.load_state_dict(transfer.loads(snapshot.state))
+        if snapshot is not None:
+            self._random = OwnRandom(random if random is not None else snapshot.random)
+
+    @property
+    def is_stateful(self) -> bool:
+        return self._stateful is not None
+
+    def keep_from(self, row: int) -> None:
+        """Forget the rows before this one."""
+        self._keep_from = row
+        while self._kept and self.first < row:
+            self._kept.popleft()
+            self.first += 1
+
+    def read_to(self, stop: int, limit: Limit | None = None) -> None:
+        """Read the rows up to a number, or up to the end.
+
+        Raises:
+            DataError: the limit is too short for that.
+        """
+        if self.next >= stop or self.end is not None:
+            return
+        if self.error is not None:
+            raise self.error  # a generator that has failed would seem to have ended
+        begin, began = self.next, time.monotonic()
+        with self._random.in_force(), _as_only_process():
+            while self.next < stop:
+                if limit is not None:
+                    limit.check(self.next - begin, time.monotonic() - began)
+                if not self._read_one():
+                    return
+                if self.next == begin + 1:
+                    began = time.monotonic()  # the first row may take long, as files are opened and buffers filled
+
+    def rows(self, start: int, stop: int) -> list[Any]:
+        """Return rows that are kept, for someone who only looks at them."""
+        assert self.first <= start
+        return [self._kept[number - self.first] for number in range(start, min(stop, self.next))]
+
+    def hand_out(self, start: int, stop: int) -> list[Any]:
+        """Return rows to someone who may change them. Rows that cannot be copied are kept no longer."""
+        rows = self.rows(start, stop)
+        copies = own_copies(rows)
+        if copies is None:
+            self.keep_from(stop)
+            return rows
+        return copies
+
+    def _read_one(self) -> bool:
+        if self._stateful is not None and self.next % self._batch_size == 0:
+            self._maybe_take_snapshot()
+        try:
+            row = next(self._iterator)
+        except StopIteration:
+            self.end, self._pending = self.next, None
+            return False
+        except Exception as error:
+            self.error = error
+            raise
+        if self._pending is not None:
+            number, state, numbers = self._pending
+            self.fresh = Snapshot(self.place.seed, self.place.epoch, number, state, numbers, self._describe(row))
+            self._pending = None
+        if self.next >= self._keep_from:
+            self._kept.append(row)
+        else:
+            self.first = self.next + 1
+        self.next += 1
+        return True
+
+    def _maybe_take_snapshot(self) -> None:
+        now = time.monotonic()
+        if now - self._snapshot_at < max(SNAPSHOT_S, self._snapshot_cost_s / MAX_SNAPSHOT_SHARE) or not self.next:
+            return
+        assert self._stateful is not None
+        try:
+            self._pending = self.next, _plain_bytes(self._stateful.state_dict()), OwnRandom.in_force_now()
+        except transfer.TransferError as error:
+            log.warning(
+                "the state of %s is not handed on, because it holds more than plain data (%s): joiners read an epoch from its "
+                "first row. Let state_dict() return numbers, texts, lists, dictionaries and tensors",
+                _pass_kind(self),
+                error,
+            )
+            self._stateful = None
+        except Exception as error:  # the user's code; training goes on without snapshots
+            log.warning("%s.state_dict() has failed, so joiners read from the epoch's beginning: %r", _pass_kind(self), error)
+            self._stateful = None
+        self._snapshot_at = time.monotonic()
+        self._snapshot_cost_s = self._snapshot_at - now
+
+
+def _plain_bytes(state: Any) -> bytes:
+    """Serialize a state.
+
+    Raises:
+        TransferError: a joiner would refuse it, as it holds objects of the script's classes.
+    """
+    body = transfer.dumps(state)
+    if names := transfer.names_in(transfer.Packed(body, [])):
+        raise transfer.TransferError(", ".join(sorted(names)))
+    transfer.loads(body)
+    return body
+
+
+def _pass_kind(pass_: OnePass) -> str:
+    return type(pass_.dataset).__name__
+
+
+# Read any `IterableDataset` as global batches: one process per worker reads all rows and keeps its worker's share.
+#
+# A request names the first row of a global batch and the worker's place in the world, so a resize needs no new iterator.
+# The reader looks one row ahead, so that all workers learn with the same batch that the epoch ends with it. Where a request
+# is for rows that are neither kept nor to come, the reader begins again: from a snapshot of the dataset's state, else from
+# the epoch's first row.
 
 _LEFT_TO_PARENT: list[object] = []
 """Passes of the process that forked this one. Their destructors might close what both share."""
@@ -219,7 +509,7 @@ class SequenceReader(Dataset[Any]):
         current.read_to(last)
         if current.end is not None and current.end < last:
             raise DataError(
-                f"{_name(self.dataset)} had at least {last} rows when they were counted, and has {current.end} now: workers "
+                f"{_kind(self.dataset)} had at least {last} rows when they were counted, and has {current.end} now: workers "
                 "count the rows of an IterableDataset for validation once, and then split them. Give the dataset the same "
                 "number of rows in each epoch, or use a map-style dataset"
             )
@@ -258,7 +548,7 @@ class SequenceReader(Dataset[Any]):
         if num_rows <= 0:
             return
         if num_rows > request.batch_size:
-            log.info("reads %d rows of %s up to row %d of the epoch", num_rows, _name(self.dataset), request.first_row)
+            log.info("reads %d rows of %s up to row %d of the epoch", num_rows, _kind(self.dataset), request.first_row)
         limit = None
         if request.limit_s is not None:
             limit = Limit(request.limit_s, num_rows, advice_for_joiners(self.dataset), began)
@@ -280,7 +570,7 @@ class SequenceReader(Dataset[Any]):
         if rows and (described is None or self._are_alike(described, description)):
             return
         raise DataError(
-            f"{_name(self.dataset)} gives other rows than before: row {number} of epoch {current.place.epoch} is another one "
+            f"{_kind(self.dataset)} gives other rows than before: row {number} of epoch {current.place.epoch} is another one "
             "now, so rows would be left out and others trained twice. Its order may depend on how often it was iterated over: "
             "let it follow from set_epoch(epoch) or from the random numbers of Python, numpy or torch, which are fixed for "
             "each epoch, and keep no generator or counter of its own. If rows are to differ, use "
@@ -310,7 +600,7 @@ class SequenceReader(Dataset[Any]):
             except DataError:
                 raise
             except Exception as error:  # the user's `load_state_dict`
-                log.warning("%s cannot continue from its state: %r", _name(self.dataset), error)
+                log.warning("%s cannot continue from its state: %r", _kind(self.dataset), error)
                 continue
             rows = resumed.rows(start.row, start.row + 1)
             described = self._describe(rows[0]) if rows else None
@@ -320,7 +610,7 @@ class SequenceReader(Dataset[Any]):
         log.warning(
             "%s continues from its state_dict() with another row than it had next%s. This worker reads the epoch from its "
             "first row instead",
-            _name(self.dataset),
+            _kind(self.dataset),
             ": rows in a shuffle buffer, for example, are not part of the state"
             if start.first is not None
             else ", as far as is known: its rows hold objects that cannot be pickled, and so cannot be recognised",
@@ -342,14 +632,14 @@ class SequenceReader(Dataset[Any]):
             try:
                 self._initial = copy.deepcopy(self.dataset.state_dict())
             except Exception as error:  # some have a state only while they are iterated over
-                log.debug("%s has no state before it is iterated over: %r", _name(self.dataset), error)
+                log.debug("%s has no state before it is iterated over: %r", _kind(self.dataset), error)
 
     def _will_load_state(self) -> None:
         if not self._is_touched:
             try:
                 self._untouched = copy.deepcopy(self.dataset)
             except Exception as error:  # it holds a file, a lock or a connection
-                log.debug("%s cannot be copied: %s", _name(self.dataset), error)
+                log.debug("%s cannot be copied: %s", _kind(self.dataset), error)
         self._is_touched = True
 
     def _undo_state(self) -> None:
@@ -358,7 +648,7 @@ class SequenceReader(Dataset[Any]):
             self.dataset, self._untouched, self._is_touched = self._untouched, None, False
 
 
-def _name(dataset: object) -> str:
+def _kind(dataset: object) -> str:
     return type(dataset).__name__
 
 
@@ -367,7 +657,7 @@ def advice_for_joiners(dataset: object) -> str:
     first = (
         "Its state does not bring back the same rows: leave out its shuffle buffer"
         if has_state(dataset)
-        else f"Give {_name(dataset)} the methods state_dict() and load_state_dict(), and joiners begin where the others are"
+        else f"Give {_kind(dataset)} the methods state_dict() and load_state_dict(), and joiners begin where the others are"
     )
     return (
         f"{first}; or use lightning_dlrover.data.stream(...), which reads from any row on; or raise the limit with "

@@ -17,21 +17,6 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "BLOCK_BYTES",
-    "BLOCK_ROWS",
-    "CYCLE",
-    "CYCLES",
-    "MIN_SLOTS",
-    "STRIDE_OF_LAPS",
-    "BatchPosition",
-    "LanePlan",
-    "Layout",
-    "Piece",
-    "rows_of_block",
-    "share",
-]
-
 CYCLE = 12
 """Batches until a lane's next turn. 1, 2, 3, 4, 6 and 12 loader workers divide it."""
 

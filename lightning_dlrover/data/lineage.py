@@ -24,8 +24,6 @@ from lightning_dlrover.data.source import DataError, Shard, Source
 from lightning_dlrover.rdzv.job.events import StreamOpened
 from lightning_dlrover.report.streams import steps_per_epoch
 
-__all__ = ["FileRows", "FilesProgress", "Lineage", "RowPlace", "listed_shards"]
-
 
 @dataclass(frozen=True)
 class FileRows:

@@ -23,8 +23,6 @@ from typing import Any, TypeVar
 
 from lightning_dlrover.data.source import DataError
 
-__all__ = ["GIVE_UP_S", "Location", "Store", "as_columns", "as_paths", "located", "paths_text", "patiently"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -1,13 +1,14 @@
-"""Rows of a batch as a sequence of dictionaries and as columns, and how a DataLoader collates them.
-
-`default_collate` takes the columns: it never makes a Python object for a single value.
-"""
+"""Rows of a stream as samples and as columns of a batch, with memory of their own."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+import datetime
+import decimal
+import logging
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
 from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -16,20 +17,195 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
-from lightning_dlrover.data import columns as memory
-from lightning_dlrover.data.columns import Columns
-from lightning_dlrover.data.own_copies import FIXED
 from lightning_dlrover.data.source import DataError
 from lightning_dlrover.private_names import Names, check_names
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Block", "Row", "Rows", "collate", "prepare_default_collate"]
+# Copy rows before they are handed out, so that a transform, a `collate_fn` or a `training_step` may change them.
+#
+# The process that keeps rows to hand them out again keeps them as they were read.
 
-NAMES: Names = {
+log = logging.getLogger(__name__)
+
+FIXED: frozenset[type] = frozenset(
+    [type(None), bool, int, float, complex, str, bytes, decimal.Decimal, uuid.UUID]
+    + [datetime.date, datetime.datetime, datetime.time, datetime.timedelta]
+    + [kind for kind in np.sctypeDict.values() if kind not in (np.object_, np.void)]
+)
+"""Types of values that nothing can change. Copies share them."""
+
+
+def own_copies(rows: Sequence[Any]) -> list[Any] | None:
+    """Return copies that share nothing with the rows that can be changed; None: one of the rows cannot be copied."""
+    found = []
+    copies: dict[int, Any] = {}  # what was copied, by `id`: rows may hold the same object
+    try:
+        for row in rows:
+            kind = type(row)
+            if kind in FIXED:
+                found.append(row)
+            elif kind is dict and FIXED.issuperset(map(type, row.values())):
+                found.append(row.copy())
+            else:
+                found.append(_copy(row, copies))
+                copies.pop(id(row), None)  # a row that comes twice is two rows, as its copies may be on two workers
+        return found
+    except Exception as error:  # a row of the user's, for example with an open file
+        log.debug("rows cannot be copied, so they are read again when they are asked for again: %r", error)
+        return None
+
+
+def _copy(value: Any, copies: dict[int, Any]) -> Any:
+    kind = type(value)
+    if kind in FIXED:
+        return value
+    if (known := copies.get(id(value))) is not None:
+        return known
+    if kind is dict:
+        found = copies[id(value)] = value.copy()
+        for key, each in value.items():
+            if type(each) not in FIXED:
+                found[key] = _copy(each, copies)
+        return found
+    if kind is list:
+        items = copies[id(value)] = value.copy()
+        if not FIXED.issuperset(map(type, items)):
+            items[:] = [_copy(each, copies) for each in value]
+        return items
+    if kind is tuple:
+        return tuple(_copy(each, copies) for each in value)
+    if kind is torch.Tensor and not value.requires_grad:
+        tensor = copies[id(value)] = value.clone()  # `deepcopy` would copy all of the storage that it is a view of
+        return tensor
+    if kind is np.ndarray and not value.dtype.hasobject:
+        array = copies[id(value)] = value.copy(order="K")
+        return array
+    return copy.deepcopy(value, copies)
+
+
+# Memory for the columns of a batch, and their way from a loader worker to the training process.
+#
+# A tensor in shared memory costs a file descriptor, a connection with a handshake to hand it over, and a mapping: together
+# more CPU time than copying a small batch through the pipe that announces it.
+
+ALIGNMENT = 64
+"""Bytes. Each type's columns of a batch begin at a multiple of it."""
+
+MAX_SENT_BYTES = 512 * 2**10
+"""Bytes of a batch that are sent through the pipe. Beyond it, shared memory costs the training process less."""
+
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.float32, torch.float64)
+
+NAMES_OF_COLUMNS: Names = {"torch:UntypedStorage": ("_new_shared",)}
+"""Private names of torch that this module uses."""
+
+Matrix = tuple[npt.NDArray[Any], list[torch.Tensor]]
+"""Memory to fill, shape ``(columns, rows)``, and its columns as tensors."""
+
+Shape = tuple[np.dtype[Any], int, int]
+"""Type, number of columns, number of rows."""
+
+
+def num_bytes(shapes: Sequence[Shape]) -> int:
+    """Return the bytes of all matrices together."""
+    return sum(kind.itemsize * columns * rows for kind, columns, rows in shapes)
+
+
+def new_matrices(shapes: Sequence[Shape]) -> list[Matrix]:
+    matrices = [np.empty((columns, rows), kind) for kind, columns, rows in shapes]
+    return [(matrix, list(map(torch.from_numpy, matrix))) for matrix in matrices]
+
+
+def new_shared_matrices(shapes: Sequence[Shape]) -> list[Matrix]:
+    """Return matrices in one piece of memory that other processes can map.
+
+    A loader worker hands over one piece at a small part of the cost of as many pieces as there are columns.
+    """
+    sizes = [kind.itemsize * columns * rows for kind, columns, rows in shapes]
+    starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
+    storage = torch.UntypedStorage._new_shared(starts[-1])  # type: ignore[no-untyped-call]  # as `default_collate` does
+    memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+    found: list[Matrix] = []
+    for start, size, (kind, columns, rows) in zip(starts, sizes, shapes, strict=False):
+        matrix = memory[start : start + size].view(_torch_type(kind)).view(columns, rows)
+        found.append((matrix.numpy(), _columns(matrix)))
+    return found
+
+
+class Columns(dict[str, Any]):
+    """A batch by column in a loader worker. The training process gets a plain dictionary with tensors of its own.
+
+    The tensors of a small batch travel in one message. Those of a larger one, and all other values, travel as in any batch.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        sent: dict[tuple[torch.dtype, torch.Size], list[str]] = {}
+        others: dict[str, Any] = {}
+        for name, value in self.items():
+            if _can_be_sent(value):
+                sent.setdefault((value.dtype, value.shape), []).append(name)
+            else:
+                others[name] = value
+        total = sum(self[name].nbytes for names in sent.values() for name in names)
+        if not 0 < total <= MAX_SENT_BYTES:
+            return dict, (dict(self),)
+        message = bytearray()
+        groups = []
+        for (kind, shape), names in sorted(sent.items(), key=lambda item: -item[0][0].itemsize):  # so that each is aligned
+            groups.append((kind, tuple(shape), names))
+            message += b"".join(self[name].numpy().data for name in names)
+        return _received, (message, groups, others, list(self))
+
+
+def _can_be_sent(value: Any) -> bool:
+    return (
+        type(value) is torch.Tensor
+        and value.device.type == "cpu"
+        and value.layout is torch.strided
+        and value.dtype in (*INTEGERS, *FLOATS)
+        and value.numel() > 0
+        and value.is_contiguous()
+        and not value.requires_grad
+        and not value.is_shared()  # type: ignore[no-untyped-call]
+    )
+
+
+def _received(
+    message: bytearray,
+    groups: Sequence[tuple[torch.dtype, tuple[int, ...], Sequence[str]]],
+    others: Mapping[str, Any],
+    order: Sequence[str],
+) -> dict[str, Any]:
+    found = dict(others)
+    start = 0
+    for kind, shape, names in groups:
+        count = len(names) * int(np.prod(shape))
+        matrix = torch.frombuffer(message, dtype=kind, count=count, offset=start).view(len(names), *shape)
+        start += matrix.nbytes
+        found.update(zip(names, _columns(matrix), strict=True))
+    return {name: found[name] for name in order}
+
+
+def _columns(matrix: torch.Tensor) -> list[torch.Tensor]:
+    # `.data`: a change of one column in place must not count as a change of the others.
+    return [column.data for column in matrix.unbind()]
+
+
+@cache
+def _torch_type(kind: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, kind)).dtype
+
+
+# Rows of a batch as a sequence of dictionaries and as columns, and how a DataLoader collates them.
+#
+# `default_collate` takes the columns: it never makes a Python object for a single value.
+
+NAMES_OF_ROWS: Names = {
     "torch.utils.data._utils.collate": ("default_collate_fn_map",),  # documented as the place for further types
-    **memory.NAMES,
+    **NAMES_OF_COLUMNS,
 }
 """Private names of torch that streams use."""
 
@@ -352,8 +528,8 @@ class Rows(Sequence[Row]):
         if any(block.groups is not groups and block.groups != groups for block, _, _ in self._parts):
             return {}  # a column has nulls in some blocks only
         shapes = [(kind, len(names), num_rows) for kind, names in groups]
-        is_large = get_worker_info() is not None and memory.num_bytes(shapes) > memory.MAX_SENT_BYTES
-        make = memory.new_shared_matrices if is_large else memory.new_matrices
+        is_large = get_worker_info() is not None and num_bytes(shapes) > MAX_SENT_BYTES
+        make = new_shared_matrices if is_large else new_matrices
         found: list[torch.Tensor] = []
         for number, (matrix, tensors) in enumerate(make(shapes)):
             done = 0
@@ -461,7 +637,7 @@ def prepare_default_collate() -> None:
     Raises:
         MissingNamesError: torch has no place for further types.
     """
-    check_names("torch", NAMES)
+    check_names("torch", NAMES_OF_ROWS)
     from torch.utils.data._utils.collate import default_collate_fn_map
 
     registered: dict[Any, Callable[..., Any]] = default_collate_fn_map

@@ -13,7 +13,7 @@ The script's own files stay as they are:
 | other refusals | are noted; training goes on where it can |
 | code after the first batch, after the first step of `World.steps`, or after `fit` | does not run |
 
-`doctor/script.py` starts the worker and reads its notes.
+`doctor/report.py` starts the worker and reads its notes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_dlrover.finding import Finding, error, ok, warning
-from lightning_dlrover.frames import current_frames
-from lightning_dlrover.output import counted
-
-__all__ = ["NOTES", "Notes", "note_problem"]
+from lightning_dlrover.host import current_frames
+from lightning_dlrover.output import Finding, counted, error, ok, warning
 
 NOTES = "notes.jsonl"
 """File with the notes in the folder of a dry run."""
@@ -96,7 +93,7 @@ def dry_run(notes: Notes, folder: Path, script: str, arguments: list[str]) -> No
     logging.getLogger("lightning_dlrover").addHandler(_Warnings(notes))
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
-    from lightning_dlrover.packages import on_import, when_imported
+    from lightning_dlrover.lightning_compat import on_import, when_imported
 
     note_checks = functools.cache(lambda: _note_checks(notes))
 
@@ -157,12 +154,11 @@ class _Warnings(logging.Handler):
 
 def _note_checks(notes: Notes) -> None:
     """Note refusals of the strategy and continue, so that one run finds all of them."""
-    from lightning_dlrover.checks.loaders import UnsupportedLoaderError, check_step_signature
-    from lightning_dlrover.checks.script import BackwardCheck, UnsupportedScriptError
-    from lightning_dlrover.packages import TrainerFn
+    from lightning_dlrover.checks import BackwardCheck, UnsupportedLoaderError, UnsupportedScriptError, check_step_signature
+    from lightning_dlrover.lightning_compat import TrainerFn
 
     strategy: Any = importlib.import_module("lightning_dlrover.strategy")
-    users_loaders: Any = importlib.import_module("lightning_dlrover.live.users_loaders")
+    users_loaders: Any = importlib.import_module("lightning_dlrover.live.wiring")
     replaced: Any = users_loaders.UsersLoaders.replaced
 
     def replaced_or_noted(self: Any, dataloader: object, trainer: Any, *others: Any) -> object:
@@ -246,8 +242,8 @@ def _first(batches: list[Any]) -> Any:
 def _described(dataloader: Any) -> str:
     from torch.utils.data import IterableDataset
 
-    from lightning_dlrover.checks.loaders import batching_of
-    from lightning_dlrover.data.one_pass import has_state
+    from lightning_dlrover.checks import batching_of
+    from lightning_dlrover.data.iterable import has_state
     from lightning_dlrover.live.loader import ElasticLoader
 
     loader = dataloader.users_loader if isinstance(dataloader, ElasticLoader) else dataloader
@@ -266,7 +262,7 @@ def _described(dataloader: Any) -> str:
 
 def _observe(package: str, notes: Notes, folder: str) -> None:
     """Patch a package's Trainer: it writes nothing, and ends after its first batch."""
-    from lightning_dlrover.packages import submodule
+    from lightning_dlrover.lightning_compat import submodule
 
     trainer_class: Any = submodule(package, "trainer").Trainer
     callback_class: Any = submodule(package, "callbacks").Callback
@@ -383,7 +379,7 @@ def _stepping(steps: Any, notes: Notes) -> Any:
 def _check_rest(trainer: Any, notes: Notes) -> None:
     """Check the parts that the first batch has not touched."""
     from lightning_dlrover.live.state import parts_with_hparams
-    from lightning_dlrover.rdzv.group import transfer
+    from lightning_dlrover.rdzv.transport import transfer
 
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     if trainer.enable_validation:

@@ -17,12 +17,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from lightning_dlrover.components.targets.machine.devices import visible_devices
-from lightning_dlrover.finding import Finding, error, ok, warning
-from lightning_dlrover.packages import PACKAGES, is_installed
-from lightning_dlrover.releases import NCCL_FAILING
-
-__all__ = ["Imported", "check_gpus", "check_imports", "import_all"]
+from lightning_dlrover.components.targets.machine import visible_devices
+from lightning_dlrover.lightning_compat import PACKAGES, is_installed
+from lightning_dlrover.output import Finding, error, ok, warning
+from lightning_dlrover.private_names import NCCL_FAILING
 
 _MARK = "dlrover-doctor: "
 _DEADLINE_S = 120.0
@@ -131,7 +129,7 @@ def _import_and_report() -> None:
         try:
             import torch
 
-            from lightning_dlrover.rdzv.group import torch_names
+            from lightning_dlrover.rdzv.transport import torch_names
 
             torch_names.check()
             imported.imported.append("torch")
@@ -151,16 +149,16 @@ def _import_and_report() -> None:
             _report(begun=name)
             try:
                 importlib.import_module(package)
-                from lightning_dlrover.live import listed_names
+                from lightning_dlrover.live import private_api
 
-                listed_names.check(package)
+                private_api.check(package)
                 imported.imported.append(name)
             except Exception as problem:
                 imported.problems[name] = _first_line(problem)
         if importlib.util.find_spec("torchrec") is not None:
             _report(begun="torchrec")
             try:
-                from lightning_dlrover.tables.torchrec_parts import check_torchrec
+                from lightning_dlrover.tables.torchrec_adapter import check_torchrec
 
                 check_torchrec()
                 imported.imported.append("torchrec")

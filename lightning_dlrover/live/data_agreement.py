@@ -1,10 +1,4 @@
-"""Check whether all workers train on the same data: lengths, and a few samples as far as they can be compared.
-
-A sample is compared by its integers, its texts, and a few of its other numbers, these with a tolerance, because other
-processors and decoders give other last digits.
-Of an object it is what pickle would keep. Samples that draw random numbers, change between fetches, or cannot be pickled are
-not compared.
-"""
+"""Let all workers agree on the data of a fit: fingerprints of datasets, streams that were opened, iterable datasets."""
 
 from __future__ import annotations
 
@@ -15,34 +9,39 @@ import itertools
 import json
 import logging
 import math
+import os
 import random
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import SubsetRandomSampler
 
+from lightning_dlrover.data.dataset import Stream
+from lightning_dlrover.live import lightning_adapter
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.order import StreamOrder
-from lightning_dlrover.rdzv.live.member import MembershipError
+from lightning_dlrover.live.order import HandedOut, SequenceOrder, SequenceSettings, StreamOrder
+from lightning_dlrover.rdzv.job.events import SequenceOpened, StreamOpened
+from lightning_dlrover.rdzv.membership.member import MembershipError
+from lightning_dlrover.rdzv.transport import transfer
+from lightning_dlrover.report.streams import described, described_sequence
 
-__all__ = [
-    "DataFingerprint",
-    "LoaderFingerprint",
-    "Sketch",
-    "are_same_row",
-    "described_row",
-    "difference",
-    "fingerprint_data",
-    "refuse_different_data",
-    "refuse_other_data",
-    "sketch",
-]
+if TYPE_CHECKING:
+    import lightning as L
+
+    from lightning_dlrover.live.ports import Round
+
+# Check whether all workers train on the same data: lengths, and a few samples as far as they can be compared.
+#
+# A sample is compared by its integers, its texts, and a few of its other numbers, these with a tolerance, because other
+# processors and decoders give other last digits. Of an object it is what pickle would keep. Samples that draw random
+# numbers, change between fetches, or cannot be pickled are not compared.
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +212,7 @@ def fingerprint_data(
 
 
 def _fingerprint_of(loader: ElasticLoader, compare_samples: bool) -> LoaderFingerprint:
-    if loader.sequence is not None:  # its rows are compared as they are read, see `sequences.py`
+    if loader.sequence is not None:  # its rows are compared as they are read, see `data_agreement.py`
         return LoaderFingerprint(UNCOUNTED, [], loader.order.shards)
     if isinstance(loader.order, StreamOrder) and loader.order.grows:
         # The rows are fixed by a record, and those of the first window may be gone by now.
@@ -403,3 +402,226 @@ def _close(one: list[float], other: list[float]) -> bool:
 def _brief_sketch(each: Sketch) -> str:
     numbers = [x for array in each.arrays for x in array[1:] or array][:4]
     return f"{each.kind} {numbers}"
+
+
+# Put on record which streams a fit reads, so that people can find out which rows were trained when.
+
+MAX_SOURCE_LENGTH = 2000
+"""Characters of a source's expression above which only its type is on record."""
+
+
+MAX_RANGES = 100
+"""Partitions above which their offsets are not on record: a job may have thousands of windows."""
+
+
+def opened_streams(
+    trainer: L.Trainer, loaders: Sequence[ElasticLoader], fit: int, begins_epoch: bool = False
+) -> list[StreamOpened]:
+    """Return the records of the training loaders that read streams.
+
+    Args:
+        fit: number of the script's `fit`.
+        begins_epoch: whether the Trainer is about to begin an epoch, and still has the counts of the one before.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    in_epoch, accumulate = 0 if begins_epoch else progress.current.ready, _accumulated(trainer)
+    streams = []
+    for number, loader in enumerate(loaders):
+        layout, stream = loader.order.layout, loader.dataset
+        if layout is None or not isinstance(stream, Stream):
+            continue
+        source = repr(stream.source)
+        ranges = stream.window_as_data
+        streams.append(
+            StreamOpened(
+                fit=fit,
+                number=number,
+                source=source if len(source) <= MAX_SOURCE_LENGTH else type(stream.source).__name__,
+                folder=os.getcwd(),
+                num_shards=len(stream.shards),
+                num_rows=len(stream),
+                digest=stream.fingerprint,
+                own_batches=len(loader),
+                epoch_batches=loader.num_epoch_batches,
+                cycles=loader.split.cycles,
+                epoch=trainer.current_epoch,
+                batches_before=progress.total.ready - in_epoch,
+                steps_before=max(0, trainer.global_step - in_epoch // max(1, accumulate)),
+                accumulate=accumulate,
+                batch_size=layout.batch_size,
+                slots=layout.slots,
+                cycle=layout.cycle,
+                block_rows=layout.block_rows,
+                ranges=ranges if ranges is None or len(ranges) <= MAX_RANGES else None,
+                grows=stream.grows or None,
+                seed=loader.order.seed % 2**64 if stream.shuffle_rows else None,  # orders take so many bits, and no sign
+            )
+        )
+    return streams
+
+
+def sentence(opened: StreamOpened) -> str:
+    """Return the line of the history, which is logged as well."""
+    text = f"reads {described(opened)}"
+    log.info("%s", text)
+    return text
+
+
+def _accumulated(trainer: L.Trainer) -> int:
+    """Return the global batches of an optimizer update; 0 if they vary."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    scheduled = any(hasattr(callback, "scheduling") and callback.scheduling != {0: 1} for callback in callbacks)
+    return 0 if scheduled or not trainer.lightning_module.automatic_optimization else trainer.accumulate_grad_batches
+
+
+# Keep the workers of a fit that reads an `IterableDataset` together: the same rows, the same end, and words for the
+# guarantee.
+#
+# Each worker reads the dataset by itself. One that splits itself by rank, draws numbers that no seed fixes, or depends on
+# the clock would give each worker rows of its own. So workers compare the lengths of global batches and the first rows of
+# most: those of the next batch before a fit begins and when a worker joins, those of all others with the votes between
+# steps.
+
+
+def settings_for(
+    trainer: Any, training: bool, global_batch_size: int, max_catch_up_s: float, compare_data: bool
+) -> SequenceSettings:
+    """Return how a loader of a Trainer reads its `IterableDataset`."""
+    limit = trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
+    settings = SequenceSettings(
+        max_catch_up_s=max_catch_up_s,
+        max_rows=limit * global_batch_size if isinstance(limit, int) and not isinstance(limit, bool) else None,
+        describe=described_row,
+        are_alike=are_same_row,
+        compares_rows=compare_data,
+    )
+    if not training:
+        return settings
+    return replace(
+        settings,
+        max_rows=None,
+        before_iter=partial(lightning_adapter.fetch_nothing_ahead, trainer.fit_loop),
+        at_end=partial(lightning_adapter.end_with_next_fetch, trainer.fit_loop),
+    )
+
+
+def sequences_of(loaders: Sequence[ElasticLoader]) -> list[SequenceOrder]:
+    return [loader.sequence for loader in loaders if loader.sequence is not None]
+
+
+# --- on record -------------------------------------------------------------------------------------------------------------
+
+
+def opened_sequences(loaders: Sequence[ElasticLoader], fit: int) -> list[tuple[SequenceOpened, str]]:
+    """Return the records of the training loaders that read an `IterableDataset`, and log what is guaranteed.
+
+    Args:
+        fit: number of the script's `fit`.
+    """
+    found = []
+    for number, loader in enumerate(loaders):
+        if (order := loader.sequence) is None:
+            continue
+        opened = SequenceOpened(fit, number, order.name, order.is_stateful, order.settings.max_catch_up_s)
+        text = f"reads {described_sequence(opened)}"
+        log.info("%s", text)
+        found.append((opened, text))
+        if order.unused_loader_workers:
+            log.warning(
+                "num_workers=%d of the loader of %s is used as 1: each worker reads an IterableDataset with one process",
+                order.unused_loader_workers,
+                order.name,
+            )
+    return found
+
+
+# --- the same rows on all workers ------------------------------------------------------------------------------------------
+
+
+def digest(loaders: Sequence[ElasticLoader]) -> int:
+    """Return a number below 2 ** 56, equal on workers that have seen the same batches since the last call."""
+    seen = [order.begin_vote() for order in sequences_of(loaders)]
+    return int.from_bytes(hashlib.sha256(repr(seen).encode()).digest()[:7], "big") if any(seen) else 0
+
+
+def refuse_different_rows(loaders: Sequence[ElasticLoader]) -> None:
+    """Compare what went into the newest digests. All workers call it together.
+
+    Raises:
+        MembershipError: two workers have seen different rows, on all workers.
+    """
+    orders = sequences_of(loaders)
+    if not orders:
+        return
+    of_ranks = transfer.all_gather([[tuple(each) for each in order.in_vote] for order in orders])
+    for rank, theirs in enumerate(of_ranks):
+        for order, mine, other in zip(orders, of_ranks[0], theirs, strict=True):
+            if found := _difference_of_batches([HandedOut(*each) for each in mine], [HandedOut(*each) for each in other]):
+                raise MembershipError(f"{_text(order, found, 'rank 0', f'rank {rank}')}. The job ends")
+
+
+def compare_next_batches(loaders: Sequence[ElasticLoader], round_: Round, joining_ranks: Sequence[int]) -> None:
+    """Fetch the next batch, and compare it with what other workers have in it. All workers of a round call it together.
+
+    Args:
+        joining_ranks: workers to refuse if they differ, while others train on.
+
+    Raises:
+        MembershipError: this worker joins with other rows, or the workers that have the state differ.
+        DataError: this worker joins, and would need too long to read up to the others.
+    """
+    orders, size, rank = sequences_of(loaders), round_.size, round_.rank
+    if not orders or size == 1:
+        return
+    for order in orders:
+        order.is_catching_up = rank in joining_ranks
+        order.forget_handed_out()
+    mine = [tuple(each) if (each := loader.peek()) is not None else None for loader in loaders]
+    of_ranks = round_.gathered(mine)
+    standing = next(each for each in range(size) if each not in joining_ranks)
+    for other in range(size):
+        if (other in joining_ranks) and other != rank:
+            continue
+        for loader, ours, theirs in zip(loaders, of_ranks[standing], of_ranks[other], strict=True):
+            if loader.sequence is None or ours is None or theirs is None:
+                continue
+            if found := _difference_of_batches([HandedOut(*ours)], [HandedOut(*theirs)]):
+                names = f"rank {standing}", "this worker" if other == rank else f"rank {other}"
+                end = "The job goes on without this worker" if other in joining_ranks else "The job ends"
+                raise MembershipError(f"{_text(loader.sequence, found, *names)}. {end}")
+
+
+def _difference_of_batches(mine: Sequence[HandedOut], theirs: Sequence[HandedOut]) -> str:
+    """Describe how two workers' batches differ. Those that only one has seen are not compared."""
+    known: Mapping[tuple[int, int], HandedOut] = {(each.epoch, each.batch): each for each in mine}
+    for other in theirs:
+        own = known.get((other.epoch, other.batch))
+        if own is None:
+            continue
+        where = f"in batch {own.batch} of epoch {own.epoch}"
+        if (own.num_rows, own.is_last) != (other.num_rows, other.is_last):
+            return f"{where} %s has {_length(own)} and %s has {_length(other)}"
+        if own.first is not None and other.first is not None and not are_same_row(own.first, other.first):
+            return f"{where} the first row of %s is {_brief_row(own.first)} and that of %s is {_brief_row(other.first)}"
+    return ""
+
+
+def _length(seen: HandedOut) -> str:
+    if not seen.num_rows:
+        return "no row"
+    return f"{seen.num_rows} rows" + (", the last ones of the epoch," if seen.is_last else "")
+
+
+def _brief_row(first: Any) -> str:
+    kind, arrays = first
+    return f"{kind} {[x for array in arrays for x in array[1:] or array][:4]}"
+
+
+def _text(order: SequenceOrder, found: str, one: str, other: str) -> str:
+    return (
+        f"{order.name} gives workers different rows: {found % (one, other)}. A live job splits each batch over the workers by "
+        "itself, so every worker must read all rows in the same order. Let the dataset split nothing by rank, node or world "
+        "size (leave out split_dataset_by_node of Hugging Face; nodesplitter=None, workersplitter=None for WebDataset), and "
+        "shuffle by a fixed seed, such as .shuffle(1000, seed=1) of WebDataset, or by the random numbers of Python, numpy or "
+        "torch, which are fixed for each epoch"
+    )

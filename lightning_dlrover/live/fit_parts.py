@@ -1,24 +1,588 @@
-"""Fix the windows of streams once for all workers of a job, in etcd.
-
-The worker that needs a window first writes its record. All others read it: those that join later, and those of a job that is
-started again. A checkpoint holds the window in which it was saved.
-"""
+"""The parts of a fit beside its steps: begin and end of fits, searches, progress, and the rows of streams."""
 
 from __future__ import annotations
 
+import json
+import logging
+import math
+import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
+
+import torch.distributed as dist
 
 from lightning_dlrover.data.dataset import Stream
-from lightning_dlrover.data.source import DataError, Ranges
-from lightning_dlrover.data.windows import Windows, num_rows
-from lightning_dlrover.live.position import FitPosition
-from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
+from lightning_dlrover.data.lane_plan import share
+from lightning_dlrover.data.source import DataError, Ranges, Windows, num_rows
+from lightning_dlrover.lightning_compat import LearningRateFinder
+from lightning_dlrover.live import lightning_adapter
+from lightning_dlrover.live.data_agreement import (
+    DataFingerprint,
+    compare_next_batches,
+    fingerprint_data,
+    opened_sequences,
+    opened_streams,
+    refuse_other_data,
+    sentence,
+)
+from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.order import FitPosition, Position
+from lightning_dlrover.live.ports import Batches, Job, Round, TrainerPort
+from lightning_dlrover.rdzv.desync import Purpose, shown
+from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError
+from lightning_dlrover.rdzv.group.loop import Pace
 from lightning_dlrover.rdzv.group.world import World
-from lightning_dlrover.rdzv.job.records import WindowRecord
+from lightning_dlrover.rdzv.job.events import RowsSkipped
+from lightning_dlrover.rdzv.job.records import PlacesRecord, RoundRecord, SearchRecord, WindowRecord
+from lightning_dlrover.rdzv.membership.member import Formation, RoundEndedError, WorldError
+from lightning_dlrover.rdzv.membership.rounds import WorkerView
+from lightning_dlrover.rdzv.transport import transfer
+from lightning_dlrover.report.streams import shown_ranges
+from lightning_dlrover.tuning.health import Pulse
 
-__all__ = ["JobWindows"]
+if TYPE_CHECKING:
+    import lightning as L
+
+# Begin and end the `fit` calls of a script together with the other workers.
+
+FAIL_TOGETHER_S = 2.0
+"""Seconds to wait for the others to fail at the same place. Meanwhile a worker that fails alone holds up the others."""
+
+
+class Fits:
+    """The `fit` calls of one worker's script. All workers run the same script, so their numbers are alike."""
+
+    def __init__(self, job: Job, round_: Round, trainer: TrainerPort, position: FitPosition) -> None:
+        self._job = job
+        self._round = round_
+        self._trainer = trainer
+        self._position = position
+
+    def begin_later(self) -> None:
+        """Continue with the remaining workers before another `fit` of the script sets up.
+
+        A worker may have been lost since the last step. If that happened while all workers met at the end of `fit`, some have
+        continued and others have not. They meet here, and those that are behind receive the results that they lack.
+        Raises:
+            WorldError: no round could be formed.
+        """
+        position = self._position
+        if self._job.num_fits == 0 or position.is_standby:
+            return  # this is the first `fit`
+        number = self._job.num_fits + 1
+        self._job.standing.begin_fit(number)  # no later: a worker lost from here on must not count as finished
+        if position.size == 1 or self._trainer.elastic_tables is not None:
+            return
+        position.has_entered = position.is_between_fits = True
+        try:
+            self._round.exchange(f"the start of fit number {number}", _meet)
+        finally:
+            position.has_entered = position.is_between_fits = False
+
+    def fail_together(self) -> bool:
+        """Return whether all workers have left this `fit` by an error at one place, so that a script that catches it goes on.
+
+        The others need not recover from the loss of this worker then, and all of them run the same code next.
+        """
+        position = self._position
+        if not position.has_entered or self._trainer.elastic_tables is not None or self._round.broken:
+            return False
+        place = f"error/{position.fit}/{position.batch}/{position.collective}/{position.validation}"
+        try:
+            together = self._round.all_reach(place, FAIL_TOGETHER_S)
+        except WorldError:
+            return False
+        if together:
+            position.has_entered = position.in_step = position.is_redoing = False
+            position.validation = 0
+        return together
+
+    def end_early(self) -> None:
+        """Record the end of a `fit` that an error has ended on all workers, once the script has caught it."""
+        self._job.finish(self._trainer.global_step, self._position.fit)
+
+    def finish(self) -> None:
+        """Mark the end of the training loop. All updates are done, so the job does not change from here on.
+
+        Every worker publishes this before it continues, so that the first one to exit does not count as lost.
+        """
+        position, trainer = self._position, self._trainer.lightning
+        if not position.has_entered:
+            if position.fit > 1 and position.formation is not None:
+                self._job.finish(trainer.global_step, position.fit)  # there was nothing to train
+            return
+        position.is_finishing = True
+        if position.size > 1:
+            # A finished job has no more rounds, so no worker may still need one to get its last update.
+            try:
+                if self._trainer.elastic_tables is None:
+                    self._round.exchange("the end of training", self._end_together)
+                elif self._round.attempt(self._end_together) is None:
+                    self._await_finish()
+            except WorldError:
+                if not self._job.standing.has_finished_fit(position.fit):
+                    raise
+        position.has_entered = position.is_finishing = False
+        self._job.finish(trainer.global_step, position.fit)
+
+    def _end_together(self) -> None:
+        frame = sys._getframe()
+        with self._round.compared(lambda: Purpose("the end of fit", place=shown(frame))):
+            self._round.wait_for_results()  # another worker's last collective may need this one's device until here
+            transfer.barrier()
+
+    def _await_finish(self) -> None:
+        """Find out why workers were missing at the end: one has already ended and published that all is done, or one is lost.
+
+        Raises:
+            WorldError: it is lost, together with its tables. The loops have ended, so there is nothing to go back to.
+        """
+        formation = self._round.formation
+        assert formation is not None
+        number, fit = formation.round.number, self._position.fit
+
+        def look(view: WorkerView) -> str | None:
+            if self._job.standing.has_finished_fit(fit):
+                return "finished"
+            if view.job is not None and view.job.is_over:
+                return view.job.phase
+            newest = view.round
+            return "lost" if newest is not None and newest.number > number and not newest.planned else None
+
+        what = "the others to confirm that the job has finished"
+        if self._job.membership.wait_for(look, self._job.config.wait_timeout_s, what) != "finished":
+            raise WorldError(
+                "a worker was lost after the last step, with its part of the tables: all workers have to start again, "
+                "from the newest snapshot or checkpoint"
+            )
+
+
+def _meet() -> None:
+    if not dist.is_initialized():
+        raise RoundEndedError("the round has ended")  # this worker left it at the end of the former `fit`
+    transfer.barrier()
+
+
+# Keep a search for a learning rate, as by `Tuner.lr_find`, apart from the job: no worker joins it, and it finishes nothing.
+#
+# The members of the first round search together, before they train. Later joiners take their result instead of searching.
+
+
+class Searches:
+    """The searches of one worker's script, identified by count: every worker runs the same script."""
+
+    def __init__(self, job: Job, round_: Round, position: FitPosition) -> None:
+        self._job = job
+        self._round = round_
+        self._position = position
+        self.num_begun = 0
+        self.is_running = False
+        """True while the Trainer's loop makes steps that do not count."""
+
+    def attend(self, callbacks: Iterable[object]) -> None:
+        """Wrap the searches of these callbacks. Call it once for each `fit`, before its hooks run."""
+        for callback in callbacks:
+            if isinstance(callback, LearningRateFinder):
+                callback.__dict__.pop("lr_find", None)
+                callback.lr_find = self._attended(callback, callback.lr_find)  # type: ignore[method-assign]
+
+    def _attended(self, finder: Any, search: Callable[..., None]) -> Callable[..., None]:
+        def lr_find(trainer: Any, module: Any) -> None:
+            self.num_begun += 1
+            if trainer.fast_dev_run:
+                search(trainer, module)
+            elif self._position.is_in_loops:
+                raise RuntimeError(
+                    f"{type(finder).__name__} searches for a learning rate while the job trains; its steps cannot be told from "
+                    "the job's. Search before training: in on_fit_start, as LearningRateFinder does, or with Tuner.lr_find"
+                )
+            elif self._position.is_standby:
+                self._take(finder, trainer, module)
+            else:
+                self._search(finder, lambda: search(trainer, module))
+
+        return lr_find
+
+    def _search(self, finder: Any, search: Callable[[], None]) -> None:
+        self.is_running = True
+        try:
+            search()
+        finally:
+            self.is_running = False
+            found = finder.optimal_lr  # set even if Tuner.lr_find ends its `fit` with an exception
+            if found is not None and self._round.formation is not None and self._round.rank == 0:
+                results = json.dumps(lightning_adapter.search_results(found))
+                self._job.records.put_search(self.num_begun, SearchRecord(results))
+
+    def _take(self, finder: Any, trainer: Any, module: Any) -> None:
+        """Do the same as Lightning after a search, with the result of the training workers."""
+        lightning_adapter.adopt_search(finder, trainer, module, json.loads(self._results()))
+        if lightning_adapter.ends_after_search(finder):
+            raise lightning_adapter.exit_after_search(trainer)
+
+    def _results(self) -> str:
+        membership = self._job.membership
+
+        def look(view: WorkerView) -> str | None:
+            if (record := membership.shared.search(self.num_begun)) is not None:
+                return record.results
+            # Once the searching workers are gone, no result can appear any more.
+            return "" if view.round is not None and len(view.lost) == len(view.round.members) else None
+
+        what = f"the first workers to find a learning rate (search {self.num_begun} of the script)"
+        results = membership.wait_for(look, self._job.config.wait_timeout_s, what)
+        if not results:
+            raise WorldError(
+                "the workers that searched for a learning rate were lost before they had found one: this worker has to start "
+                "again, and search"
+            )
+        return results
+
+
+# Measurements of a worker's fit for the watchdog and the callback. Nothing here changes the fit.
+
+Phase = Literal["setup", "step", "parts", "between", "validation", "checkpoint", "resize"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A worker's activity and counters, which soon change while it makes progress."""
+
+    phase: Phase
+    round_number: int
+    steps_in_round: int
+    batch: int  # global batches handed out over all epochs
+    counts: tuple[int, ...]  # updates, collectives, validation batches, looks for new rows, parts of shares
+
+
+class FitProgress:
+    """Measurements of this worker's fit; may be read from another thread."""
+
+    def __init__(
+        self,
+        world: World,
+        round_: Round,
+        batches: Batches,
+        trainer: TrainerPort,
+        position: FitPosition,
+        pace: Pace,
+        pulse: Pulse,
+    ) -> None:
+        self._round = round_
+        self._batches = batches
+        self._trainer = trainer
+        self._position = position
+        self.world = world
+        self.pulse = pulse
+        self._pace = pace
+        self._clock = trainer.strategy.clock
+
+    @property
+    def formation(self) -> Formation | None:
+        return self._round.formation
+
+    @property
+    def now(self) -> Progress:
+        position = self._position
+        if position.formation is None or not position.has_entered:
+            phase: Phase = "setup"
+        elif self._pace.is_held_up:
+            phase = "resize"
+        elif position.is_saving:
+            phase = "checkpoint"
+        elif position.validation:
+            phase = "validation"
+        elif position.is_in_parts:
+            phase = "parts"
+        else:
+            phase = "step" if position.in_step else "between"
+        val_loop = self._trainer.epoch_loop.val_loop
+        num_val_batches = val_loop.batch_progress.total.ready
+        number = position.formation.round.number if position.formation is not None else 0
+        counts = (position.updates, position.collective, num_val_batches, position.looks, position.parts)
+        return Progress(phase, number, self._pace.steps_in_round, position.batch, counts)
+
+    @property
+    def is_in_collective(self) -> bool:
+        """Whether this worker waits for others."""
+        return self._clock.is_stopped
+
+    @property
+    def step_time_s(self) -> float:
+        """Recent seconds per step; 0 while unknown."""
+        return self._pace.step_time_s
+
+    @property
+    def loads(self) -> list[float]:
+        """Samples per thread in one batch, for each worker by rank."""
+        first, size = self._batches.first, self._round.size
+        threads = self.pulse.threads if len(self.pulse.threads) == size else (1,) * size
+        shares = [share(first.global_batch_size, rank, size) for rank in range(size)]
+        return [max(1, stop - start) / max(1, count) for (start, stop), count in zip(shares, threads, strict=True)]
+
+    @property
+    def remaining_steps(self) -> float | None:
+        """Batches that the job still has to train on; None if unknown."""
+        return remaining_batches(self._trainer.lightning)
+
+    @property
+    def workers_by_host(self) -> dict[int, int]:
+        """Number of the current round's workers on each host, by a number of the host."""
+        return Counter((self.formation.round.hosts if self.formation is not None else []) or [0])
+
+    @property
+    def own_host(self) -> int:
+        """Number of this worker's host in the current round."""
+        formation = self.formation
+        return formation.round.hosts[formation.rank] if formation is not None and formation.round.hosts else 0
+
+    @property
+    def untunable(self) -> dict[str, str]:
+        """Settings of a plan that this worker cannot carry out, each with the reason."""
+        return {"loader_workers": refusal} if (refusal := self._batches.refusal) else {}
+
+
+def remaining_batches(trainer: L.Trainer) -> float | None:
+    """Return the number of batches still to train on; None if it is unknown.
+
+    A batch may take several optimizer steps, as in manual optimization of two models, or be one of several in a step.
+    """
+    done = batches_done(trainer)
+    left = []
+    if trainer.max_epochs not in (None, -1):
+        assert trainer.max_epochs is not None
+        left.append(trainer.num_training_batches * max(trainer.max_epochs, 1) - done)
+    if trainer.max_steps != -1:
+        steps_per_batch = 1 / trainer.accumulate_grad_batches
+        if not trainer.lightning_module.automatic_optimization and done and trainer.global_step:
+            steps_per_batch = trainer.global_step / done
+        left.append((trainer.max_steps - trainer.global_step) / steps_per_batch)
+    return max(0.0, float(min(left))) if left and math.isfinite(min(left)) else None
+
+
+def batches_done(trainer: L.Trainer) -> int:
+    """Return the number of batches that the job has trained on, over all epochs, the current one included."""
+    return trainer.fit_loop.epoch_loop.total_batch_idx + 1
+
+
+# The data of a fit, as the workers of a job compare it with each other's and put it on record.
+
+
+class DataOfFit:
+    """One worker's part in comparing and recording the data of its `fit`."""
+
+    def __init__(self, job: Job, round_: Round, batches: Batches, trainer: TrainerPort, position: FitPosition) -> None:
+        self._job = job
+        self._round = round_
+        self._batches = batches
+        self._trainer = trainer
+        self._position = position
+
+    def fingerprint(self) -> DataFingerprint:
+        """Return the fingerprint of this worker's training and validation data."""
+        val = lightning_adapter.combined_loader(self._trainer.epoch_loop.val_loop)
+        val_loaders = [x for x in val.flattened if isinstance(x, ElasticLoader)] if val is not None else None
+        compare = self._trainer.strategy.compares_data and self._job.config.max_workers > 1
+        return fingerprint_data(self._batches.all, val_loaders, compare)
+
+    def refuse_data_of_another_job(self, data: DataFingerprint) -> None:
+        """Raise `MembershipError` if the job trains on other data than this worker has."""
+        job = self._job.view.job
+        if job is not None and job.data:
+            run = f"run {self._job.config.run_id!r}: this worker's data"
+            refuse_other_data(data, job.data, run, "the job's", self._job.standing.consequence_of_refusal())
+
+    def put_on_record(self, begins_epoch: bool = False) -> None:
+        """Let rank 0 record the streams and iterable datasets that the fit reads."""
+        if self._round.rank == 0:
+            loaders, number = self._batches.all, self._position.fit
+            for opened in opened_streams(self._trainer.lightning, loaders, number, begins_epoch):
+                self._job.event(opened, sentence(opened))
+            for sequence, text in opened_sequences(loaders, number):
+                self._job.event(sequence, text)
+
+    def compare_next_batches(self, joining: Sequence[str] = ()) -> None:
+        """Make sure that all workers read the same rows of an `IterableDataset`.
+
+        Args:
+            joining: workers without the state, which are refused if their rows differ.
+        """
+        formation = self._round.formation
+        assert formation is not None
+        ranks = [formation.rank_of(worker) for worker in joining]
+        compare_next_batches(self._batches.all, self._round, ranks)
+
+    def compare_with_joiners(self, standing: Mapping[str, Position], joining: Sequence[tuple[str, str]]) -> None:
+        """Let joiners read up to the others, before any step depends on them.
+
+        Args:
+            standing: positions of the workers with the state.
+            joining: pairs of a worker with the state and the joiner that receives it.
+        """
+        if standing and joining and not self._position.is_between_fits:
+            self.compare_next_batches([worker for _, worker in joining])
+
+
+# Put on record which rows of streams this worker's batches leave out.
+
+PUBLISH_EVERY_S = 2.0
+"""Minimum seconds between two records, unless a fit ends: each corrupt row group is news."""
+
+
+class SkippedReports:
+    """Puts rows that the training loaders of a fit leave out on record."""
+
+    def __init__(self, job: Job, batches: Batches, position: FitPosition) -> None:
+        self._job = job
+        self._batches = batches
+        self._position = position
+        self._next_at = 0.0
+
+    def publish(self, is_last: bool = False) -> None:
+        """Put news on record, unless there was a record a moment ago. Never waits for etcd.
+
+        Args:
+            is_last: whether the fit ends, so that nothing may be left for a later call.
+        """
+        loaders = self._batches.all if self._batches.are_made else []
+        now = time.monotonic()
+        if not any(loader.skipped.has_news for loader in loaders) or (now < self._next_at and not is_last):
+            return
+        self._next_at = now + PUBLISH_EVERY_S
+        for number, loader in enumerate(loaders):
+            for skipped in loader.skipped.take_news(self._position.fit, number):
+                self._job.event(skipped, _sentence(skipped))
+
+
+def _sentence(skipped: RowsSkipped) -> str:
+    if not skipped.ranges:
+        return f"leaves out more rows of {skipped.file} and other files than are listed here"
+    ranges = [(first, stop) for first, stop in skipped.ranges]
+    num_rows = sum(stop - first for first, stop in ranges)
+    return f"leaves out {num_rows} rows of {skipped.file} (rows {shown_ranges(ranges)}): {skipped.reason}"
+
+
+# Open the lanes of a stream that a worker will read in the next round, while the workers still agree on that round.
+#
+# Otherwise the first step after a change waits until files are opened and blocks are decoded. A member that changes its
+# rank lets its loader workers open the lanes together with the batches that they prepare meanwhile. A joiner's loader
+# workers have nothing else to do, but it does not know where the others are: rank 0 writes that once for each round with
+# joiners.
+#
+# Nothing depends on any of this. Lanes that were opened in vain are closed again when others need their room.
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+
+LOOK_S = 0.05
+"""Seconds between two looks of a joiner for a round that admits it."""
+
+PLACES_S = 2.0
+"""Seconds for which a joiner asks for the others' places after such a round has appeared. A job of map-style data has none."""
+
+CLOSE_S = 360.0
+"""Seconds for which a read that has begun may go on once the round is there: longer than a failing store is asked for."""
+
+
+class LanePrefetcher:
+    """One worker's preparation for the round that follows."""
+
+    def __init__(self, job: Job, round_: Round, batches: Batches) -> None:
+        self._job = job
+        self._round = round_
+        self._batches = batches
+        self._seen = 0  # number of the newest round that was prepared for
+
+    def look(self) -> None:
+        """Prepare for a planned round that has appeared. Call between two batches."""
+        formation, newest = self._round.formation, self._job.view.round
+        if formation is None or newest is None or newest.number <= max(self._seen, formation.round.number):
+            return
+        self._seen = newest.number
+        loaders = self._batches.all
+        if not newest.planned or not any(loader.reads_lanes for loader in loaders):
+            return
+        if self._job.worker_id in newest.members:
+            for loader in loaders:
+                loader.expect_place(newest.members.index(self._job.worker_id), len(newest.members))
+        if formation.rank == 0 and not {*newest.members} <= {*formation.round.members}:
+            places = [[loader.epoch, loader.cursor, loader.order.seed] for loader in loaders]
+            self._job.records.put_places(PlacesRecord(newest.number, places))
+
+    @contextmanager
+    def while_waiting(self) -> Iterator[None]:
+        """Prepare for the round that admits this worker, in a thread, while the block waits for it.
+
+        Raises:
+            DataError: a read does not end.
+        """
+        if not any(loader.reads_lanes for loader in self._batches.all):
+            yield
+            return
+        is_over = threading.Event()
+        thread = threading.Thread(target=self._open_when_admitted, args=(is_over,), name="dlrover-lanes", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join(CLOSE_S)  # it uses the loaders
+            if thread.is_alive():
+                reading = (loader.dataset.source for loader in self._batches.all if loader.reads_lanes)
+                raise DataError(
+                    f"a loader worker has been reading ahead for {CLOSE_S:.0f} s and does not answer, so this worker cannot "
+                    f"train: look for a file or a store that hangs in {', '.join(repr(source)[:120] for source in reading)}"
+                )
+
+    def _open_when_admitted(self, is_over: threading.Event) -> None:
+        self._attempt(self._read_a_row)
+        done = 0
+        while not is_over.wait(LOOK_S):
+            newest = self._job.view.round
+            if newest is not None and newest.number != done and self._job.worker_id in newest.members:
+                done = newest.number
+                self._attempt(self._open, newest, is_over)
+
+    def _attempt(self, run: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            run(*args, **kwargs)
+        except Exception as error:  # the main thread meets it again where it can be reported
+            log.debug("lanes could not be opened ahead: %s", error)
+
+    def _read_a_row(self) -> None:
+        """Let each loader worker read something. The first time takes it several times as long."""
+        for loader in self._batches.all:
+            if loader.reads_lanes:
+                loader.open_lanes(loader.epoch, 0, loader.order.seed, 0, loader.global_batch_size)
+
+    def _places(self, newest: RoundRecord, is_over: threading.Event) -> PlacesRecord | None:
+        deadline = time.monotonic() + PLACES_S
+        while newest.kind != "start" and time.monotonic() < deadline:
+            record = self._job.records.places()
+            if record is not None and record.round == newest.number:
+                return record
+            if is_over.wait(LOOK_S):
+                return None
+        return None
+
+    def _open(self, newest: RoundRecord, is_over: threading.Event) -> None:
+        record = self._places(newest, is_over)
+        place = newest.members.index(self._job.worker_id), len(newest.members)
+        for loader, (epoch, cursor, seed) in zip(self._batches.all, record.places if record else (), strict=False):
+            if loader.reads_lanes:
+                loader.open_lanes(epoch, cursor, seed, *place)
+
+
+# Fix the windows of streams once for all workers of a job, in etcd.
+#
+# The worker that needs a window first writes its record. All others read it: those that join later, and those of a job that
+# is started again. A checkpoint holds the window in which it was saved.
 
 NUM_ON_RECORD, RANGES_ON_RECORD = 1000, 20_000
 """Newest windows of a stream that stay on record, beside the first one: as many, with as many partitions in all."""

@@ -1,7 +1,4 @@
-"""Use the private names of Lightning's Trainer, its loops, callbacks and loggers that a live fit depends on.
-
-`listed_names.py` lists all private names of Lightning. Those of its strategies are used in `ddp_names.py`.
-"""
+"""All use of Lightning's and DDP's private names by a live job, each behind a function of its own."""
 
 from __future__ import annotations
 
@@ -13,71 +10,35 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dlrover.live.listed_names import CANDIDATES
-from lightning_dlrover.packages import package_of, result_module, submodule
+from lightning_dlrover.lightning_compat import package_of, result_module, submodule
+from lightning_dlrover.live.private_api import CANDIDATES
 
 if TYPE_CHECKING:
     import lightning as L
-    from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
-    from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
-    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as EpochLoop
+    from lightning.pytorch.strategies import DDPStrategy
+
+# Use the private names of Lightning's Trainer, its loops, callbacks and loggers that a live fit depends on.
+#
+# `private_api.py` lists all private names of Lightning. Those of its strategies are used in `lightning_adapter.py`.
+
+if TYPE_CHECKING:
+    import lightning as L
+    from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+
+    EvaluationLoop = _EvaluationLoop
+    from lightning.pytorch.loops.fetchers import _DataFetcher
+
+    DataFetcher = _DataFetcher
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+    EpochLoop = _TrainingEpochLoop
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
 else:
     DataFetcher = EpochLoop = EvaluationLoop = object
 
-__all__ = [
-    "DataFetcher",
-    "EpochLoop",
-    "EvaluationLoop",
-    "Method",
-    "adopt_search",
-    "call_hooks",
-    "clear_restart_flags",
-    "closure",
-    "combined_loader",
-    "dump_checkpoint",
-    "end_with_next_fetch",
-    "ends_after_search",
-    "exit_after_search",
-    "fetch_nothing_ahead",
-    "fetcher_class",
-    "fetcher_of",
-    "finish_batch",
-    "hands_out_iterator",
-    "is_accumulating",
-    "is_batch_unfinished",
-    "is_search",
-    "load_callback_states",
-    "loaders_of_fit",
-    "logged_name",
-    "metrics",
-    "new_result",
-    "own_method",
-    "preparations",
-    "profiled",
-    "recount_batches",
-    "reload_epochs",
-    "replace_preparation",
-    "restart_nowhere",
-    "restart_timer",
-    "restore_checkpoint",
-    "restore_loops",
-    "restore_sigterm",
-    "results_of",
-    "saves_by_clock",
-    "search_results",
-    "set_metrics",
-    "set_reload_epochs",
-    "set_validation_time",
-    "steps_between_saves",
-    "surround",
-    "surround_requests_of_data",
-    "takes_iterator",
-    "validates_by_clock",
-    "validation_time",
-    "wait_for_preparation",
-]
 
 Method = Callable[..., Any]
 
@@ -454,3 +415,130 @@ def logged_name(frame: FrameType | None) -> str:
 
 
 # --- plugins of checkpoints --------------------------------------------------------------------------------------------------
+
+
+# Use the private names of Lightning's `DDPStrategy`, which wraps a model in `DistributedDataParallel`.
+#
+# Beside these, `DLRoverStrategy` overrides `_configure_launcher` and `_setup_model`, wraps `_forward_redirection`, and
+# reads `_ddp_kwargs` and `_process_group_backend`. `private_api.py` lists all private names of Lightning.
+
+_DETOUR = "dlrover_detour"
+"""Attribute of the module under which Lightning's detour finds the method to run."""
+
+
+class ForwardRedirection:
+    """Lightning's detour through DDP's forward. It also ends when DDP raises before it reaches the module.
+
+    Args:
+        inside: surrounds the module's own method, which begins once DDP's collectives of the forward pass are done.
+        loss_of: returns what DDP receives in place of the output of the training step.
+    """
+
+    def __init__(self, detour: Any, inside: Callable[[], AbstractContextManager[None]], loss_of: Callable[[Any], Any]) -> None:
+        self._detour = detour
+        self._inside = inside
+        self._loss_of = loss_of
+
+    def __call__(
+        self, wrapper_module: nn.Module, original_module: L.LightningModule, method_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        forward, method = original_module.forward, getattr(original_module, method_name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._inside():
+                output = method(*args, **kwargs)
+            return self._loss_of(output) if method_name == "training_step" else output
+
+        vars(original_module)[_DETOUR] = run
+        try:
+            return self._detour(wrapper_module, original_module, _DETOUR, *args, **kwargs)
+        except BaseException:
+            original_module.forward = forward  # type: ignore[method-assign]
+            raise
+        finally:
+            del vars(original_module)[_DETOUR]
+
+
+@contextmanager
+def ddp_arguments(strategy: DDPStrategy, **changed: Any) -> Iterator[None]:
+    """Change arguments with which the strategy makes a `DistributedDataParallel`."""
+    kwargs = strategy._ddp_kwargs
+    strategy._ddp_kwargs = {**kwargs, **changed}
+    try:
+        yield
+    finally:
+        strategy._ddp_kwargs = kwargs
+
+
+def in_ddp_on_this_stream(strategy: DDPStrategy, module: nn.Module) -> DistributedDataParallel:
+    """Return the module in a `DistributedDataParallel`, made on the current CUDA stream.
+
+    DDP keeps the nodes that accumulate gradients, and each runs on the stream of its creation. Lightning makes DDP on a side
+    stream, for scripts that capture whole steps. Each gradient then waits for another stream, and autograd warns of it.
+    """
+    return DistributedDataParallel(module, device_ids=strategy.determine_ddp_device_ids(), **strategy._ddp_kwargs)
+
+
+def register_comm_hook(strategy: DDPStrategy, model: nn.Module) -> None:
+    """Register the user's communication hook with DDP, as Lightning does for models without tables."""
+    register = submodule(package_of(strategy), "overrides.distributed")._register_ddp_comm_hook
+    register(model, strategy._ddp_comm_state, strategy._ddp_comm_hook, strategy._ddp_comm_wrapper)
+
+
+def apply_layer_sync(strategy: DDPStrategy, module: L.LightningModule) -> None:
+    """Synchronize normalization layers in place, as with `sync_batchnorm=True`."""
+    if strategy._layer_sync is not None:
+        strategy._layer_sync.apply(module)  # the module itself is no normalization layer, so it stays
+
+
+@contextmanager
+def without_model(strategy: DDPStrategy) -> Iterator[None]:
+    """Hide the model, so that `teardown` does not move it to the CPU."""
+    module, model, strategy._lightning_module = strategy._lightning_module, strategy.model, None
+    try:
+        yield
+    finally:
+        strategy._lightning_module, strategy.model = module, model
+
+
+# Describe an entry of `self.log` as plain data, and make the same entry on a worker that has not logged it.
+#
+# Lightning keeps one `_ResultMetric` for each name. A worker may lack one that others have: a joiner, or a worker with a
+# share of the samples that led to no call of `self.log`. `description` travels between workers; `new_entry` turns it into
+# an empty entry.
+
+
+def description(metric: Any) -> dict[str, Any]:
+    """Return everything about a `_ResultMetric` except its value, as plain data."""
+    sync = metric.meta.sync
+    return {
+        "meta": {**vars(metric.meta), "reduce_fx": metric.meta.reduce_fx.__name__, "_sync": None},
+        "is_tensor": metric.is_tensor,
+        "is_synced": sync.should,
+        "rank_zero_only": sync.rank_zero_only,
+    }
+
+
+def new_entry(
+    trainer: Any, meta: Mapping[str, Any], is_tensor: bool, is_synced: bool, rank_zero_only: bool, device: torch.device
+) -> Any:
+    """Return a `_ResultMetric` without a value, made from another worker's `description`.
+
+    Args:
+            trainer: the Trainer, or one of its loops.
+
+    Raises:
+        AttributeError: the value is a torchmetrics object that this worker's module does not have.
+    """
+    trainer = getattr(trainer, "trainer", trainer)
+    metric = new_result(trainer, meta, is_tensor, is_synced, rank_zero_only).to(device)
+    if not is_tensor:
+        metric.value = _part_at(trainer.lightning_module, str(metric.meta.metric_attribute))
+    return metric
+
+
+def _part_at(module: torch.nn.Module, path: str) -> Any:
+    found: Any = module
+    for part in path.split("."):
+        found = found[int(part)] if part.isdigit() and not hasattr(found, part) else getattr(found, part)
+    return found

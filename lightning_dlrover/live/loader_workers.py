@@ -1,6 +1,6 @@
 """Prepare a loader's batches in loader workers, and let others take over without a pause.
 
-`live/loader.py` decides which batch comes next, `live/split.py` which samples are in it.
+`live/loader.py` decides which batch comes next, `live/order.py` which samples are in it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,12 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lightning_dlrover.checks.loaders import UnsupportedLoaderError
-from lightning_dlrover.data.collating import StreamCollate
-from lightning_dlrover.data.dataset import Stream
-from lightning_dlrover.data.sequence import SequenceReader
+from lightning_dlrover.checks import UnsupportedLoaderError
+from lightning_dlrover.data.dataset import Stream, StreamCollate
+from lightning_dlrover.data.iterable import SequenceReader
+from lightning_dlrover.lightning_compat import default_package, fabric_submodule
 from lightning_dlrover.live.order import Peers
-from lightning_dlrover.open_files import lack_of_files, warn_of_batches
-from lightning_dlrover.packages import default_package, fabric_submodule
-
-__all__ = ["BatchSource", "LoaderWorkers", "open_handle"]
+from lightning_dlrover.rdzv.transport.waits import lack_of_files, warn_of_batches
 
 log = logging.getLogger(__name__)
 

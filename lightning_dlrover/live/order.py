@@ -1,30 +1,166 @@
-"""Order the samples of an epoch, equally on every worker.
-
-The order depends on seed and epoch only, unless the user has a sampler. Rank 0 then draws it for all workers.
-A stream's order is never drawn: `data/lane_plan.py` finds the rows of any position.
-"""
+"""The order in which a fit reads its rows, the part of each worker, and a worker's position in it."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_dlrover.checks.loaders import UnsupportedLoaderError
+from lightning_dlrover.checks import UnsupportedLoaderError
+from lightning_dlrover.codec import from_fields, to_json
 from lightning_dlrover.data.dataset import Positions, Stream, ranges_of
-from lightning_dlrover.data.lane_plan import CYCLE, STRIDE_OF_LAPS, Layout
+from lightning_dlrover.data.iterable import (
+    BatchFacts,
+    BatchShare,
+    EpochKey,
+    RowCount,
+    RowRanges,
+    SequenceReader,
+    Snapshot,
+    all_alike,
+    describe_nothing,
+    has_state,
+    reading_loader,
+)
+from lightning_dlrover.data.lane_plan import CYCLE, STRIDE_OF_LAPS, Layout, share
 from lightning_dlrover.data.source import DataError
+from lightning_dlrover.rdzv.membership.member import Formation
 
-__all__ = ["ALONE", "EpochOrder", "Peers", "SampleOrder", "StreamOrder", "Unconnected", "WithoutWindows", "epoch_order"]
+# Each worker's place in the training program: as it changes on this worker, and as workers publish it on entering a round.
 
+
+@dataclass(frozen=True)
+class Position:
+    """A worker's place in the training program, published to the others on entering a round."""
+
+    updates: int  # optimizer updates done (gradient accumulation: windows)
+    batch: int  # global batches handed out over all epochs
+    in_step: bool
+    collective: int  # collectives outside of steps since the newest batch was handed out
+    validation: int  # number of the current validation run; 0 outside
+    at_boundary: bool  # between two batches and two windows, where joiners can receive the state
+    tables: int = 0  # last round with all sharded tables in its members' memory; 0: no tables, or incomplete ones
+    has_unused: bool = False  # parameters without a gradient were found, so DDP has to search for them
+    stopped_at: str = ""  # newest place at which all workers wanted to stop, see `Votes.agree_on_stop`
+    fit: int = 1  # number of this `fit` in the script
+    values: tuple[int, ...] = (0, 0, 0, 0)  # version of the kept epoch values, see `kept_values.Version`
+
+    def encode(self) -> bytes:
+        return to_json(self)
+
+    @staticmethod
+    def decode(hello: bytes) -> Position | None:
+        """Return the position, or None for a joiner, which has none yet.
+
+        Raises:
+            ValueError: these bytes are no position.
+        """
+        if not hello:
+            return None
+        return from_fields(Position, json.loads(hello), "a worker's position")
+
+
+def can_meet(hellos: Mapping[str, bytes]) -> bool:
+    """Return whether the workers entering a round can continue together: joiners can receive the state only between steps.
+
+    They cannot join a later `fit`, as they are in the script's first. The round may be older than the others' later `fit`.
+    """
+    positions = [Position.decode(hello) for hello in hellos.values()]
+    standing = [p for p in positions if p is not None]
+    if len(standing) in (0, len(positions)):
+        return True
+    return all(p.at_boundary and p.batch == standing[0].batch and p.fit == 1 for p in standing)
+
+
+@dataclass
+class FitPosition:
+    """This worker's place in its round and in the fit.
+
+    Args:
+        formation: the worker's round; None on a worker that joins later.
+    """
+
+    formation: Formation | None
+    fit: int = 1  # number of this `fit` in the script
+    is_standby: bool = False  # waits to be admitted
+    is_in_loops: bool = False  # set from the Trainer's run-stage barrier on
+    has_entered: bool = False  # set once the training loop is reached; from here on the worker survives losses
+    is_between_fits: bool = False
+    is_finishing: bool = False
+    is_saving: bool = False  # set while a checkpoint is saved
+    updates: int = 0
+    batch: int = 0
+    in_step: bool = False
+    is_redoing: bool = False  # set while the open window's batches are repeated, between two batches
+    collective: int = 0
+    validation: int = 0
+    at_boundary: bool = False
+    stopped_at: str = ""
+    is_repeatable: bool = False  # set in work outside of steps that a loss may interrupt, as it is done again
+    looks: int = 0  # times that it has looked for new rows of a stream
+    is_in_parts: bool = False  # set while a share is computed in parts, which others wait for
+    parts: int = 0  # parts of shares that it has begun
+
+    @property
+    def rank(self) -> int:
+        return self.formation.rank if self.formation is not None else 0
+
+    @property
+    def size(self) -> int:
+        """Workers of the current round; 1 on a worker that is not admitted yet."""
+        return self.formation.size if self.formation is not None else 1
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether collectives belong to a batch that would be repeated as a whole."""
+        return self.in_step or self.is_redoing
+
+    def published(self, in_window: bool, tables: int, has_unused: bool, values: tuple[int, ...]) -> Position:
+        """Return the position for the other workers.
+
+        Args:
+            in_window: whether gradients of earlier batches wait for an optimizer step.
+            values: version of the kept epoch values.
+        """
+        return Position(
+            self.updates,
+            self.batch,
+            self.in_step,
+            self.collective,
+            self.validation,
+            self.at_boundary and not in_window,
+            tables,
+            has_unused,
+            self.stopped_at,
+            self.fit,
+            values,
+        )
+
+    def describe(self) -> str:
+        """Describe the position for an error message. Called from any thread."""
+        if not self.has_entered or self.is_between_fits:
+            return "before the first step"
+        where = "in a training step" if self.in_step else "between two steps"
+        if self.validation:
+            where = f"in validation run {self.validation}"
+        return f"{where} (batch {self.batch})"
+
+
+# Order the samples of an epoch, equally on every worker.
+#
+# The order depends on seed and epoch only, unless the user has a sampler. Rank 0 then draws it for all workers. A stream's
+# order is never drawn: `data/lane_plan.py` finds the rows of any position.
 
 log = logging.getLogger(__name__)
 
@@ -342,3 +478,399 @@ class SampleOrder(WithoutWindows):
                 "its __len__ must be right"
             )
         return indices.to(torch.int64)
+
+
+# Decide which worker gets which samples: an epoch's global batches, and one split of each over the workers. Pure.
+
+
+def global_batch_of_next(batch: int, former_batch: int, former_global: int, sizes: tuple[int, int]) -> int:
+    """Return the global batch of a loader that a script has made in place of another one.
+
+    It follows the loader's batch size, unless this is the former global batch's share of one worker, as it was before: such
+    a script divides by the number of workers itself.
+
+    Args:
+        sizes: numbers of workers when the former loader was made, and now.
+    """
+    shares = [(former_global // size, -(-former_global // size)) for size in sizes]
+    if sizes[0] != sizes[1] and former_batch in shares[0] and batch in shares[1]:
+        return former_global
+    return max(1, round(former_global * batch / former_batch))
+
+
+@dataclass(frozen=True)
+class Split:
+    """Division of an epoch's samples, as one worker of the current world takes part in it.
+
+    Args:
+        training: whether every worker gets a share of every batch. If a global batch has fewer samples than workers, the others
+            get one sample with weight 0. Otherwise (validation, test) a worker without samples simply ends earlier.
+        epoch_batches: batches of the Trainer's epoch; None: as many as this loader has.
+        cycles: whether the samples begin again within the Trainer's epoch.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    global_rank: int
+    world_size: int
+    training: bool
+    drop_last: bool
+    epoch_batches: int | None = None
+    cycles: bool = False
+
+    @property
+    def max_batches(self) -> int:
+        """Number of batches of one pass over the samples. In validation it is an upper limit."""
+        return self._count_batches(self.global_batch_size)
+
+    def _count_batches(self, batch_size: int) -> int:
+        return self.num_samples // batch_size if self.drop_last else -(-self.num_samples // batch_size)
+
+    @cached_property
+    def _samples_per_batch(self) -> int:
+        # Larger batches do no harm in validation, but a worker without a sample has no result to reduce.
+        return self.global_batch_size if self.training else max(self.global_batch_size, self.world_size)
+
+    @cached_property
+    def _num_batches(self) -> int:
+        full, rest = divmod(self.num_samples, self._samples_per_batch)
+        # If too few samples for all workers remain, they join the batch before: a forward pass may need every worker.
+        joined = not self.training and full and rest < self.world_size
+        return full if joined else self._count_batches(self._samples_per_batch)
+
+    @property
+    def end(self) -> int:
+        """Index after the last batch of the epoch that the loader delivers."""
+        if self.epoch_batches is None:
+            return self._num_batches
+        return self.epoch_batches if self.cycles and self._num_batches else min(self._num_batches, self.epoch_batches)
+
+    @property
+    def num_laps(self) -> int:
+        """Number of passes over the samples in the Trainer's epoch. The last one may be cut short."""
+        return -(-self.end // self._num_batches) if self._num_batches else 1
+
+    def num_dealt(self, limit: float) -> int:
+        """Return the number of samples of a validation run that all workers compute together.
+
+        Args:
+            limit: maximum number of batches.
+        """
+        batch_size = self.global_batch_size
+        whole = self.num_samples // batch_size * batch_size if self.drop_last else self.num_samples
+        return int(min(whole, limit * batch_size))
+
+    def has_samples(self, batch: int) -> bool:
+        """Return whether the loader takes part in a batch of the epoch. One shorter than the others may have ended."""
+        return self._length(batch) > 0
+
+    def num_own_samples(self, batch: int) -> int:
+        """Return the size of this worker's share of a global batch of this epoch."""
+        start, stop = share(self._length(batch), self.global_rank, self.world_size)
+        return stop - start
+
+    def loss_weight(self, batch: int) -> float:
+        """Return the factor for a mean loss over this worker's share that turns the mean over workers into that over samples.
+
+        Args:
+            batch: number of the global batch in this epoch.
+        """
+        return self.num_own_samples(batch) * self.world_size / self._length(batch)
+
+    def shares(self, first_batch: int, order: Callable[[int], EpochOrder]) -> Iterator[Sequence[int]]:
+        """Yield this worker's sample indices of each batch from `first_batch` on.
+
+        Args:
+            order: order of the samples by lap, the number of passes over them before.
+        """
+        for place in range(first_batch, self.end):
+            lap, batch = divmod(place, self._num_batches)
+            indices = order(lap)
+            first = batch * self._samples_per_batch
+            start, stop = share(self._length(batch), self.global_rank, self.world_size)
+            if start < stop:
+                yield indices.between(first + start, first + stop)
+            elif self.training:
+                yield indices.between(first, first + 1)  # a placeholder with loss weight 0
+            else:
+                return
+
+    def _length(self, batch: int) -> int:
+        size = self._samples_per_batch
+        if self.cycles and self._num_batches:
+            batch %= self._num_batches
+        if batch >= self._num_batches:
+            return 0
+        left = max(0, self.num_samples - batch * size)
+        is_last = batch == self._num_batches - 1
+        return left if is_last and not self.drop_last else min(size, left)
+
+
+# Keep what a worker knows of an `IterableDataset`'s epochs: their ends, the dataset's states, and what was handed out.
+#
+# `data/iterable.py` reads the rows. Rows of training data are never counted: an epoch ends with the batch that says so.
+# Those of validation data are counted once, and then split like samples with numbers.
+
+UNKNOWN = 2**62
+"""Number of samples of an epoch before its end is known."""
+
+NUM_SNAPSHOTS = 4
+"""Newest snapshots that are kept. Loader workers run ahead, so the newest one may be of rows still to come."""
+
+ROWS_PER_DESCRIPTION = 64
+"""Minimum number of rows between two that are described, except where workers join and epochs end. One takes some 0.4 ms."""
+
+MAX_COMPARED = 1000
+"""Batches of which descriptions are kept until the next comparison."""
+
+
+class HandedOut(NamedTuple):
+    """A global batch as this worker has seen it: equal on all workers, or their datasets differ."""
+
+    epoch: int
+    batch: int
+    num_rows: int
+    is_last: bool
+    first: Any  # description of its first row
+
+
+class SequenceSource(Protocol):
+    """A loader's place in its epoch and in the world."""
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def cursor(self) -> int: ...
+    @property
+    def global_batch_size(self) -> int: ...
+    @property
+    def global_rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def num_epoch_batches(self) -> int: ...
+
+
+def do_nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class SequenceSettings:
+    """How a loader of an `IterableDataset` is read.
+
+    Args:
+        max_catch_up_s: seconds for which others wait for a joiner that has to read what they have read.
+        max_rows: rows of a validation after which counting ends; None: no limit.
+        describe, are_alike: see `SequenceReader`.
+        compares_rows: whether workers compare descriptions of rows. Those by which a state is checked are needed in any case.
+        before_iter: called whenever an iterator is asked for.
+        at_end: called once the epoch's last batch is about to be handed out.
+    """
+
+    max_catch_up_s: float = 60.0
+    max_rows: int | None = None
+    describe: Callable[[Any], Any] = describe_nothing
+    are_alike: Callable[[Any, Any], bool] = all_alike
+    compares_rows: bool = True
+    before_iter: Callable[[], None] = do_nothing
+    at_end: Callable[[], None] = do_nothing
+
+
+class SequenceOrder(WithoutWindows):
+    """The epochs of one loader of an `IterableDataset`, as `SampleOrder` has those of other datasets.
+
+    Args:
+        source: where the loader is.
+
+    Attributes:
+        reading_loader: the loader that reads the rows; its batches are `Fetched`.
+        redo_batches: batches that a step may take again, the one under computation included.
+        is_catching_up: whether other workers wait for this one's next batch.
+        num_counted: rows of a validation; None: not counted yet.
+        in_vote: what was handed out between the newest two votes.
+    """
+
+    shards = ""
+
+    def __init__(
+        self, loader: DataLoader[Any], source: SequenceSource, training: bool, drop_last: bool, settings: SequenceSettings
+    ) -> None:
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        self.settings = settings
+        self.reading_loader = reading_loader(loader, SequenceReader(loader.dataset, settings.describe, settings.are_alike))
+        self.redo_batches = 1
+        self.is_catching_up = False
+        self.num_counted: int | None = None
+        self.in_vote: list[HandedOut] = []
+        self._dataset = loader.dataset
+        self._users_loader_workers = loader.num_workers
+        self._training = training
+        self._drop_last = drop_last
+        self._source = source
+        self._ends: dict[int, int] = {}  # rows by epoch
+        self._snapshots: list[Snapshot] = []
+        self.known: tuple[int, Any] | None = None  # number and description of the newest row of the epoch that has one
+        self._handed_out: list[HandedOut] = []  # since the last vote has begun
+
+    # --- the interface of `SampleOrder` -------------------------------------------------------------------------------------
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of the current epoch; `UNKNOWN` while its end is not known."""
+        if self._training:
+            return self._ends.get(self._source.epoch, UNKNOWN)
+        assert self.num_counted is not None, "rows are counted before they are split"
+        return self.num_counted
+
+    def take_seed(self, seed: int) -> None:
+        self.seed = seed
+
+    def forget(self) -> None:
+        """Do nothing: no order is kept."""
+
+    def drawn(self, epoch: int) -> torch.Tensor | None:
+        return None
+
+    def take(self, order: torch.Tensor, epoch: int) -> None:
+        raise UnsupportedLoaderError(
+            f"the job's state has an order of {len(order)} samples for this loader, which reads an IterableDataset here: the "
+            "workers' scripts differ. Start all workers with the same script"
+        )
+
+    def fitting_loader_workers(self, wanted: int) -> int:
+        return min(1, wanted)
+
+    def of(self, epoch: int, lap: int = 0) -> SequenceOrder:
+        """Return the order of an epoch's counted rows."""
+        return self
+
+    def between(self, start: int, stop: int) -> Any:
+        return RowRanges(self._place, ((start, stop),))
+
+    def at(self, positions: npt.NDArray[np.int64]) -> Any:
+        return RowRanges(self._place, tuple(ranges_of(positions.tolist())))
+
+    # --- counting -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def needs_count(self) -> bool:
+        """Whether rows have to be counted before anything else."""
+        return not self._training and self.num_counted is None
+
+    @property
+    def count_request(self) -> RowCount:
+        return RowCount(EpochKey(self.seed, 0), self.settings.max_rows)
+
+    # --- training -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _place(self) -> EpochKey:
+        return EpochKey(self.seed, self._source.epoch)
+
+    @property
+    def is_stateful(self) -> bool:
+        return has_state(self._dataset)
+
+    def requests(self, first_batch: int) -> Iterator[Any]:
+        """Yield requests for this worker's share of each batch from `first_batch` on, as long as someone takes them."""
+        source, size = self._source, self._source.global_batch_size
+        start, limit_s = self._snapshot_at(first_batch * size), self.settings.max_catch_up_s if self.is_catching_up else None
+        known = None if self.is_catching_up else self.known  # other workers compare a joiner's next batch with theirs
+        every = max(1, ROWS_PER_DESCRIPTION // size)
+        for batch in itertools.count(first_batch):
+            if batch >= source.num_epoch_batches:
+                return
+            keep_from = max(0, (min(source.cursor, batch) - self.redo_batches) * size)
+            yield BatchShare(
+                *(self._place, batch * size, size, source.global_rank, source.world_size, self._drop_last, keep_from),
+                start=start,
+                limit_s=limit_s,
+                known=known,
+                describes=batch in (0, first_batch) or batch % every == 0,
+            )
+            start = limit_s = known = None  # the reader is there now
+
+    def fetched(self, batch: int, facts: BatchFacts) -> None:
+        """Note what the reader has found out with a batch that is about to be handed out."""
+        self.is_catching_up = False
+        if facts.is_last or not facts.num_rows:
+            self._ends = {self._source.epoch: batch * self._source.global_batch_size + facts.num_rows}
+        if facts.snapshot is not None:
+            self._snapshots = [*self._snapshots, facts.snapshot][-NUM_SNAPSHOTS:]
+        seen = self.seen(batch, facts)
+        if seen.first is not None or not batch:
+            self.known = (batch * self._source.global_batch_size, seen.first) if seen.first is not None else None
+        is_repeated = bool(self._handed_out) and self._handed_out[-1][:2] == seen[:2]
+        if not is_repeated and len(self._handed_out) < MAX_COMPARED:
+            self._handed_out.append(seen)
+
+    def seen(self, batch: int, facts: BatchFacts) -> HandedOut:
+        """Return what other workers must have seen in the same batch."""
+        first = facts.first if self.settings.compares_rows else None
+        return HandedOut(self._source.epoch, batch, facts.num_rows, facts.is_last, first)
+
+    def forget_handed_out(self) -> None:
+        """Compare nothing of what came before: other workers have not seen it."""
+        self._handed_out, self.in_vote = [], []
+
+    def begin_vote(self) -> list[HandedOut]:
+        """Return what was handed out since the vote before."""
+        self.in_vote, self._handed_out = self._handed_out, []
+        return self.in_vote
+
+    # --- states -------------------------------------------------------------------------------------------------------------
+
+    def _snapshot_at(self, row: int) -> Snapshot | None:
+        """Return the newest state of the dataset from which this row of the epoch can be reached."""
+        fitting = [each for each in self._snapshots if EpochKey(each.seed, each.epoch) == self._place and each.row <= row]
+        return max(fitting, key=lambda each: each.row, default=None)
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The dataset's newest state at or before the next batch."""
+        return self._snapshot_at(self._source.cursor * self._source.global_batch_size)
+
+    @property
+    def end(self) -> int | None:
+        """Rows of the current epoch; None: not known, or not needed as they are counted anyway."""
+        return self._ends.get(self._source.epoch) if self._training else None
+
+    def resume(self, epoch: int, snapshot: Snapshot | None, end: int | None, known: tuple[int, Any] | None) -> None:
+        """Adopt what another worker, or a checkpoint, knows of an epoch."""
+        self._snapshots = [snapshot] if snapshot is not None else []
+        self._ends = {epoch: end} if end is not None else {}
+        self.known = known if self.settings.compares_rows else None
+        self.forget_handed_out()
+
+    # --- words --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The dataset's class. That of Hugging Face has the name of torch's."""
+        kind = type(self._dataset)
+        package = f"{kind.__module__.partition('.')[0]}." if kind.__name__ == IterableDataset.__name__ else ""
+        return f"{package}{kind.__name__}"
+
+    @property
+    def unused_loader_workers(self) -> int:
+        """Loader workers of the user's loader, if more than the one that reads; else 0."""
+        return self._users_loader_workers if self._users_loader_workers > 1 else 0
+
+    def in_checkpoint(self) -> dict[str, Any]:
+        """Return the loader's place as plain data."""
+        snapshot = self.snapshot
+        return {
+            "seed": self.seed,
+            "epoch": self._source.epoch,
+            "end": self.end,
+            "snapshot": vars(snapshot) if snapshot is not None else None,
+            "known": self.known,
+        }
+
+    def resume_from(self, saved: dict[str, Any]) -> None:
+        """Adopt what `in_checkpoint` has returned."""
+        self.seed = int(saved["seed"])
+        snapshot = saved["snapshot"]
+        start = Snapshot(**snapshot) if snapshot is not None else None
+        self.resume(int(saved["epoch"]), start, saved["end"], saved.get("known"))

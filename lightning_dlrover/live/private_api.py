@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import functools
 
-from lightning_dlrover.packages import DISTRIBUTIONS, release
-from lightning_dlrover.private_names import check_names
-from lightning_dlrover.releases import minor
-
-__all__ = ["CALLBACK_CLOCKS", "CALLBACK_FIELDS", "CANDIDATES", "LOGGER_NAMES", "NAMES", "check", "later_names"]
+from lightning_dlrover.lightning_compat import DISTRIBUTIONS, release
+from lightning_dlrover.private_names import check_names, minor
 
 CALLBACK_FIELDS: dict[str, tuple[str, ...]] = {
     "ModelCheckpoint": ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),

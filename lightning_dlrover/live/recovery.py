@@ -1,28 +1,274 @@
-"""Run collectives so that they survive the loss of a worker.
-
-Inside a training step a collective that fails is repeated with the step. Outside of steps it is repeated by itself, or its
-result is taken from a survivor. Collectives are counted for that: a number stands for the same collective on all workers.
-"""
+"""Repeat what a lost worker has interrupted: an optimizer's update, the batch, a collective."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+import torchmetrics
 
-from lightning_dlrover.live.position import FitPosition, Position
-from lightning_dlrover.live.unused_parameters import IncompleteBackwardError
-from lightning_dlrover.rdzv.group import transfer
-from lightning_dlrover.rdzv.group.purpose import Purpose, place_of
+from lightning_dlrover.live.order import FitPosition, Position
+from lightning_dlrover.live.replica import IncompleteBackwardError
+from lightning_dlrover.rdzv.desync import Purpose, place_of
 from lightning_dlrover.rdzv.group.world import World
-from lightning_dlrover.rdzv.live.member import Formation
+from lightning_dlrover.rdzv.membership.member import Formation
+from lightning_dlrover.rdzv.transport import transfer
+from lightning_dlrover.rdzv.transport.transfer import is_expanded
 
-__all__ = ["ResilientCollectives"]
+if TYPE_CHECKING:
+    import lightning as L
+
+    from lightning_dlrover.rdzv.transport.transfer import BufferCopies
+
+# One optimizer update as data: a worker copies it to undo a step, and sends it to a survivor that missed it.
+
+_SET_BY_SCHEDULERS = {"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "betas", "momentum", "base_momentum", "max_momentum"}
+
+
+@dataclass
+class Update:
+    """Everything that one optimizer update changed; sent to a survivor that missed it."""
+
+    model: dict[str, torch.Tensor]  # buffers that no checkpoint holds included
+    optimizers: list[dict[str, Any]]
+    groups: list[list[dict[str, Any]]]  # each optimizer's own values in its parameter groups, without hyperparameters
+    scaler: dict[str, Any]  # mixed precision's loss scaler
+    manual_steps: dict[str, Any]
+    # Manual optimization: gradients added up by the batches since the last optimizer step, and whether there are any.
+    gradients: list[torch.Tensor | None] | None = None  # one per parameter; None: not part of this update
+    window_is_open: bool = False
+
+
+def capture(trainer: L.Trainer) -> Update:
+    """Return the current state of all that an update changes. Its tensors are those in use."""
+    module = trainer.lightning_module
+    return Update(
+        model=_model_tensors(module),
+        optimizers=[optimizer.state_dict()["state"] for optimizer in trainer.optimizers],
+        groups=[[_kept_in(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
+        scaler=trainer.precision_plugin.state_dict(),
+        manual_steps=_manual_optimization(trainer).optim_step_progress.state_dict(),
+    )
+
+
+def apply(trainer: L.Trainer, update: Update) -> None:
+    """Bring weights, optimizers and scaler to the state after another worker's update, or before a failed one."""
+    with torch.no_grad():
+        for name, value in _model_tensors(trainer.lightning_module).items():
+            sent = update.model.get(name)
+            # Another shape: a cache has grown on one worker alone.
+            if sent is not None and sent.shape == value.shape and not is_expanded(value):
+                value.copy_(sent)
+    for optimizer, state, kept in zip(trainer.optimizers, update.optimizers, update.groups, strict=True):
+        # The rates are left out: this worker's schedulers have not seen the update yet and will set them.
+        groups = [{**own, **new} for own, new in zip(optimizer.state_dict()["param_groups"], kept, strict=True)]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+    if update.scaler:
+        trainer.precision_plugin.load_state_dict(update.scaler)
+    _manual_optimization(trainer).optim_step_progress.load_state_dict(update.manual_steps)
+
+
+class ManualWindow:
+    """Gradients that batches of manual optimization add up before an optimizer step."""
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self._trainer = trainer
+        self._before: list[torch.Tensor | None] | None = None  # gradients before the current batch; None: not remembered
+        self.is_open = False  # the last batches ended without an optimizer step
+
+    def remember(self) -> None:
+        """Record the gradients before a batch, in case it is computed again."""
+        self._before = self._gradients()
+
+    def forget(self) -> None:
+        self._before = None
+
+    def restore(self) -> None:
+        """Restore the recorded gradients."""
+        self._set(self._before or ())
+
+    def newest_update(self) -> Update:
+        """Return the state for a worker that lacks this one's last update. This worker may be in the step after it."""
+        update = capture(self._trainer)
+        if self._trainer.lightning_module.automatic_optimization:
+            return replace(update, window_is_open=self.is_open)
+        gradients = self._before if self._before is not None else self._gradients()
+        return replace(update, gradients=gradients, window_is_open=self.is_open)
+
+    def take_over(self, update: Update) -> None:
+        """Make another worker's `newest_update` this worker's own."""
+        apply(self._trainer, update)
+        if update.gradients is not None:
+            self._set(update.gradients)
+            self.is_open = update.window_is_open
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        """Return the gradients that a manual step adds to; none where the step before has used them."""
+        parameters = list(self._trainer.lightning_module.parameters())
+        if not self.is_open:
+            return [None] * len(parameters)
+        return [None if p.grad is None else p.grad.detach().clone() for p in parameters]
+
+    def _set(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(self._trainer.lightning_module.parameters(), gradients, strict=False):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+
+
+def _manual_optimization(trainer: L.Trainer) -> Any:
+    return trainer.fit_loop.epoch_loop.manual_optimization
+
+
+def _model_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    state = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    return {name: buffer.detach() for name, buffer in module.named_buffers()} | state
+
+
+def _kept_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's own values in a parameter group, as of schedule-free optimizers, Prodigy and D-Adaptation."""
+    data = (bool, int, float, str, torch.Tensor, type(None))
+    return {k: v for k, v in group.items() if k != "params" and k not in _SET_BY_SCHEDULERS and isinstance(v, data)}
+
+
+# Undo logged values and buffers before a computation is repeated, so that it counts once in every mean and metric.
+#
+# `Before` records a worker's logged values, its module's buffers and the state of its torchmetrics objects. It is cheap
+# enough for every step: Lightning replaces the tensors that it accumulates in, and only buffers and torchmetrics' are
+# changed in place.
+
+_FIELDS = ("value", "cumulated_batch_size", "has_reset", "_forward_cache", "_computed", "_update_count")
+
+
+class Before:
+    """A record of the logged values, metrics and buffers at the time of its creation.
+
+    Args:
+        metrics: torchmetrics objects of the user's module.
+        results: Lightning's logged values.
+        buffers: takes the copies of the module's buffers; None where no step is repeated.
+    """
+
+    def __init__(self, metrics: Iterable[torchmetrics.Metric], results: Any, buffers: BufferCopies | None = None) -> None:
+        self._results = results
+        self._buffers = buffers
+        if buffers is not None:
+            buffers.keep()
+        self._logged = {
+            key: {name: vars(metric)[name] for name in _FIELDS if name in vars(metric)} for key, metric in results.items()
+        }
+        self._metrics = [_MetricState(each) for each in metrics]
+
+    def restore(self) -> None:
+        """Restore the recorded values. Can be called several times."""
+        for key, metric in list(self._results.items()):
+            if metric.meta.fx.startswith("on_train_batch_"):
+                continue  # these hooks run once, even if the work between them is repeated
+            if key in self._logged:
+                vars(metric).update(self._logged[key])
+            else:
+                del self._results[key]
+        for state in self._metrics:
+            state.restore()
+        self.restore_buffers()
+
+    def restore_buffers(self) -> None:
+        """Restore the buffers alone."""
+        if self._buffers is not None:
+            self._buffers.restore()
+
+
+class Counts:
+    """A loop's counts. Lightning's own `state_dict` of them copies deeply, which takes too long for every step.
+
+    Args:
+        progress: counts of optimizers or of optimizer steps, as Lightning nests them.
+    """
+
+    def __init__(self, progress: Any) -> None:
+        self.progress = progress
+        self._parts = list(_innermost(progress))
+
+    def take(self) -> list[dict[str, Any]]:
+        """Return the values of now."""
+        return [dict(vars(part)) for part in self._parts]
+
+    def restore(self, values: Sequence[Mapping[str, Any]]) -> None:
+        """Go back to the values that `take` has returned."""
+        for part, of_part in zip(self._parts, values, strict=True):
+            vars(part).update(of_part)
+
+
+def _innermost(progress: Any) -> Iterator[Any]:
+    parts = list(vars(progress).values())
+    if isinstance(parts[0], int):
+        yield progress
+        return
+    for part in parts:
+        yield from _innermost(part)
+
+
+class Frozen:
+    """The trainable flags of all parameters. Lightning's `toggle_optimizer` changes them for a part of a step."""
+
+    def __init__(self, module: L.LightningModule) -> None:
+        self._module = module
+        self._flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        self._toggled = dict(module._param_requires_grad_state)  # flags that `toggle_optimizer` restores later
+
+    def restore(self) -> None:
+        for parameter, flag in self._flags:
+            parameter.requires_grad_(flag)
+        self._module._param_requires_grad_state = dict(self._toggled)
+
+
+def metrics_of(module: torch.nn.Module) -> list[torchmetrics.Metric]:
+    """Return all torchmetrics objects that are parts of a module."""
+    return [each for each in module.modules() if isinstance(each, torchmetrics.Metric)]
+
+
+def call_restart_hooks(trainer: L.Trainer, batch_idx: int) -> None:
+    """Call `on_train_batch_restart` of the callbacks and the module that have it, before a training step runs again."""
+    module = trainer.lightning_module
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if (hook := getattr(callback, "on_train_batch_restart", None)) is not None:
+            hook(trainer, module, batch_idx)
+    if callable(hook := getattr(module, "on_train_batch_restart", None)):
+        hook(batch_idx)
+
+
+class _MetricState:
+    """The recorded state of one torchmetrics object."""
+
+    def __init__(self, metric: torchmetrics.Metric) -> None:
+        self._metric = metric
+        self._fields = {name: vars(metric)[name] for name in ("_forward_cache", "_computed", "_update_count")}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._lists: dict[str, list[Any]] = {}
+        for name in metric._defaults:
+            value = getattr(metric, name)
+            if isinstance(value, torch.Tensor):
+                self._tensors[name] = value.detach().clone()  # copied, as it may be changed in place
+            else:
+                self._lists[name] = list(value)
+
+    def restore(self) -> None:
+        vars(self._metric).update(self._fields)
+        for name, tensor in self._tensors.items():
+            setattr(self._metric, name, tensor.clone())
+        for name, values in self._lists.items():
+            setattr(self._metric, name, list(values))
+
+
+# Run collectives so that they survive the loss of a worker.
+#
+# Inside a training step a collective that fails is repeated with the step. Outside of steps it is repeated by itself, or
+# its result is taken from a survivor. Collectives are counted for that: a number stands for the same collective on all
+# workers.
 
 log = logging.getLogger(__name__)
 

@@ -1,25 +1,322 @@
-"""This worker's copy of the dense parameters: how DDP wraps it in each round."""
+"""One worker's copy of the model, and the strategy that holds it: DDP's wrapper, buffers, unused parameters, device and
+memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import contextlib
+import ctypes
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dlrover.live.ddp_names import (
-    ddp_arguments,
-    register_comm_hook,
-)
-from lightning_dlrover.live.unused_parameters import UnusedParameters
-from lightning_dlrover.rdzv.group import torch_names
+from lightning_dlrover import variables
+from lightning_dlrover.checks import UnsupportedScriptError
+from lightning_dlrover.lightning_compat import EitherStrategy
+from lightning_dlrover.live.lightning_adapter import ddp_arguments, register_comm_hook
 from lightning_dlrover.rdzv.group.world import World
+from lightning_dlrover.rdzv.transport import torch_names
+from lightning_dlrover.tuning.resources import available_bytes
 
 if TYPE_CHECKING:
-    from lightning_dlrover.live.live_strategy import LiveStrategy
+    from lightning_dlrover.live.checkpoints import TablesOfTrainer
+    from lightning_dlrover.tables.elastic import ElasticTables
+    from lightning_dlrover.tuning.health import OwnClock
 
-__all__ = ["Replica"]
+# Decide whether DDP has to search each backward pass for parameters without a gradient.
+#
+# A process that trains alone needs no such search, so its script may leave parameters out of a step: a frozen branch, the
+# other network of a GAN. DDP without the search waits for those gradients for ever. Every worker therefore detects such
+# parameters, alone and under DDP, and the workers of a round agree on the outcome through their positions.
+
+log = logging.getLogger(__name__)
+
+NUM_WATCHED = 50
+"""Number of backward passes in which a worker that trains alone looks for parameters without a gradient."""
+
+NUM_NAMED = 3
+"""Maximum number of parameters that the report names."""
+
+
+class IncompleteBackwardError(RuntimeError):
+    """DDP waits for gradients that the backward pass did not produce. All workers have to repeat the step."""
+
+
+class HasTableNames(Protocol):
+    """A strategy whose model may have sharded tables."""
+
+    @property
+    def table_names(self) -> set[str]: ...
+
+
+class UnusedParameters:
+    """Detects whether this job's models have parameters that a step may leave out.
+
+    Args:
+        ddp_kwargs: the user's arguments of DDP. A choice made there is kept.
+        is_live: whether the world may change. Otherwise DDP stays as Lightning sets it up.
+
+    Attributes:
+        found: whether DDP has to search for them from the next wrap on.
+    """
+
+    def __init__(self, ddp_kwargs: dict[str, Any], is_live: bool) -> None:
+        self.is_fixed = not is_live or "find_unused_parameters" in ddp_kwargs or bool(ddp_kwargs.get("static_graph"))
+        self.found = False
+        self._num_watched = 0
+
+    def note_optimizers(self, is_automatic: bool, num_optimizers: int) -> None:
+        """Expect unused parameters with several optimizers of manual optimization, each with its own part and backward pass."""
+        if not self.is_fixed and not is_automatic and num_optimizers > 1:
+            self.found = True
+
+    def agree(self, found: bool, is_reporter: bool) -> None:
+        """Adopt the common result of a new round's workers."""
+        if self.is_fixed or found == self.found:
+            return
+        if found and is_reporter:
+            log.info("DDP searches for unused parameters from now on: another worker has found some")
+        self.found = found
+
+    @contextlib.contextmanager
+    def searching(self) -> Iterator[None]:
+        """Run a backward pass with or without DDP's search.
+
+        Raises:
+            UnsupportedScriptError: the search has failed in reentrant checkpoints, which it cannot see through.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self.is_fixed or not self.found or "ready only once" not in str(error):
+                raise
+            raise UnsupportedScriptError(
+                "some steps leave parameters out, so DDP searches each backward pass for them, and that fails with activation "
+                "checkpointing in its reentrant form: call torch.utils.checkpoint.checkpoint with use_reentrant=False (for "
+                'models of transformers: gradient_checkpointing_kwargs={"use_reentrant": False})'
+            ) from error
+
+    def check(self, module: nn.Module, model: Any, strategy: HasTableNames, num_workers: int, is_reporter: bool) -> None:
+        """Call after each backward pass.
+
+        Args:
+            model: `module`, or the DDP that wraps it.
+            strategy: has the names of the tables, which get no gradient by design.
+
+        Raises:
+            IncompleteBackwardError: DDP cannot complete its reduction.
+        """
+        if self.is_fixed or self.found:
+            return
+        if num_workers == 1:
+            if self._num_watched < NUM_WATCHED:
+                self._num_watched += 1
+                self.found = bool(_without_gradient(module, strategy.table_names))
+            return
+        if not isinstance(model, DistributedDataParallel) or not model.require_backward_grad_sync:
+            return
+        try:
+            model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            self.found = True
+            names = _without_gradient(module, strategy.table_names)
+            text = ", ".join(names[:NUM_NAMED]) + (f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else "")
+            text = text or "some of those that another step has used"
+            if is_reporter:
+                log.warning("This step does not use all parameters (%s): DDP searches for unused ones from now on", text)
+            raise IncompleteBackwardError(f"the backward pass gave no gradient to {text}") from error
+
+
+def _without_gradient(module: nn.Module, ignored: Collection[str]) -> list[str]:
+    return [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None and name not in ignored]
+
+
+# Take the buffers of a model, such as BatchNorm's means, from rank 0 before a validation.
+
+
+def send_buffers(model: Any) -> dict[str, Tensor]:
+    """Give all workers rank 0's buffers before a validation. Called where there are several workers.
+
+    DDP does so in each worker's first forward pass. A worker without a sample of the first dataloader, or without any left
+    after a loss, makes that pass later than the others or never. It would meet them in another collective.
+
+    Args:
+        model: the model that the workers train, in DDP if its gradients are reduced.
+
+    Returns:
+        A copy of the sent buffers, for a worker that did not receive them because of a loss; see `take_buffers`.
+    """
+    sent: dict[str, Tensor] = {}
+    if isinstance(model, DistributedDataParallel):
+        if model.broadcast_buffers and any(True for _ in model.module.buffers()):
+            model._sync_buffers()  # type: ignore[no-untyped-call]
+            sent = {name: buffer.detach().clone() for name, buffer in model.named_module_buffers.items()}
+        model.require_forward_param_sync = False
+    return sent
+
+
+def take_buffers(module: nn.Module, sent: Mapping[str, Tensor]) -> None:
+    """Set the buffers that `send_buffers` returned, here or on another worker."""
+    own = dict(module.named_buffers())
+    with torch.no_grad():
+        for name, buffer in sent.items():
+            own[name].copy_(buffer)
+
+
+# Decide which device a worker trains on.
+
+
+def own_device(devices: Sequence[torch.device], local_rank: int, num_gpus: int, backend: str | None = None) -> torch.device:
+    """Return the device of the worker with this local rank.
+
+    `Trainer(devices=...)` does not decide how many workers a node has, so there may be more workers than devices. NCCL refuses
+    two workers on one GPU, so the extra workers get the GPUs that the Trainer was not given. Workers share a CPU. They also
+    share GPUs if they communicate through gloo.
+
+    Args:
+        devices: devices of the Trainer.
+        num_gpus: number of GPUs visible to this process.
+        backend: the user's choice for the process groups; None: NCCL on GPUs.
+
+    Raises:
+        ValueError: this worker would have to share a GPU.
+    """
+    if devices[0].type != "cuda" or backend == "gloo":
+        return devices[local_rank % len(devices)]
+    others = [torch.device("cuda", i) for i in range(num_gpus) if all(device.index != i for device in devices)]
+    own = [*devices, *others]
+    if local_rank >= len(own):
+        raise ValueError(
+            f"the worker with local rank {local_rank} has no GPU of its own, as {len(own)} in all are visible to it, and NCCL "
+            "refuses two workers on one GPU: start as many workers per node as it has GPUs (--nproc-per-node), show more of "
+            "them in CUDA_VISIBLE_DEVICES, or share them with DLRoverStrategy(process_group_backend='gloo')"
+        )
+    return own[local_rank]
+
+
+# Keep memory at hand for a change of the world.
+#
+# A page that a process touches for the first time costs microseconds, and many of them inside a virtual machine. For a
+# model and its optimizer state these add up to the longest part of a switch. So a worker touches its future memory while no
+# other worker waits for it, and makes the C library keep freed blocks.
+
+# glibc's mallopt(3)
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+NEVER = 2**31 - 1
+LARGEST_KEPT = 32 << 20
+"""Bytes of the largest block to keep, as in glibc's adaptive threshold. Keeping larger ones would leave gaps in the heap."""
+
+USERS_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+
+
+def reserve(
+    module: torch.nn.Module, num_copies: int, but: Collection[str] = (), environ: Mapping[str, str] = os.environ
+) -> bool:
+    """Touch the module's trainable parameters, and `num_copies` times their memory for later allocations.
+
+    Embeddings with sparse gradients do not count, because most of their memory is never touched. From then on the
+    process keeps blocks below 32 MiB that it frees.
+
+    Nothing is reserved in three cases: the C library is not glibc, the user has allocation settings, or all workers of the
+    node would take more than half of the available memory. Processes forked afterwards share the pages, which undoes the
+    work.
+
+    Args:
+        but: names of parameters that do not count: sharded tables, which have another kind of memory.
+
+    Returns:
+        Whether the memory was reserved.
+    """
+    libc = ctypes.CDLL(None)  # its calls release Python's lock, as touching may take seconds
+    if not hasattr(libc, "gnu_get_libc_version") or any(environ.get(name) for name in USERS_OWN):
+        return False
+    sparse = {id(p) for m in module.modules() if getattr(m, "sparse", False) for p in m.parameters(recurse=False)}
+    parameters = [
+        p
+        for name, p in module.named_parameters()
+        if p.requires_grad and p.device.type == "cpu" and id(p) not in sparse and name not in but
+    ]
+    num_bytes = num_copies * sum(p.nbytes for p in parameters)
+    if num_bytes * variables.workers_here(environ) > available_bytes() // 2:
+        log.info("not enough memory is available to reserve %d MiB: changes of the world will take longer", num_bytes >> 20)
+        return False
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
+    libc.mallopt(M_TRIM_THRESHOLD, NEVER)
+    sizes = [min(LARGEST_KEPT // 2, num_bytes - done) for done in range(0, num_bytes, LARGEST_KEPT // 2)]
+    blocks = [libc.malloc(size) for size in sizes]
+    for block, size in zip(blocks, sizes, strict=True):
+        if block:
+            libc.memset(block, 0, size)
+    for block in blocks:
+        libc.free(block)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(1)
+    return True
+
+
+# The strategy as the parts of a live fit use it: Lightning's DDP strategy, and what `strategy.py` adds to it.
+
+
+class DenseReplica(Protocol):
+    """The dense parameters of the model, see `replica.py`."""
+
+    unused: UnusedParameters
+
+    def wrap_what_was_unfrozen(self) -> None: ...
+
+    def wrap_anew(self, in_validation: bool = False) -> None: ...
+
+
+class LiveStrategy(EitherStrategy):
+    """Base of `DLRoverStrategy`, which fills it."""
+
+    replica: DenseReplica
+    clock: OwnClock
+    tables: TablesOfTrainer | None  # None if the model has none
+    fingerprint: str  # identity of a model before its tables are sharded
+    unread_checkpoint: tuple[int, str] | None  # step and folder of the user's checkpoint; a joiner skips it
+    has_global_batch_size: bool
+    compares_data: bool
+    reruns_epoch_hooks: bool
+    max_share: int | Literal["whole"] | None
+    on_drift: Literal["end", "repair", "ignore"]
+
+    def enter_round(self, global_rank: int, world_size: int) -> None:
+        """Take a place in a new round."""
+        raise NotImplementedError
+
+    def show_place(self, global_rank: int, world_size: int) -> None:
+        """Set what the Trainer's attributes say, to the user's code too."""
+        raise NotImplementedError
+
+    @property
+    def elastic_tables(self) -> ElasticTables | None:
+        """The model's tables in a live job; None if it has none."""
+        raise NotImplementedError
+
+    @property
+    def table_names(self) -> set[str]:
+        """Names of the parameters that are torchrec's tables."""
+        raise NotImplementedError
+
+    @property
+    def sharded_names(self) -> set[str]:
+        """Names of the parameters that differ between workers."""
+        raise NotImplementedError
+
+
+# This worker's copy of the dense parameters: how DDP wraps it in each round.
 
 
 class Replica:

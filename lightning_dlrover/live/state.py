@@ -1,22 +1,4 @@
-"""The state of a running Trainer as data: everything that a worker needs to continue where the others are.
-
-Lightning's checkpoint is a part of it. A checkpoint is made to start a Trainer again, so it lacks everything that a start sets
-anew: monitored metrics, flags and clocks of the loops, the accumulation factor, private fields of Lightning's callbacks, frozen
-parameters, and parameter groups that were changed while training. `TrainerState` holds both.
-
-Values that the hooks of an epoch's start have set in the user's objects cannot be found as data. A worker that joins inside an
-epoch therefore repeats `on_train_epoch_start`, with the job's epoch, metrics and callback states in place. It receives the
-state afterwards, so anything that a hook has changed and that is part of the state ends as on the other workers.
-
-| kept | where it comes from |
-| --- | --- |
-| weights, optimizers, schedulers, loops, precision, callbacks, datamodule | `dump_checkpoint` |
-| `RunningState`: the rest of the Trainer | `running_state`, `adopt_running_state` |
-| samples | each loader's `LoaderState` |
-| random numbers | Python's and numpy's generators; torch's seed, in checkpoints its generators |
-
-Rounds and process groups are not handled here: `live/training.py` decides which worker gets the state, and when.
-"""
+"""The state of a Trainer that a job hands to its workers: module, optimizers, loops, callbacks and loggers."""
 
 from __future__ import annotations
 
@@ -26,48 +8,150 @@ import math
 import os
 import random
 import time
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.nn.utils import prune
 
-from lightning_dlrover.checks.script import different_callbacks, monitoring
+from lightning_dlrover.checks import different_callbacks, monitoring
+from lightning_dlrover.data.iterable import Snapshot
 from lightning_dlrover.data.lane_plan import Layout
-from lightning_dlrover.data.one_pass import Snapshot
-from lightning_dlrover.live import lightning_names, loggers
-from lightning_dlrover.live.data_fingerprint import are_same_row, described_row
-from lightning_dlrover.live.listed_names import CALLBACK_CLOCKS, CALLBACK_FIELDS
+from lightning_dlrover.lightning_compat import PACKAGES, CSVLogger
+from lightning_dlrover.live import lightning_adapter
+from lightning_dlrover.live.data_agreement import are_same_row, described_row
+from lightning_dlrover.live.lightning_adapter import description, new_entry
 from lightning_dlrover.live.loader import LoaderState
-from lightning_dlrover.live.logged_values import description, new_entry
+from lightning_dlrover.live.private_api import CALLBACK_CLOCKS, CALLBACK_FIELDS, LOGGER_NAMES
+from lightning_dlrover.rdzv.transport import transfer
 
 if TYPE_CHECKING:
     import lightning as L
 
-    from lightning_dlrover.live.live_strategy import LiveStrategy
     from lightning_dlrover.live.loader import ElasticLoader
+    from lightning_dlrover.live.replica import LiveStrategy
 
-__all__ = [
-    "STATE_CLASSES",
-    "LoggedValue",
-    "RunningState",
-    "StateError",
-    "TrainerState",
-    "dump",
-    "go_on_drawing",
-    "is_lightnings",
-    "parts_with_hparams",
-    "random_state",
-    "restore",
-    "resume",
-    "seed_for",
-    "trained_parameters",
-]
+# Let the Trainer's loggers continue one run when rank 0 moves from worker to worker.
+#
+# Only rank 0 logs. A logger names its run at its first use: a version of a folder, or an id that a server assigns. All
+# workers receive rank 0's names, so that the next rank 0 continues the same run instead of starting another.
 
 log = logging.getLogger(__name__)
+
+_NAMED_BY_SERVERS = ("WandbLogger", "MLFlowLogger", "CometLogger", "LitLogger")
+
+
+def begin(loggers: Sequence[Any]) -> None:
+    """On rank 0: start the runs that get their names only at the start, so that `capture_runs` can return these."""
+    for logger in loggers:
+        if _kind(logger) in _NAMED_BY_SERVERS:
+            _ = logger.experiment
+
+
+def capture_runs(loggers: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the names of the loggers' runs as plain data, and the state of loggers with a `state_dict`."""
+    return [_captured(logger) for logger in loggers]
+
+
+def adopt_runs(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
+    """On a worker that does not log: continue these runs, should it ever become rank 0."""
+    if [_kind(logger) for logger in loggers] != [run["kind"] for run in runs]:
+        return  # the script logs on one worker only
+    for logger, run in zip(loggers, runs, strict=True):
+        if "state" in run:
+            logger.load_state_dict(run["state"])
+        names = run["names"]
+        if _kind(logger) == "CometLogger" and names.get("_experiment_key") != getattr(logger, "_experiment_key", None):
+            _leave_comet(logger)
+        for name, value in names.items():
+            setattr(logger, name, value)
+        if _kind(logger) == "WandbLogger" and names.get("_id"):
+            arguments: dict[str, Any] = logger._wandb_init
+            arguments.update(id=names["_id"])
+            arguments.setdefault("resume", "allow")
+
+
+def take_over(loggers: Sequence[Any]) -> None:
+    """On the new rank 0: open loggers that would start anew if they were opened as usual."""
+    for logger in loggers:
+        if isinstance(logger, CSVLogger) and logger._experiment is None:
+            _adopt_csv_log(logger)
+
+
+def _kind(logger: object) -> str:
+    """Return the name of Lightning's class that the logger belongs to, or ""."""
+    for cls in type(logger).__mro__:
+        if cls.__name__ in LOGGER_NAMES and cls.__module__.startswith(PACKAGES):
+            return cls.__name__
+    return ""
+
+
+def _captured(logger: Any) -> dict[str, Any]:
+    run: dict[str, Any] = {}
+    if callable(getattr(logger, "state_dict", None)) and callable(getattr(logger, "load_state_dict", None)):
+        state = logger.state_dict()
+        try:
+            transfer.loads(transfer.dumps(state))
+            run["state"] = state
+        except transfer.TransferError as error:
+            log.warning("the state of %s stays on this worker: %s", type(logger).__name__, error)
+    kind = _kind(logger)
+    names = LOGGER_NAMES.get(kind, ("_version",))
+    values = {name: getattr(logger, name) for name in names if hasattr(logger, name)}
+    for name in {"_version", "_id"} & values.keys():
+        values[name] = logger.version  # some loggers choose it at the first access
+    run["kind"] = kind
+    run["names"] = {name: value for name, value in values.items() if isinstance(value, str | int)}
+    return run
+
+
+def _leave_comet(logger: Any) -> None:
+    """End the experiment that Comet's logger started in its constructor, where every worker is rank 0 of its own agent."""
+    experiment, logger._experiment = logger._experiment, None
+    if experiment is not None:
+        with suppress(Exception):  # its remains at the server are empty
+            experiment.end()
+
+
+def _adopt_csv_log(logger: CSVLogger) -> None:
+    """Open another worker's metrics.csv for appending; opening it the usual way would delete its rows."""
+    file = Path(logger.log_dir) / "metrics.csv"
+    if not file.exists():
+        return
+    content = file.read_bytes()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Previous log files in this directory will be deleted")
+        writer = logger.experiment
+    file.write_bytes(content)
+    header = content.decode().splitlines()[:1]
+    writer.metrics_keys = header[0].split(",") if header else []
+
+
+# The state of a running Trainer as data: everything that a worker needs to continue where the others are.
+#
+# Lightning's checkpoint is a part of it. A checkpoint is made to start a Trainer again, so it lacks everything that a start
+# sets anew: monitored metrics, flags and clocks of the loops, the accumulation factor, private fields of Lightning's
+# callbacks, frozen parameters, and parameter groups that were changed while training. `TrainerState` holds both.
+#
+# Values that the hooks of an epoch's start have set in the user's objects cannot be found as data. A worker that joins
+# inside an epoch therefore repeats `on_train_epoch_start`, with the job's epoch, metrics and callback states in place. It
+# receives the state afterwards, so anything that a hook has changed and that is part of the state ends as on the other
+# workers.
+#
+# | kept | where it comes from |
+# | --- | --- |
+# | weights, optimizers, schedulers, loops, precision, callbacks, datamodule | `dump_checkpoint` |
+# | `RunningState`: the rest of the Trainer | `running_state`, `adopt_running_state` |
+# | samples | each loader's `LoaderState` |
+# | random numbers | Python's and numpy's generators; torch's seed, in checkpoints its generators |
+#
+# Rounds and process groups are not handled here: `live/training.py` decides which worker gets the state, and when.
 
 SEED_OF_SCRIPT = "PL_GLOBAL_SEED"
 """Variable in which `seed_everything` keeps its seed."""
@@ -116,7 +200,7 @@ class RunningState:
     callback_fields: dict[str, dict[str, Any]]
     callback_ages_s: dict[str, dict[str, float | None]]
     checkpoint_folders: dict[str, Any]
-    monitoring: list[str]  # callbacks that all workers must have, see `checks.script.monitoring`
+    monitoring: list[str]  # callbacks that all workers must have, see `checks.monitoring`
     attributes: dict[str, Any]  # public plain attributes of the module and its parts, compared but not restored
 
 
@@ -131,7 +215,7 @@ class TrainerState:
     python_random: object
     numpy_random: object
     loggers: list[dict[str, Any]]
-    counters: dict[str, int] = field(default_factory=dict)  # updates, validations and requests: `job_state.py`
+    counters: dict[str, int] = field(default_factory=dict)  # updates, validations and requests: `handover.py`
 
 
 STATE_CLASSES: tuple[type, ...] = (Layout, LoaderState, LoggedValue, RunningState, Snapshot)
@@ -145,7 +229,7 @@ def dump(trainer: L.Trainer, loaders: Sequence[ElasticLoader]) -> TrainerState:
 
     Runs the hooks of saving: `state_dict` of callbacks and datamodule, `on_save_checkpoint` of callbacks and module.
     """
-    checkpoint = lightning_names.dump_checkpoint(trainer)
+    checkpoint = lightning_adapter.dump_checkpoint(trainer)
     for part in parts_with_hparams(trainer):
         for key in (part.CHECKPOINT_HYPER_PARAMS_KEY, part.CHECKPOINT_HYPER_PARAMS_NAME, part.CHECKPOINT_HYPER_PARAMS_TYPE):
             checkpoint.pop(key, None)
@@ -160,7 +244,7 @@ def dump(trainer: L.Trainer, loaders: Sequence[ElasticLoader]) -> TrainerState:
         torch_seed=torch.initial_seed(),
         python_random=random.getstate(),
         numpy_random=np.random.get_state(),
-        loggers=loggers.capture_runs(trainer.loggers),
+        loggers=capture_runs(trainer.loggers),
     )
 
 
@@ -168,8 +252,8 @@ def running_state(trainer: L.Trainer) -> RunningState:
     """Return the state that `dump_checkpoint` leaves out."""
     fit_loop, module = trainer.fit_loop, trainer.lightning_module
     now = time.monotonic()
-    last_validation = lightning_names.validation_time(trainer)
-    train_reload_epoch, val_reload_epoch = lightning_names.reload_epochs(trainer)
+    last_validation = lightning_adapter.validation_time(trainer)
+    train_reload_epoch, val_reload_epoch = lightning_adapter.reload_epochs(trainer)
     return RunningState(
         should_stop=trainer.should_stop,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
@@ -178,7 +262,7 @@ def running_state(trainer: L.Trainer) -> RunningState:
         val_reload_epoch=val_reload_epoch,
         val_age_s=None if last_validation is None else now - last_validation,
         first_loop_iter=trainer._logger_connector._first_loop_iter,
-        metrics=lightning_names.metrics(trainer),
+        metrics=lightning_adapter.metrics(trainer),
         logged=_logged_values(trainer),
         requires_grad={name: parameter.requires_grad for name, parameter in module.named_parameters()},
         groups=_group_names(trainer),
@@ -201,7 +285,7 @@ def running_state(trainer: L.Trainer) -> RunningState:
 def _logged_values(trainer: L.Trainer) -> list[LoggedValue]:
     return [
         LoggedValue(key=key, has_reset=metric.has_reset, **description(metric))
-        for key, metric in lightning_names.results_of(trainer.fit_loop.epoch_loop).items()
+        for key, metric in lightning_adapter.results_of(trainer.fit_loop.epoch_loop).items()
         if metric.meta.sync.group is None and (metric.is_tensor or metric.meta.metric_attribute)
     ]
 
@@ -267,7 +351,7 @@ def restore(
         loader.load_state(loader_state)
     has_other_length = sizes != [loader.global_batch_size for loader in loaders if loader.sequence is None]
     if has_other_length or any(loader.order.grows for loader in loaders):
-        lightning_names.recount_batches(trainer)  # hooks look at the number of batches
+        lightning_adapter.recount_batches(trainer)  # hooks look at the number of batches
     for part in parts_with_hparams(trainer):
         if part.hparams:
             state.checkpoint[part.CHECKPOINT_HYPER_PARAMS_KEY] = dict(part.hparams)
@@ -288,7 +372,7 @@ def restore(
     random.setstate(state.python_random)  # type: ignore[arg-type]
     np.random.set_state(state.numpy_random)  # type: ignore[arg-type]
     seed_for(state.torch_seed, place)
-    loggers.adopt_runs(trainer.loggers, state.loggers)
+    adopt_runs(trainer.loggers, state.loggers)
     if enters_epoch:
         _warn_of_attributes(trainer.lightning_module, state.running.attributes)
 
@@ -354,7 +438,7 @@ def trained_parameters(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def _restore_checkpoint(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
-    lightning_names.restore_checkpoint(trainer, checkpoint)
+    lightning_adapter.restore_checkpoint(trainer, checkpoint)
     _go_on(trainer)
 
 
@@ -365,7 +449,7 @@ def run_epoch_start_hooks(trainer: L.Trainer) -> None:
     """
     strategy: Any = trainer.strategy
     with strategy.collectives.alone():
-        lightning_names.call_hooks(trainer, "on_train_epoch_start")
+        lightning_adapter.call_hooks(trainer, "on_train_epoch_start")
 
 
 def _restore_loops(trainer: L.Trainer, checkpoint: dict[str, Any]) -> bool:
@@ -375,8 +459,8 @@ def _restore_loops(trainer: L.Trainer, checkpoint: dict[str, Any]) -> bool:
         Whether the next epoch begins.
     """
     part = {"loops": checkpoint["loops"], "callbacks": checkpoint.get("callbacks", {})}
-    lightning_names.restore_loops(trainer, part)
-    lightning_names.load_callback_states(trainer, part)
+    lightning_adapter.restore_loops(trainer, part)
+    lightning_adapter.load_callback_states(trainer, part)
     _go_on(trainer)
     return _begin_next_epoch_if_ended(trainer)
 
@@ -411,9 +495,9 @@ def _go_on(trainer: L.Trainer) -> None:
     epoch_loop = fit_loop.epoch_loop
     optimizations = epoch_loop.automatic_optimization, epoch_loop.manual_optimization
     # The loops continue where the others are. Lightning's own restart would repeat hooks and validation.
-    lightning_names.clear_restart_flags(fit_loop, epoch_loop, epoch_loop.val_loop, *optimizations)
+    lightning_adapter.clear_restart_flags(fit_loop, epoch_loop, epoch_loop.val_loop, *optimizations)
     # The parameter groups of these callbacks exist already.
-    lightning_names.clear_restart_flags(
+    lightning_adapter.clear_restart_flags(
         *(callback for callback in _callbacks(trainer) if is_lightnings(callback, "BaseFinetuning"))
     )
 
@@ -423,12 +507,12 @@ def adopt_running_state(trainer: L.Trainer, strategy: LiveStrategy, running: Run
     now = time.monotonic()
     trainer.should_stop = running.should_stop
     trainer.accumulate_grad_batches = running.accumulate_grad_batches
-    lightning_names.set_reload_epochs(trainer, running.train_reload_epoch, running.val_reload_epoch)
-    if running.val_age_s is not None and lightning_names.validates_by_clock(trainer):
-        lightning_names.set_validation_time(trainer, now - running.val_age_s)
+    lightning_adapter.set_reload_epochs(trainer, running.train_reload_epoch, running.val_reload_epoch)
+    if running.val_age_s is not None and lightning_adapter.validates_by_clock(trainer):
+        lightning_adapter.set_validation_time(trainer, now - running.val_age_s)
     trainer._logger_connector._first_loop_iter = running.first_loop_iter
     _set_metrics(trainer, running)
-    results = lightning_names.results_of(trainer.fit_loop.epoch_loop)
+    results = lightning_adapter.results_of(trainer.fit_loop.epoch_loop)
     results.clear()  # drops values from hooks that this worker ran while it was alone
     for logged in running.logged:
         _adopt_logged_value(trainer, strategy, logged)
@@ -446,7 +530,7 @@ def adopt_running_state(trainer: L.Trainer, strategy: LiveStrategy, running: Run
             setattr(callback, name, None if age_s is None else now - age_s)
     for timer in (callback for callback in _callbacks(trainer) if is_lightnings(callback, "Timer")):
         # Its state holds the time until now, so the time that this worker has waited alone does not count.
-        lightning_names.restart_timer(timer, now)
+        lightning_adapter.restart_timer(timer, now)
 
 
 def _set_metrics(trainer: L.Trainer, running: RunningState) -> None:
@@ -457,7 +541,7 @@ def _set_metrics(trainer: L.Trainer, running: RunningState) -> None:
             key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in running.metrics[name].items()
         }
 
-    lightning_names.set_metrics(trainer, {kind: here(kind) for kind in ("callback", "logged", "progress_bar")})
+    lightning_adapter.set_metrics(trainer, {kind: here(kind) for kind in ("callback", "logged", "progress_bar")})
 
 
 def _adopt_logged_value(trainer: L.Trainer, strategy: LiveStrategy, logged: LoggedValue) -> None:
@@ -472,7 +556,7 @@ def _adopt_logged_value(trainer: L.Trainer, strategy: LiveStrategy, logged: Logg
             "which this worker's module does not have; create metrics in __init__ or setup"
         ) from error
     metric.has_reset = logged.has_reset
-    lightning_names.results_of(trainer.fit_loop.epoch_loop)[logged.key] = metric
+    lightning_adapter.results_of(trainer.fit_loop.epoch_loop)[logged.key] = metric
 
 
 def _prune_alike(module: torch.nn.Module, pruned: Mapping[str, torch.Tensor]) -> None:

@@ -1,8 +1,4 @@
-"""Treat several training loaders as one: a common counter, one order's seed for all workers, one weight for a batch's loss.
-
-Lightning's `CombinedLoader` fetches from each loader in turn. The first one holds the point at which the world may change.
-So all of them count the Trainer's batches, whether they have begun again (`max_size_cycle`) or have ended (`max_size`).
-"""
+"""The training loaders of a fit, and the settings of them that a plan changes."""
 
 from __future__ import annotations
 
@@ -10,26 +6,115 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_dlrover.checks.loaders import UnsupportedLoaderError
+from lightning_dlrover.checks import UnsupportedLoaderError
 from lightning_dlrover.data.lane_plan import Layout
-from lightning_dlrover.live import lightning_names
+from lightning_dlrover.live import lightning_adapter
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.order import Peers
-from lightning_dlrover.live.position import FitPosition
-from lightning_dlrover.live.sequence_order import UNKNOWN
-from lightning_dlrover.live.split import global_batch_of_next
+from lightning_dlrover.live.order import UNKNOWN, FitPosition, Peers, global_batch_of_next
+from lightning_dlrover.output import counted
+from lightning_dlrover.rdzv.job.events import SettingsApplied
+from lightning_dlrover.rdzv.job.records import PlanRecord
 
 if TYPE_CHECKING:
     import lightning as L
 
-__all__ = ["TrainLoaders"]
+# Apply a plan's threads, loader workers and prefetching in one worker while it trains.
+#
+# Workers need not agree on the time, because none of these changes which samples a worker gets. `live/loader_workers.py`
+# replaces loader workers without a pause. The number of workers is a matter of rounds (`live/training.py`).
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    loader_workers: list[int]  # one per loader
+    prefetch_factor: list[int]
+    intra_op_threads: int
+
+    def __str__(self) -> str:
+        workers, ahead = ("+".join(map(str, of_loaders)) for of_loaders in (self.loader_workers, self.prefetch_factor))
+        return f"{workers} loader workers, {ahead} batches ahead, {counted(self.intra_op_threads, 'thread')}"
+
+
+class SettingsInForce:
+    """Follows the plan. Settings that it leaves open stay as they are, at first as in the user's script.
+
+    Args:
+        cores: cores that this worker may use. It never computes with more threads. It has more loader workers only if the
+            user's loader or a manual plan requests them, because other plans may be made for larger nodes.
+    """
+
+    def __init__(self, cores: float) -> None:
+        self._cores = max(1, int(cores))
+        self._plan: PlanRecord | None = None  # the plan that was last carried out
+        self._loaders: Sequence[ElasticLoader] = ()  # loaders of that plan; a Trainer may make new ones for each epoch
+        self._begun: tuple[PlanRecord, _Settings] | None = None  # plan under way, and the settings before it
+
+    def follow(
+        self, plan: PlanRecord | None, loaders: Sequence[ElasticLoader], may_add_workers: bool
+    ) -> tuple[SettingsApplied, str] | None:
+        """Apply as much of the plan as possible. Call it between any two batches.
+
+        Args:
+            may_add_workers: whether the planner may give loader workers to any dataset whose loader has none.
+
+        Returns:
+            The change and its text, once it is complete.
+        """
+        if plan is None or (plan is self._plan and loaders == self._loaders):
+            return None
+        if self._begun is None or self._begun[0] is not plan:
+            self._begun = plan, _in_force(loaders)
+            for loader in loaders:
+                loader.workers.handover_s = 0.0
+        if plan.intra_op_threads is not None:
+            threads = min(plan.intra_op_threads or self._cores, self._cores)
+            if threads != torch.get_num_threads():
+                torch.set_num_threads(threads)
+        refusals = {loader.workers.refusal for loader in loaders}
+        wanted = [self._loader_workers(plan, loader, may_add_workers) for loader in loaders]
+        under_way = [x for x, number in zip(loaders, wanted, strict=True) if not x.workers.retune(number, plan.prefetch_factor)]
+        if under_way:
+            return None
+        before, now = self._begun[1], _in_force(loaders)
+        self._plan, self._loaders, self._begun = plan, loaders, None
+        refused = "; ".join(sorted({loader.workers.refusal for loader in loaders} - refusals))
+        if refused:
+            log.warning("loader workers stay as they are: %s", refused)
+        if now == before and not refused:
+            return None
+        seconds = sum(loader.workers.handover_s for loader in loaders) if now != before else 0.0
+        text = f"{now} on each worker, instead of {before}" + (f"; not more loader workers: {refused}" if refused else "")
+        return SettingsApplied(**asdict(now), before=asdict(before), seconds=seconds, refused=refused), text
+
+    def _loader_workers(self, plan: PlanRecord, loader: ElasticLoader, may_add_workers: bool) -> int | None:
+        if plan.loader_workers is None or plan.source == "user":
+            return plan.loader_workers
+        if loader.workers.would_be_first and not may_add_workers:
+            return None
+        wanted = min(plan.loader_workers, max(self._cores, loader.workers.users_number))
+        return loader.order.fitting_loader_workers(wanted)
+
+
+def _in_force(loaders: Sequence[ElasticLoader]) -> _Settings:
+    return _Settings(
+        [loader.num_workers for loader in loaders],
+        [loader.prefetch_factor for loader in loaders],
+        torch.get_num_threads(),
+    )
+
+
+# Treat several training loaders as one: a common counter, one order's seed for all workers, one weight for a batch's loss.
+#
+# Lightning's `CombinedLoader` fetches from each loader in turn. The first one holds the point at which the world may
+# change. So all of them count the Trainer's batches, whether they have begun again (`max_size_cycle`) or have ended
+# (`max_size`).
 
 
 class TrainLoaders:
@@ -57,7 +142,7 @@ class TrainLoaders:
 
     @property
     def all(self) -> list[ElasticLoader]:
-        combined = lightning_names.combined_loader(self._trainer.fit_loop)
+        combined = lightning_adapter.combined_loader(self._trainer.fit_loop)
         assert combined is not None
         return [loader for loader in combined.flattened if isinstance(loader, ElasticLoader)]
 
@@ -67,7 +152,7 @@ class TrainLoaders:
 
     @property
     def are_made(self) -> bool:
-        return lightning_names.combined_loader(self._trainer.fit_loop) is not None and bool(self.all)
+        return lightning_adapter.combined_loader(self._trainer.fit_loop) is not None and bool(self.all)
 
     @property
     def batch_number(self) -> int:
@@ -90,7 +175,7 @@ class TrainLoaders:
             UnsupportedLoaderError: one global batch size was given for loaders of several batch sizes, or one of several
                 loaders reads an `IterableDataset`.
         """
-        combined, loaders = lightning_names.combined_loader(self._trainer.fit_loop), self.all
+        combined, loaders = lightning_adapter.combined_loader(self._trainer.fit_loop), self.all
         assert combined is not None
         for loader in loaders:
             if loader.sequence is not None:
@@ -162,7 +247,7 @@ class TrainLoaders:
 
     def close_unused(self) -> None:
         """End the processes of loaders that the Trainer has replaced. Lightning closes only loaders of torch's own."""
-        in_use = lightning_names.loaders_of_fit(self._trainer)
+        in_use = lightning_adapter.loaders_of_fit(self._trainer)
         for loader in [made for made in self._made if not any(made is used for used in in_use)]:
             loader.close()
             self._made.remove(loader)
@@ -229,7 +314,7 @@ class TrainLoaders:
     def recount(self) -> None:
         """Count the epoch's batches anew, where a stream has brought another number of rows, or others another global batch."""
         if self.grow or self._counted != self._global_batches:
-            lightning_names.recount_batches(self._trainer)
+            lightning_adapter.recount_batches(self._trainer)
             self._known = ()  # so that the loaders keep step with the new number
             if self._position.has_entered or self._position.is_standby:
                 self.keep_step()
@@ -302,11 +387,11 @@ class TrainLoaders:
             if self.saved:
                 loader.resume(*(_saved_at(self.saved.get(name, ()), number) for name in ("orders", "streams", "sequences")))
         self.saved = {}
-        lightning_names.fetcher_of(self._trainer.fit_loop).fetched = cursor
+        lightning_adapter.fetcher_of(self._trainer.fit_loop).fetched = cursor
 
     def lead_fetcher(self) -> None:
         """Bring Lightning's fetcher to the loaders' position."""
-        fetcher, loader = lightning_names.fetcher_of(self._trainer.fit_loop), self.first
+        fetcher, loader = lightning_adapter.fetcher_of(self._trainer.fit_loop), self.first
         fetcher.fetched = loader.cursor
         if loader.sequence is not None:
             fetcher.length = None if loader.split.num_samples == UNKNOWN else loader.num_epoch_batches
@@ -329,7 +414,7 @@ class TrainLoaders:
 
     def _next_again(self, loaders: Sequence[ElasticLoader]) -> Any:
         """Return the next batch of all loaders, as Lightning combines it, without its iterators."""
-        combined = lightning_names.combined_loader(self._trainer.fit_loop)
+        combined = lightning_adapter.combined_loader(self._trainer.fit_loop)
         assert combined is not None
         parts: list[Any] = []
         for loader in loaders:

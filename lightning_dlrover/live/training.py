@@ -1,65 +1,260 @@
-"""Carry a Lightning training loop from one round of the job to the next.
-
-`LiveTraining` chooses this worker's action at the few places where the world may change: admit a joiner, switch, recover
-from a loss, or leave. `strategy.py` calls it from Lightning's hooks. The process groups themselves are formed by
-`rdzv/group/world.py`.
-
-Every worker's place in the program is a `Position`. Training steps and the strategy's collectives keep all workers within one
-optimizer update and a few small collectives of each other. After a loss the survivors compare their positions:
-  - A worker that lacks the last update takes weights and optimizer state from one that has it; see `update.py`.
-  - A worker inside a step that has not lost an update repeats the step, with its new share of the same batch; see `steps.py`.
-  - A worker that lacks the result of a collective outside of a step takes it from one that has it; see `resilient.py`.
-  - A worker in a validation run continues it, with a part of the lost worker's samples; see `validation.py`.
-"""
+"""Live training: a Trainer's loops carried from one round of workers to the next."""
 
 from __future__ import annotations
 
+import atexit
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import struct
+import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NoReturn
 
-from lightning_dlrover.live import lightning_names, loggers
-from lightning_dlrover.live import reserve as memory
-from lightning_dlrover.live.data_fingerprint import DataFingerprint, refuse_different_data
-from lightning_dlrover.live.data_of_fit import DataOfFit
-from lightning_dlrover.live.epoch_metrics import EpochMetrics
-from lightning_dlrover.live.fits import Fits
-from lightning_dlrover.live.job_checkpoints import JobCheckpoints
-from lightning_dlrover.live.job_state import JobState
-from lightning_dlrover.live.job_windows import JobWindows
-from lightning_dlrover.live.kept_values import KeptValues
-from lightning_dlrover.live.lanes_ahead import LanePrefetcher
-from lightning_dlrover.live.leaving import Leaving
+from lightning_dlrover.checks import UnsupportedScriptError, different_callbacks, monitoring
+from lightning_dlrover.lightning_compat import (
+    CSVLogger,
+    ProgressBar,
+    TensorBoardLogger,
+    TrainerFn,
+    fabric_submodule,
+    package_of,
+)
+from lightning_dlrover.live import lightning_adapter, state
+from lightning_dlrover.live import replica as memory
+from lightning_dlrover.live.agreement import Votes
+from lightning_dlrover.live.data_agreement import DataFingerprint, refuse_different_data
+from lightning_dlrover.live.fit_parts import DataOfFit, FitProgress, Fits, JobWindows, LanePrefetcher, Searches, SkippedReports
+from lightning_dlrover.live.handover import JobCheckpoints, JobState, RestartHandoff, RolledBack, TableRounds
+from lightning_dlrover.live.lightning_adapter import is_search, replace_preparation, surround_requests_of_data
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.position import FitPosition, Position
-from lightning_dlrover.live.progress import FitProgress
-from lightning_dlrover.live.resilient import ResilientCollectives
-from lightning_dlrover.live.searches import Searches
-from lightning_dlrover.live.settings import SettingsInForce
-from lightning_dlrover.live.skipped_rows import SkippedReports
+from lightning_dlrover.live.metrics import EpochMetrics, KeptValues
+from lightning_dlrover.live.order import FitPosition, Position, can_meet
+from lightning_dlrover.live.ports import Job, TrainerOfFit, TrainerPort
+from lightning_dlrover.live.recovery import ResilientCollectives, Update
+from lightning_dlrover.live.state import is_lightnings
 from lightning_dlrover.live.steps import TrainingSteps
-from lightning_dlrover.live.successors import RestartHandoff
-from lightning_dlrover.live.table_rounds import RolledBack, TableRounds
-from lightning_dlrover.live.train_loaders import TrainLoaders
-from lightning_dlrover.live.trainer_of_fit import TrainerOfFit
-from lightning_dlrover.live.update import Update
+from lightning_dlrover.live.train_loaders import SettingsInForce, TrainLoaders
 from lightning_dlrover.live.validation import Validation
-from lightning_dlrover.live.votes import Votes
-from lightning_dlrover.observe.pulse import OwnTime, Pulse
-from lightning_dlrover.observe.resources import available_cores
-from lightning_dlrover.packages import ProgressBar
-from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.output import drop_what_cannot_be_written
+from lightning_dlrover.rdzv.group.config import WorldConfig
 from lightning_dlrover.rdzv.group.loop import Pace, handover, model_fingerprint
 from lightning_dlrover.rdzv.group.world import World
-from lightning_dlrover.rdzv.live.member import Formation, LeftOutError, WorldError
+from lightning_dlrover.rdzv.job.folders import ROOT, is_private, users_folder
+from lightning_dlrover.rdzv.membership.member import Formation, LeftOutError, MembershipError, WorldError
+from lightning_dlrover.rdzv.membership.membership import JobClosedError
+from lightning_dlrover.rdzv.transport import transfer, waits
+from lightning_dlrover.tables.snapshot_store import SnapshotStore
+from lightning_dlrover.tuning.health import OwnTime, Pulse
+from lightning_dlrover.tuning.resources import available_cores
 
 if TYPE_CHECKING:
     import lightning as L
 
-    from lightning_dlrover.live.live_strategy import LiveStrategy
+    from lightning_dlrover.live.checkpoints import TablesOfTrainer
+    from lightning_dlrover.live.replica import LiveStrategy
 
-__all__ = ["LiveTraining"]
+# End a worker that the job no longer needs, without side effects on the job that goes on.
+
+log = logging.getLogger(__name__)
+
+
+class Leaving:
+    """This worker's way out of the job."""
+
+    def __init__(self, job: Job, trainer: TrainerPort, position: FitPosition) -> None:
+        self._job = job
+        self._trainer = trainer
+        self._position = position
+        self._undo: Callable[[], None] | None = None  # set while Lightning handles this worker's leave
+        self.has_left = False
+
+    def leave(self, left_out: LeftOutError) -> NoReturn:
+        """End this process; the others continue without it. None of the user's code after `fit` runs."""
+        if self._position.is_finishing and left_out.round.number == 0:
+            raise left_out  # others have reached the end, so this worker's script continues, too
+        for logger in self._trainer.lightning.loggers:
+            logger.save()
+        self._undo = leave_quietly(self._trainer.lightning)
+        self._position.has_entered = False
+        self.has_left = True
+        log.info("worker %s leaves: %s", self._job.worker_id, left_out)
+        raise SystemExit(left_out.exit_code)
+
+    def end(self) -> None:
+        """Undo `leave_quietly`, if this worker leaves, once Lightning has handled it."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+
+def leave_quietly(trainer: Any) -> Callable[[], None]:
+    """Keep Lightning from treating this worker's leave, an exception, as the failure of the job.
+
+    The user's `on_exception` hooks do not run. So no alert is sent, no checkpoint is saved, and trackers' runs do not fail.
+
+    Returns:
+        A function that undoes it, once Lightning has handled the exception.
+    """
+    callbacks, loggers, datamodule = trainer.callbacks, trainer.loggers, trainer.datamodule
+    own = __name__.partition(".")[0]
+    trainer.callbacks = [c for c in callbacks if isinstance(c, ProgressBar) or type(c).__module__.startswith(own)]
+    trainer.loggers = [each for each in loggers if isinstance(each, (CSVLogger, TensorBoardLogger))]  # local files only
+    if datamodule is not None:
+        datamodule.on_exception = lambda exception: None
+
+    def undo() -> None:
+        trainer.callbacks, trainer.loggers = callbacks, loggers
+        if datamodule is not None:
+            del datamodule.on_exception
+
+    return undo
+
+
+# Run `prepare_data` once on each host, or once in the job, however many workers prepare their Trainers at once.
+#
+# Lightning runs it where the local rank is 0. Each node of `dlrover run` has an agent of its own, so that is every worker
+# of a host, and a joiner would write files that others are reading.
+#
+# Locks of the kernel keep the workers of a host apart: one for the worker that prepares, one for all living workers whose
+# data is ready. A lock ends with its process, however that ends, and no child process inherits it.
+
+FILE = "prepared-data"
+"""File in the user's folder in shared memory. It stays empty: a call of `prepare_data` has two of its bytes to lock."""
+
+MATE_LOOK_S = 0.1
+TELL_S = 3.0
+TELL_AGAIN_S = 60.0
+
+LIMIT_S = 24 * 3600.0
+"""Seconds for which a worker waits for another one's `prepare_data`, which may download for hours."""
+
+
+class PreparedDataError(RuntimeError):
+    """Another worker on this host has not finished `prepare_data` in time."""
+
+
+class PreparedData:
+    """The calls of `prepare_data` in one worker's script.
+
+    Args:
+        job: what tells the job from all others of this user.
+        root: where the user's folder is.
+    """
+
+    def __init__(self, job: str, root: Path = ROOT) -> None:
+        self._job = job
+        self._root = root
+        self._calls: Counter[str] = Counter()
+        self._file: BinaryIO | None = None  # closing it would end all locks
+
+    def prepare(self, trainer: Any) -> None:
+        """Do what Lightning does to prepare data, with one worker of each host, or rank 0 alone as the user has asked.
+
+        Joiners are of no rank: the data of a job that trains is prepared.
+        """
+        for part, prepare in lightning_adapter.preparations(trainer):
+            with lightning_adapter.wait_for_preparation(trainer):
+                if part.prepare_data_per_node:
+                    self.once_on_this_host(f"{type(part).__module__}.{type(part).__qualname__}.prepare_data", prepare)
+                elif trainer.is_global_zero:
+                    prepare()
+
+    def once_on_this_host(self, name: str, prepare: Callable[[], None]) -> None:
+        """Run one call of a script, unless a living worker on this host has run it; wait for one that runs it.
+
+        Args:
+            name: the same for the same call in all workers. A script's second call of a name is another one than its first.
+
+        Raises:
+            PreparedDataError: another worker takes too long.
+        """
+        self._calls[name] += 1
+        try:
+            file = self._opened()
+        except OSError as error:
+            log.warning("%s runs on each worker of this host, because no lock can be taken: %s", name, error)
+            prepare()
+            return
+        digest = hashlib.sha256(f"{self._job}/{name}/{self._calls[name]}".encode()).digest()
+        preparing = int.from_bytes(digest[:7], "big") * 2
+        is_prepared = preparing + 1
+        _wait_for(file, preparing, name)
+        try:
+            if _try(file, is_prepared):  # no living worker has it
+                prepare()
+            fcntl.lockf(file, fcntl.LOCK_SH, 1, is_prepared)
+        except BaseException:
+            fcntl.lockf(file, fcntl.LOCK_UN, 1, is_prepared)
+            raise
+        finally:
+            fcntl.lockf(file, fcntl.LOCK_UN, 1, preparing)
+
+    def _opened(self) -> BinaryIO:
+        if self._file is None:
+            folder = users_folder(self._root)
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            if not is_private(folder):
+                raise PermissionError(f"{folder} is not a folder of this user's alone: remove it")
+            self._file = os.fdopen(os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
+        return self._file
+
+
+def _wait_for(file: BinaryIO, place: int, name: str) -> None:
+    began = time.monotonic()
+    tell_at = began + TELL_S
+    while not _try(file, place):
+        now = time.monotonic()
+        if now > began + LIMIT_S:
+            raise PreparedDataError(
+                f"{name} of {_holder(file, place)} on this host has not ended for {LIMIT_S:.0f} s: end that process, or run "
+                "the work before the job starts"
+            )
+        if now > tell_at:
+            tell_at = now + TELL_AGAIN_S
+            log.warning("waiting for %s on this host, which runs %s, for %.0f s", _holder(file, place), name, now - began)
+        time.sleep(MATE_LOOK_S)
+
+
+def _try(file: BinaryIO, place: int) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        return False
+    return True
+
+
+def _holder(file: BinaryIO, place: int) -> str:
+    request = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
+    *_, pid = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, request))
+    return f"process {pid}" if pid > 0 else "a process"  # 0: of another container
+
+
+# Carry a Lightning training loop from one round of the job to the next.
+#
+# `LiveTraining` chooses this worker's action at the few places where the world may change: admit a joiner, switch, recover
+# from a loss, or leave. `strategy.py` calls it from Lightning's hooks. The process groups themselves are formed by
+# `rdzv/group/world.py`.
+#
+# Every worker's place in the program is a `Position`. Training steps and the strategy's collectives keep all workers within
+# one
+# optimizer update and a few small collectives of each other. After a loss the survivors compare their positions:
+#   - A worker that lacks the last update takes weights and optimizer state from one that has it; see `recovery.py`.
+#   - A worker inside a step that has not lost an update repeats the step, with its new share of the same batch; see
+#     `steps.py`.
+#   - A worker that lacks the result of a collective outside of a step takes it from one that has it; see `recovery.py`.
+#   - A worker in a validation run continues it, with a part of the lost worker's samples; see `validation.py`.
 
 NUM_COPIES = 5
 """Copies of the model's memory to reserve: gradients, their buckets, an optimizer's two moments, the weights as they arrive."""
@@ -129,7 +324,7 @@ class LiveTraining:
         self.loaders.before_set_up()
         set_up()
         self.loaders.after_set_up()
-        lightning_names.set_up_validation(self._trainer.lightning)  # a loader that cannot be split is refused now
+        lightning_adapter.set_up_validation(self._trainer.lightning)  # a loader that cannot be split is refused now
         if self.loaders.are_made and self.loaders.grow:
             self.loaders.begin_windows(self._next_windows())
             self.loaders.recount()
@@ -317,9 +512,9 @@ class LiveTraining:
         Raises:
             StopIteration: the epoch ends with it.
         """
-        if lightning_names.is_batch_unfinished(self._trainer.lightning):
+        if lightning_adapter.is_batch_unfinished(self._trainer.lightning):
             self.position.at_boundary = False
-            lightning_names.finish_batch(self._trainer.lightning)
+            lightning_adapter.finish_batch(self._trainer.lightning)
             self.position.at_boundary = True
             if self._trainer.epoch_loop.done:
                 raise StopIteration
@@ -330,11 +525,11 @@ class LiveTraining:
         formation = self.formation
         self._state.find_names()
         if formation.rank == 0 and self.world.config.max_workers > 1:
-            loggers.begin(self._trainer.lightning.loggers)
+            state.begin(self._trainer.lightning.loggers)
         if formation.size > 1:
-            runs = transfer.all_gather(loggers.capture_runs(self._trainer.lightning.loggers) if formation.rank == 0 else [])[0]
+            runs = transfer.all_gather(state.capture_runs(self._trainer.lightning.loggers) if formation.rank == 0 else [])[0]
             if formation.rank != 0:
-                loggers.adopt_runs(self._trainer.lightning.loggers, runs)
+                state.adopt_runs(self._trainer.lightning.loggers, runs)
         has_finished = self.world.has_finished
         if formation.rank == 0 and not has_finished and self.tables.elastic is None:
             self.checkpoints.take_users_choice()
@@ -461,9 +656,295 @@ class LiveTraining:
 
     def _take_over_rank_zero(self) -> None:
         """Start rank 0's loggers and progress bars on this worker, as they run on rank 0 only."""
-        loggers.take_over(self._trainer.lightning.loggers)
+        state.take_over(self._trainer.lightning.loggers)
         for bar in [c for c in self._trainer.callbacks if isinstance(c, ProgressBar)]:
             if getattr(bar, "is_disabled", False):
                 bar.enable()
                 bar.on_train_start(self._trainer.lightning, self._trainer.module)
                 bar.on_train_epoch_start(self._trainer.lightning, self._trainer.module)
+
+
+# Enter the job of this process, hand it from one Trainer of the script to the next, and leave it.
+
+
+class JobSession:
+    """A strategy's place in the job. The newest one of the process holds the world.
+
+    Args:
+        check_interval_s: approximate seconds between two votes on whether the world should change.
+
+    Attributes:
+        live: the job's rounds from this worker's point of view; None until a Trainer has entered the job.
+        start_workers: number of workers that the job started with, or the fewest that it may have if a pool chose the number;
+            0 if not known yet.
+        lane_workers: number of workers for which the rows of streams are laid out; 0 if not known yet.
+        tables: sharded tables of the Trainer's model.
+    """
+
+    newest: ClassVar[JobSession | None] = None
+    _closes_at_exit: ClassVar[bool] = False
+
+    def __init__(self, config: WorldConfig, strategy: LiveStrategy, check_interval_s: float) -> None:
+        self.config = config
+        self.world: World | None = None
+        self.live: LiveTraining | None = None
+        self.start_workers = self.lane_workers = 0
+        self.tables: TablesOfTrainer | None = None
+        self._stores: list[SnapshotStore] = []  # stores of all models with tables that this script has trained
+        self._prepared = PreparedData(f"{config.etcd.endpoints}/{config.prefix}/{config.run_id}")
+        self._strategy = strategy
+        self._check_interval_s = check_interval_s
+        self._common_error: Exception | None = None  # has ended the `fit` on all workers; the script may catch it
+        self._undo_quiet: Callable[[], None] | None = None  # set while Lightning handles a leave before this Trainer's loops
+
+    # --- entering ----------------------------------------------------------------------------------------------------------
+
+    def enter(self, trainer: Any, backend: str) -> None:
+        """Take a place for a Trainer that begins to work: in the job, or in the next `fit` of the script.
+
+        Args:
+            backend: torch's name for the backend of the job's process groups.
+        """
+        former = JobSession.newest
+        if former is not None:
+            former.continue_after_error()
+        is_about_to_fit = trainer.state.fn == TrainerFn.FITTING and not is_search(trainer)
+        if former is not None and former.live is not None and former.world is not None and is_about_to_fit:
+            try:
+                former.live.fits.begin_later()
+            except SystemExit:
+                if former is not self:  # else the former Trainer is quiet already
+                    self._undo_quiet = leave_quietly(trainer)
+                raise
+        if self.live is None or former not in (self, None):
+            if self.config.node:  # `dlrover run` has chosen where the output goes
+                drop_what_cannot_be_written()
+            fabric_submodule(package_of(trainer), "utilities.seed").reset_seed()
+            if former is not None and former.world is not None:
+                self._go_on_from(former, trainer)
+            else:
+                self._start(trainer, backend)
+        if self.live is not None:
+            self.live.searches.attend(trainer.callbacks)
+            replace_preparation(trainer, self._prepared.prepare)
+            surround_requests_of_data(trainer, self._ask_as_at_start)
+
+    def _start(self, trainer: Any, backend: str) -> None:
+        """Start the world for the script's first Trainer."""
+        try:
+            self.world = World(self.config, backend, self._strategy.root_device, can_meet)
+            formation = self.world.start()
+        except JobClosedError as error:
+            # A worker started again, or late, for a job that has ended meanwhile. Nothing is wrong with it.
+            log.warning("%s", error)
+            self.close()
+            raise SystemExit(0) from error
+        except LeftOutError as left_out:
+            log.info("this worker leaves: %s", left_out)
+            self.close()
+            self._undo_quiet = leave_quietly(trainer)
+            raise SystemExit(left_out.exit_code) from left_out
+        except BaseException:
+            self.close()
+            raise
+        self.live = self._take_over_world(self.world, trainer, formation)
+        if formation is not None and formation.round.number > 1:
+            _let_configs_be_replaced(trainer)
+        if formation is not None and formation.rank == 0:
+            self._compare_with_arguments(trainer, formation)
+        if formation is not None and formation.size > 1:
+            _compare_callbacks(self.live, trainer)
+
+    def _go_on_from(self, former: JobSession, trainer: Any) -> None:
+        """Take over the world from an earlier Trainer in the same script."""
+        assert former.live is not None
+        self.world, former.world = former.world, None
+        assert self.world is not None
+        self.start_workers, self.lane_workers = former.start_workers, former.lane_workers
+        self._stores, self._prepared = former._stores, former._prepared
+        self.live = self._take_over_world(self.world, trainer, former.live.formation)
+        self.live.searches.num_begun = former.live.searches.num_begun
+
+    def _take_over_world(self, world: World, trainer: Any, formation: Formation | None) -> LiveTraining:
+        JobSession.newest = self
+        # Registered once: a handler for each strategy would keep every Trainer and model of the script alive.
+        if not JobSession._closes_at_exit:
+            JobSession._closes_at_exit = True
+            atexit.register(_close_newest)
+            _report_what_is_not_caught()
+        live = LiveTraining(self._strategy, trainer, world, formation, self._check_interval_s)
+        waits.time_with(self._strategy.clock.stopped)
+        self._strategy.enter_round(*self._place_in(formation))
+        return live
+
+    def _place_in(self, formation: Formation | None) -> tuple[int, int]:
+        """Return rank and number of workers; a joiner is alone until it is admitted, and never the worker that logs."""
+        return (formation.rank, formation.size) if formation is not None else (self.config.max_workers, 1)
+
+    def _ask_as_at_start(self, ask: Callable[[], Any]) -> Any:
+        """Ask the user's hooks for loaders, and show them the number of workers of which global batches are made.
+
+        A hook that divides its batch by `trainer.world_size` gives the same global batch then, whoever joins or leaves.
+        """
+        assert self.live is not None
+        self.agree_on_start()
+        self._strategy.show_place(min(self._strategy.global_rank, self.start_workers - 1), self.start_workers)
+        try:
+            return ask()
+        finally:
+            self._strategy.show_place(*self._place_in(self.live.formation))  # a collective may have ended a round
+
+    def _batches_at_start(self, formation: Formation) -> int:
+        """Return how many of the DataLoader's batches a step takes. A pool's free room decides nothing about the training."""
+        return self.config.min_workers if self.config.pool else formation.size
+
+    def _compare_with_arguments(self, trainer: Any, formation: Formation) -> None:
+        """Warn if the script was written for another number of workers than the job's: a step then has another batch size."""
+        strategy = self._strategy
+        devices = trainer._accelerator_connector._devices_flag
+        by_default = devices in (-1, "-1", type(strategy.accelerator).auto_device_count())  # here "auto" is a number
+        per_node = self.config.workers_per_node * self.config.node_workers if by_default else strategy.num_processes
+        if (wanted := per_node * strategy.num_nodes) in (1, num_batches := self._batches_at_start(formation)):
+            return
+        log.warning(
+            "Trainer(devices=%r, num_nodes=%d) is meant for %d workers, but has no effect in a live job: it starts with %d "
+            "and may have %d to %d, as set by `dlrover run --workers MIN:MAX`, or torchrun's --nnodes and --nproc-per-node. "
+            "A step takes the DataLoader's batch size times %d; DLRoverStrategy(global_batch_size=...) sets it for any number",
+            *(devices, strategy.num_nodes, wanted, formation.size),
+            *(self.config.min_workers, self.config.max_workers, num_batches),
+        )
+
+    def agree_on_start(self) -> None:
+        """Set the numbers of workers of the job's first start, on which global batches depend, and rows of streams."""
+        assert self.live is not None
+        world, formation = self.live.world, self.live.formation
+        if formation is not None and formation.rank == 0:
+            # A resumed checkpoint has its own number.
+            number, lanes = (
+                self.start_workers or self._batches_at_start(formation),
+                self.lane_workers or self.config.max_workers,
+            )
+            world.records.record(
+                f"run {self.config.run_id}: the number of workers at the start",
+                lambda job: job if job.start_workers else replace(job, start_workers=number, lane_workers=lanes),
+            )
+        if self.start_workers == 0 or self.lane_workers == 0:
+            job = world.membership.wait_for(
+                lambda view: view.job if view.job and view.job.start_workers else None,
+                world.config.wait_timeout_s,
+                "rank 0 to send the number of workers at the start",
+            )
+            self.start_workers, self.lane_workers = self.start_workers or job.start_workers, job.lane_workers or 1
+
+    def build(self, tables: TablesOfTrainer, trainer: Any) -> None:
+        """Build a Trainer's new tables in the job, and keep track of their snapshots."""
+        assert self.world is not None
+        assert self.live is not None
+        elastic = tables.build_in_job(self.world, self.live.formation)
+        if elastic.store is not None:
+            self._stores.append(elastic.store)
+        if self.live.formation is None:
+            # A joiner gets its shards when it is admitted. Until then it cannot compute with them.
+            trainer.num_sanity_val_steps = 0
+
+    # --- leaving -----------------------------------------------------------------------------------------------------------
+
+    def trainer_ends(self, trainer: Any | None) -> None:
+        """End a Trainer's work. The job goes on in the script's next Trainer, unless this worker leaves.
+
+        Args:
+            trainer: None if the Trainer has ended before it had a model.
+        """
+        if self._undo_quiet is not None:
+            self._undo_quiet()
+            self._undo_quiet = None
+        live = self.live
+        if live is None or trainer is None:
+            return
+        live.leaving.end()
+        live.skipped.publish(is_last=True)
+        live.loaders.close()
+        live.position.is_in_loops = False
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted and not live.position.is_standby:
+            live.fits.finish()
+        if (trainer.interrupted and self._common_error is None) or live.leaving.has_left:
+            self.close()
+
+    def report_error(self, error: BaseException) -> None:
+        """Report why a Trainer ends, unless the script may catch the error and go on in all workers."""
+        assert self.live is not None
+        is_fitting = self.live.position.has_entered and isinstance(error, Exception)
+        if is_fitting and not isinstance(error, WorldError | MembershipError) and self.live.fits.fail_together():
+            self._common_error = error  # type: ignore[assignment]
+        else:
+            self.live.world.report_error(error)
+
+    def not_caught(self, error: BaseException) -> None:
+        """Report an error that ends this process, after one that has ended a `fit` on all workers."""
+        if self._common_error is not None and self.world is not None:
+            self._common_error = None
+            self.world.report_error(error)
+
+    def continue_after_error(self) -> None:
+        """Record the end of a `fit` whose error the script has caught, if there is one."""
+        if self._common_error is not None and self.live is not None:
+            self._common_error = None
+            self.live.fits.end_early()
+
+    def close(self) -> None:
+        if self.live is not None and self.live.position.fit > 1:  # else the job is not done, and another process may go on
+            self.continue_after_error()
+        if self.tables is not None:
+            self.tables.close(self._is_over)
+        for store in self._stores:  # includes models that an earlier Trainer has trained
+            store.close()
+        if self._stores and self._is_over():  # asked once: an etcd that is away takes seconds to give no answer
+            for store in self._stores:
+                store.clear()
+        if self.world is not None:
+            with suppress(Exception):
+                self.world.leave()
+        self.world = None
+
+    def _is_over(self) -> bool:
+        """Whether no worker will ever continue the job, so that nothing of it need be kept for one."""
+        standing = self.world.standing if self.world is not None else None
+        return standing is not None and (standing.ask_whether_finished() or standing.ask_whether_cancelled())
+
+
+def _let_configs_be_replaced(trainer: Any) -> None:
+    """Let LightningCLI write its configuration again, as an earlier life of the job has left the file."""
+    for callback in trainer.callbacks:
+        if is_lightnings(callback, "SaveConfigCallback"):
+            callback.overwrite = True
+
+
+def _compare_callbacks(live: LiveTraining, trainer: Any) -> None:
+    """Compare callbacks before Lightning's first collectives.
+
+    Collectives of a callback that some workers lack would meet other collectives.
+
+    Raises:
+        UnsupportedScriptError: the workers have different callbacks.
+    """
+    mine = monitoring(trainer.callbacks)
+    by_rank = live.collectives.named("the comparison of callbacks", lambda: transfer.all_gather(mine))
+    for rank, theirs in enumerate(by_rank):  # all workers compare with rank 0, so that all of them end
+        if problem := different_callbacks(by_rank[0], theirs, "rank 0", f"rank {rank}"):
+            raise UnsupportedScriptError(problem)
+
+
+def _report_what_is_not_caught() -> None:
+    former = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if JobSession.newest is not None:
+            JobSession.newest.not_caught(error)
+        former(kind, error, trace)
+
+    sys.excepthook = report
+
+
+def _close_newest() -> None:
+    if JobSession.newest is not None:
+        JobSession.newest.close()

@@ -30,20 +30,17 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_dlrover.data.lane_plan import share
-from lightning_dlrover.live import lightning_names
-from lightning_dlrover.live.buffers import send_buffers, take_buffers
-from lightning_dlrover.live.epoch_metrics import adopt, entry_of, set_computed, value_of
-from lightning_dlrover.live.lightning_names import DataFetcher, EvaluationLoop
+from lightning_dlrover.lightning_compat import package_of
+from lightning_dlrover.live import lightning_adapter
+from lightning_dlrover.live.lightning_adapter import DataFetcher, EvaluationLoop
 from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.metrics import adopt, entry_of, set_computed, value_of
+from lightning_dlrover.live.order import FitPosition
 from lightning_dlrover.live.ports import Batches, Round, TrainerPort
-from lightning_dlrover.live.position import FitPosition
-from lightning_dlrover.live.redo import Before
-from lightning_dlrover.live.resilient import ResilientCollectives
-from lightning_dlrover.packages import package_of
-from lightning_dlrover.rdzv.group import transfer
-from lightning_dlrover.rdzv.group.buffers import BufferCopies
-
-__all__ = ["Positions", "Validation", "deal", "exchange_metrics_through"]
+from lightning_dlrover.live.recovery import Before, ResilientCollectives
+from lightning_dlrover.live.replica import send_buffers, take_buffers
+from lightning_dlrover.rdzv.transport import transfer
+from lightning_dlrover.rdzv.transport.transfer import BufferCopies
 
 log = logging.getLogger(__name__)
 
@@ -157,8 +154,8 @@ class Validation:
                 own.keep()
             sent = self._round.exchange("the broadcast of buffers before a validation", send)
             take_buffers(module, sent)  # they may come from another worker's result
-        combined = lightning_names.combined_loader(loop)
-        if not self._is_under_way or combined is None or lightning_names.hands_out_iterator(loop):
+        combined = lightning_adapter.combined_loader(loop)
+        if not self._is_under_way or combined is None or lightning_adapter.hands_out_iterator(loop):
             return
         if not loop._is_sequential or not all(isinstance(loader, ElasticLoader) for loader in combined.flattened):
             return  # every worker computes its own loaders' batches, so there is nothing to deal out
@@ -174,11 +171,11 @@ class Validation:
         Args:
             loop: of a validation or a test, in `fit` or outside of it.
         """
-        store = lightning_names.own_method(loop, "_store_dataloader_outputs")
-        end_run = lightning_names.own_method(loop, "on_run_end")
+        store = lightning_adapter.own_method(loop, "_store_dataloader_outputs")
+        end_run = lightning_adapter.own_method(loop, "on_run_end")
 
         def end_up_to(number: int) -> None:
-            results = lightning_names.results_of(loop)
+            results = lightning_adapter.results_of(loop)
             newest = results.dataloader_idx
             for each in range(len(loop._logged_outputs), number + 1):
                 results.dataloader_idx = each
@@ -190,7 +187,7 @@ class Validation:
             if not loop._is_sequential or loop.num_dataloaders == 1:
                 store()
             else:
-                end_up_to(lightning_names.results_of(loop).dataloader_idx or 0)
+                end_up_to(lightning_adapter.results_of(loop).dataloader_idx or 0)
 
         def end_all() -> Any:
             if loop._is_sequential and loop.num_dataloaders > 1:
@@ -206,7 +203,7 @@ class Validation:
         if fetcher is None or self._round.size == 1:
             evaluate(*args)
             return
-        before = Before(fetcher.metrics.values(), lightning_names.results_of(loop))
+        before = Before(fetcher.metrics.values(), lightning_adapter.results_of(loop))
         progress = loop.batch_progress.state_dict()
         with fetcher.step():
             done = self._round.attempt(evaluate, *args)
@@ -264,7 +261,7 @@ class Validation:
 @functools.cache
 def _fetcher_of(package: str) -> type[_Fetcher]:
     """Return `_Fetcher` as a data fetcher of the Trainer's own package."""
-    return type("_Fetcher", (_Fetcher, lightning_names.fetcher_class(package)), {})
+    return type("_Fetcher", (_Fetcher, lightning_adapter.fetcher_class(package)), {})
 
 
 class _Fetcher(DataFetcher):
@@ -272,10 +269,10 @@ class _Fetcher(DataFetcher):
 
     def __init__(self, position: FitPosition, round_: Round, loop: EvaluationLoop, validation: Validation) -> None:
         super().__init__()
-        combined = lightning_names.combined_loader(loop)
+        combined = lightning_adapter.combined_loader(loop)
         assert combined is not None
         self.setup(combined)
-        self.fetched = lightning_names.fetcher_of(loop).fetched
+        self.fetched = lightning_adapter.fetcher_of(loop).fetched
         self.part = 0  # index of the dataloader
         self._position = position
         self._round = round_
@@ -299,7 +296,7 @@ class _Fetcher(DataFetcher):
         return self
 
     def __next__(self) -> Any:
-        with lightning_names.profiled(self):
+        with lightning_adapter.profiled(self):
             while self.part < len(self._loaders):
                 self._round.renew_if_broken()
                 loader = self._loaders[self.part]
@@ -403,7 +400,7 @@ class _Fetcher(DataFetcher):
         """Return this worker's logged values for the current dataloader."""
         logged = {
             key: entry_of(metric)
-            for key, metric in lightning_names.results_of(self._loop).items()
+            for key, metric in lightning_adapter.results_of(self._loop).items()
             if not metric.has_reset and metric.is_tensor and self._is_ours(metric)
         }
         metrics = {
@@ -421,7 +418,7 @@ class _Fetcher(DataFetcher):
 
     def _take_values(self, by_rank: Sequence[dict[str, dict[str, Any]]]) -> None:
         """Compute the epoch's values from those of all workers. Lightning then has no reason to reduce them."""
-        results = lightning_names.results_of(self._loop)
+        results = lightning_adapter.results_of(self._loop)
         for key in dict.fromkeys(key for logged in by_rank for key in logged):
             found = [logged[key] for logged in by_rank if key in logged]
             if key not in results:  # this worker had no sample

@@ -1,49 +1,252 @@
-"""Replace the methods of Lightning's loops that a change of the world must not break.
-
-| method | replaced by |
-| --- | --- |
-| `automatic_optimization.run` | `TrainingSteps.run_automatic`, timed |
-| `automatic_optimization._make_closure` | `TrainingSteps.closure` |
-| `manual_optimization.run` | `TrainingSteps.run_manual`, timed |
-| `val_loop.run` | `Validation.run` |
-| `val_loop.reset`, `val_loop._evaluation_step` | `Validation.begin_batches`, `Validation.step` |
-| `fit_loop.setup_data` | `LiveTraining.set_up_data` |
-| `fit_loop.on_advance_start` | `LiveTraining.begin_epoch` |
-| `fit_loop.reset` | Lightning's own, after a checkpoint from an epoch's end no longer counts as one from inside an epoch |
-| `epoch_loop.reset` | Lightning's own, and its reset of an ended epoch also where its number of batches is not known |
-| `epoch_loop.advance` | `TableRounds.again_if_rolled_back` with tables, then `agree_on_stop` |
-| `epoch_loop.on_advance_end` | `TableRounds.end_batch` with tables, then `agree_on_stop` |
-| `fit_loop.on_advance_end` | `TableRounds.end_epoch` with tables, then `agree_on_stop` |
-| `epoch_loop._should_check_val_fx` | rank 0's answer, if validations are due by time |
-| `epoch_loop._broadcast_sigterm_tensor` | nothing |
-| `trainer.save_checkpoint` | `LiveTraining.run_saving` |
-
-Each replacement gets Lightning's own method as its argument, see `surround`. The replacements are attributes of the loops'
-instances, which every `fit` sets anew. Without a live job only the first two
-methods are replaced, to time them.
-"""
+"""What the strategy puts in place of Lightning's own parts: environment, collectives, loops and data loaders."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from lightning_dlrover.live.lightning_names import (
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_dlrover.checks import UnsupportedLoaderError, batching_of, check_data_loader, check_step_signature
+from lightning_dlrover.data.dataset import Stream
+from lightning_dlrover.lightning_compat import TrainerFn, fabric_submodule, on_import
+from lightning_dlrover.live.data_agreement import settings_for
+from lightning_dlrover.live.lightning_adapter import (
     Method,
+    logged_name,
     restart_nowhere,
     restore_sigterm,
     surround,
+    takes_iterator,
     validates_by_clock,
 )
+from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.validation import exchange_metrics_through
-from lightning_dlrover.observe.pulse import OwnClock
-from lightning_dlrover.observe.step_times import StepTimes
+from lightning_dlrover.rdzv.desync import Purpose, place_of
+from lightning_dlrover.rdzv.group.config import is_in_job
+from lightning_dlrover.rdzv.transport import transfer
+from lightning_dlrover.tuning.health import OwnClock
+from lightning_dlrover.tuning.profiler import StepTimes
 
 if TYPE_CHECKING:
-    from lightning_dlrover.live.training import LiveTraining
+    from lightning_dlrover.live.training import JobSession, LiveTraining
 
-__all__ = ["wrap_evaluations", "wrap_loops", "wrap_restarts"]
+# Lightning's view of a worker's place in the job: ranks that change from round to round.
+
+
+class DLRoverEnvironment:
+    """Cluster environment of a job with changing workers. The strategy sets ranks and size at every round.
+
+    Lightning's own TorchElastic environment reads both from variables that are frozen when the process starts.
+    This class is registered as a `ClusterEnvironment` of `lightning` and of `pytorch_lightning`.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self._local_rank = int(environ.get("LOCAL_RANK", "0"))
+        self._node_rank = int(environ.get("GROUP_RANK", "0"))
+        self._global_rank = int(environ.get("RANK", "0"))
+        self._world_size = int(environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"  # never used: every round has a store of its own
+
+    @property
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        return is_in_job(os.environ)
+
+    def world_size(self) -> int:
+        return self._world_size
+
+    def set_world_size(self, size: int) -> None:
+        self._world_size = size
+
+    def global_rank(self) -> int:
+        return self._global_rank
+
+    def set_global_rank(self, rank: int) -> None:
+        self._global_rank = rank
+
+    def local_rank(self) -> int:
+        return self._local_rank
+
+    def node_rank(self) -> int:
+        return self._node_rank
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Accept the Trainer's numbers: neither of them decides how many workers there are."""
+
+    def teardown(self) -> None:
+        """Leave the environment as it is, because another Trainer of the script may continue with it."""
+
+
+on_import(lambda package: fabric_submodule(package, "plugins").ClusterEnvironment.register(DLRoverEnvironment))
+
+
+# The strategy's collectives outside of training steps: which workers meet, and what they compare before they do.
+
+T = TypeVar("T")
+
+
+class Collectives:
+    """Run Lightning's own collectives, repeated after a loss.
+
+    Args:
+        job: None where the world cannot change. There collectives run as they are.
+
+    Attributes:
+        are_off: whether collectives do nothing; see `alone`.
+    """
+
+    def __init__(self, job: JobSession | None) -> None:
+        self._job = job
+        self.are_off = False
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Turn collectives into no-ops, as with one worker, because the others do not take part in them."""
+        self.are_off = True
+        try:
+            yield
+        finally:
+            self.are_off = False
+
+    def confirmed(
+        self, kind: str, run: Callable[[], T], details: str = "", *, same_line: bool = False, is_joint: bool = True
+    ) -> T:
+        """Run a collective of all workers, once they have confirmed that all of them are about to run it.
+
+        Args:
+            kind: name in the error if they are not.
+            details: further text that workers compare.
+            same_line: whether the user's code must have called it from the same line on all workers.
+            is_joint: whether no worker gets the result before all have begun the collective.
+        """
+        live = self._job.live if self._job is not None else None
+        if live is None:
+            return run()
+        frame = sys._getframe(1)
+
+        def compared() -> T:
+            with live.world.compared(lambda: Purpose(kind, details, place_of(frame), same_line)):
+                live.collectives.check_group()
+                return run()
+
+        return live.collectives.run(compared, is_joint)
+
+    def barrier(self, run: Callable[[], None], name: str) -> None:
+        if not self.are_off:
+            self.confirmed("strategy.barrier", run, name)
+
+    def broadcast(self, run: Callable[[T, int], T], obj: T, src: int, device: torch.device) -> T:
+        """Return the object of worker `src`.
+
+        Args:
+            run: Lightning's own, for a world that cannot change. It unpickles whatever arrives.
+            device: where tensors arrive that are on the source's device.
+
+        Raises:
+            TransferError: it holds a class that is not accepted from other workers.
+        """
+        if self.are_off:
+            return obj
+        if self._job is None:
+            return run(obj, src)
+
+        def send() -> T:
+            sent: T = transfer.broadcast_object(obj, src, device) if dist.is_initialized() else obj
+            return sent
+
+        # The source does not wait for the others.
+        return self.confirmed("strategy.broadcast", send, f"what rank {src} has", is_joint=False)
+
+    def reduce(self, run: Callable[..., Any], tensor: Any, group: Any | None, reduce_op: Any) -> Any:
+        if not isinstance(tensor, Tensor) or self.are_off:
+            return tensor
+        if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
+            tensor = tensor.double()  # a mean is otherwise rounded to the tensor's type, such as the type of sample counts
+        if group is not None and group is not dist.group.WORLD:
+            return run(tensor, group, reduce_op)  # a group of some workers only, which no round can repeat
+        name = logged_name(sys._getframe(2))  # the caller of `strategy.reduce`
+        # On a copy, as a reduction works in place: a failed attempt must leave the input of the next one untouched.
+        result = self.confirmed(
+            "strategy.reduce",
+            lambda: run(tensor.clone(), group, reduce_op),
+            f"{_described(tensor)} ({reduce_op})" + (f", logged as {name!r}" if name else ""),
+            same_line=not name,
+        )
+        return result.to(tensor.device)  # a result taken from another worker arrives on the CPU
+
+    def decide(self, total: Callable[[], Tensor], world_size: Callable[[], int], decision: bool, needs_all: bool) -> bool:
+        """Return the decision of all workers.
+
+        Args:
+            total: sums up the workers' decisions.
+            needs_all: whether all of them have to agree; else one is enough.
+        """
+
+        def count() -> bool:
+            # Compared with the size of the world that took the vote: a worker may take over the answer in a smaller one.
+            votes = total()
+            return bool(votes == world_size()) if needs_all else bool(votes)
+
+        return decision if self.are_off else self.confirmed("strategy.reduce_boolean_decision", count)
+
+    def all_gather(self, run: Callable[..., Tensor], tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
+        if self.are_off:
+            return tensor
+        if group is dist.group.WORLD:
+            group = None  # `LightningModule.all_gather` names the current one, which a loss replaces
+        if group is not None:
+            return run(tensor, group, sync_grads)
+        result = self.confirmed(
+            "strategy.all_gather", lambda: run(tensor, group, sync_grads), _described(tensor), same_line=True
+        )
+        return result.to(tensor.device)  # a result taken from another worker arrives on the CPU
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+# Replace the methods of Lightning's loops that a change of the world must not break.
+#
+# | method | replaced by |
+# | --- | --- |
+# | `automatic_optimization.run` | `TrainingSteps.run_automatic`, timed |
+# | `automatic_optimization._make_closure` | `TrainingSteps.closure` |
+# | `manual_optimization.run` | `TrainingSteps.run_manual`, timed |
+# | `val_loop.run` | `Validation.run` |
+# | `val_loop.reset`, `val_loop._evaluation_step` | `Validation.begin_batches`, `Validation.step` |
+# | `fit_loop.setup_data` | `LiveTraining.set_up_data` |
+# | `fit_loop.on_advance_start` | `LiveTraining.begin_epoch` |
+# | `fit_loop.reset` | Lightning's own, after a checkpoint from an epoch's end no longer counts as one from inside an epoch |
+# | `epoch_loop.reset` | Lightning's own, and its reset of an ended epoch also where its number of batches is not known |
+# | `epoch_loop.advance` | `TableRounds.again_if_rolled_back` with tables, then `agree_on_stop` |
+# | `epoch_loop.on_advance_end` | `TableRounds.end_batch` with tables, then `agree_on_stop` |
+# | `fit_loop.on_advance_end` | `TableRounds.end_epoch` with tables, then `agree_on_stop` |
+# | `epoch_loop._should_check_val_fx` | rank 0's answer, if validations are due by time |
+# | `epoch_loop._broadcast_sigterm_tensor` | nothing |
+# | `trainer.save_checkpoint` | `LiveTraining.run_saving` |
+#
+# Each replacement gets Lightning's own method as its argument, see `surround`. The replacements are attributes of the
+# loops' instances, which every `fit` sets anew. Without a live job only the first two methods are replaced, to time them.
 
 
 def wrap_evaluations(trainer: Any, live: LiveTraining | None) -> None:
@@ -169,3 +372,143 @@ def _run_timed(times: StepTimes, clock: OwnClock, live: LiveTraining | None, run
     finally:
         if live is not None:
             live.batch_done(own)
+
+
+# Replace the data loaders that Lightning hands to the strategy by loaders that split their batches over the workers.
+
+log = logging.getLogger(__name__)
+
+
+class PlacedStrategy(Protocol):
+    """A strategy with its place among the workers of a round."""
+
+    @property
+    def own_place(self) -> tuple[int, int]:
+        """This worker's rank, 0 if it is alone, and the number of workers."""
+
+    def broadcast(self, obj: T, src: int = 0) -> T: ...
+
+
+class JobPeers:
+    """The workers of a live job, see `order.Peers`."""
+
+    def __init__(self, strategy: PlacedStrategy, live: LiveTraining) -> None:
+        self._strategy = strategy
+        self._live = live
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self._strategy.own_place
+
+    @property
+    def owned_sockets(self) -> Sequence[tuple[int, int]]:
+        return self._live.world.owned_sockets
+
+    def of_rank_zero(self, mine: T) -> T:
+        return self._strategy.broadcast(mine, 0)
+
+
+class UsersLoaders:
+    """The loaders of a strategy's Trainers.
+
+    Args:
+        global_batch_size: samples per training step over all workers; None: derived from the loader's batch size.
+        max_catch_up_s: seconds for which workers wait for a joiner that reads an `IterableDataset` up to their place.
+        compare_data: whether workers compare samples.
+    """
+
+    def __init__(self, global_batch_size: int | None, max_catch_up_s: float = 60.0, compare_data: bool = True) -> None:
+        self._global_batch_size = global_batch_size
+        self._max_catch_up_s = max_catch_up_s
+        self._compare_data = compare_data
+        self._are_split_by_user: bool | None = None  # whether the Trainer was made with `use_distributed_sampler=False`
+
+    def keep_samplers(self, trainer: Any) -> None:
+        """Keep Lightning from replacing samplers: its own shuffles every training loader, even where the user does not."""
+        connector = trainer._accelerator_connector
+        if self._are_split_by_user is None:
+            self._are_split_by_user = not connector.use_distributed_sampler
+        # Lightning splits predictions itself, because it needs their indices.
+        connector.use_distributed_sampler = trainer.state.fn == TrainerFn.PREDICTING and not self._are_split_by_user
+
+    def replaced(
+        self,
+        dataloader: object,
+        trainer: Any,
+        job: JobSession | None,
+        strategy: PlacedStrategy,
+    ) -> object:
+        """Return the loader to use for one of the user's: one of ours in a live job, except for predictions."""
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        live = job.live if job is not None else None
+        if isinstance(dataloader, ElasticLoader):
+            dataloader = dataloader.users_loader  # Lightning has put ours into the user's CombinedLoader
+        training = bool(trainer.training or (fitting and trainer.state.stage == "train"))
+        if live is not None and isinstance(data := getattr(dataloader, "dataset", None), Stream):
+            live.windows.attend(data, trainer.current_epoch)
+            if data.grows:
+                _begin_window(data, dataloader, trainer, training)
+        if job is None or live is None or trainer.predicting or (not fitting and not isinstance(dataloader, DataLoader)):
+            return dataloader
+        if fitting:
+            check_data_loader(dataloader, self._are_split_by_user is True, "train_dataloader" if training else "val_dataloader")
+            check_step_signature(training and takes_iterator(trainer.lightning_module))
+        assert isinstance(dataloader, DataLoader)
+        job.agree_on_start()
+        peers = JobPeers(strategy, live)
+        try:
+            batch_size = batching_of(dataloader).batch_size
+            global_batch = batch_size * job.start_workers
+            if training and self._global_batch_size is not None:
+                global_batch = self._global_batch_size
+            elif training:
+                global_batch = live.loaders.global_batch(batch_size, global_batch, peers)
+            made = ElasticLoader(
+                dataloader,
+                global_batch,
+                training=training,
+                before_next=live.boundary if training else None,
+                peers=peers,
+                max_workers=job.lane_workers,
+                sequence=settings_for(trainer, training, global_batch, self._max_catch_up_s, self._compare_data),
+            )
+        except UnsupportedLoaderError as error:
+            if fitting:
+                raise
+            # The loader was not known before, and a job that has trained for days must not end here.
+            log.warning(
+                "this loader is not split over the workers: each one computes all batches that the loader gives it, which "
+                "leaves means as they are, and counts samples once per worker in sums over workers. The reason: %s",
+                error,
+            )
+            return dataloader
+        if training:
+            live.loaders.agree_on_layout(made, peers)
+        live.loaders.attend(made)
+        return made
+
+
+def _begin_window(data: Stream, dataloader: object, trainer: Any, training: bool) -> None:
+    """Let a stream that grows have the rows of the epoch that begins.
+
+    Raises:
+        UnsupportedLoaderError: rows of it would never be trained.
+    """
+    if not training:
+        raise UnsupportedLoaderError(
+            f"{data.source!r:.120} goes on for ever, and a loader for validation, test or prediction has to end: give its "
+            "source a place to stop, such as kafka(..., stop='latest')"
+        )
+    limit = trainer.limit_train_batches
+    is_limited = (isinstance(limit, int) or limit != 1.0) and not trainer.fast_dev_run
+    if is_limited or trainer.overfit_batches:
+        raise UnsupportedLoaderError(
+            f"limit_train_batches={limit} and overfit_batches={trainer.overfit_batches} would leave rows "
+            f"of each window of {data.source!r:.120} out for ever: set the length of an epoch with kafka(..., window_rows=...)"
+        )
+    if isinstance(dataloader, DataLoader) and batching_of(dataloader).drop_last:
+        raise UnsupportedLoaderError(
+            f"drop_last=True would leave the last rows of each window of {data.source!r:.120} out for ever, and end training "
+            "at a window smaller than a batch: leave it out, a smaller last batch is weighted by its rows"
+        )
+    data.set_epoch(trainer.current_epoch)

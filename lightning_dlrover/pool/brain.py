@@ -1,32 +1,156 @@
-"""Decide when to look at a pool, and in which order to act. See the package for the states and their owners."""
+"""The brain of a pool: when it looks, in which order it acts, how it writes its decisions, and what it shows of them."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from lightning_dlrover.brain.decisions import Choice, Rules, choose, reason_of
-from lightning_dlrover.brain.watch import PoolView, Watch
-from lightning_dlrover.brain.writer import OutdatedError, Writer
-from lightning_dlrover.planner.cluster.pool.jobs import PoolJob
-from lightning_dlrover.planner.cluster.pool.moves import Move
+from lightning_dlrover.pool.budget import Move, Owners, PoolJob, Resources, Wait, held_by
+from lightning_dlrover.pool.decisions import Choice, Rules, choose, reason_of
+from lightning_dlrover.pool.view import BrainRecord, GrantRecord, OthersRecord, PoolKeys, PoolView, SeenJob, Watch
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.etcd.operations import KeyValue
-from lightning_dlrover.rdzv.job.events import SizeGiven
+from lightning_dlrover.rdzv.etcd.types import Compare, Delete, EtcdError, KeyValue, Op, Put, modified
+from lightning_dlrover.rdzv.job.events import SizeGiven, record_of
 from lightning_dlrover.rdzv.job.journal import Journal
-from lightning_dlrover.rdzv.job.pool_records import BrainRecord, PoolKeys
-from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, Keys
+from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, Keys, PlanRecord, encode
 from lightning_dlrover.rdzv.job.tenure import Tenure, holder_text
 
-__all__ = ["Brain", "BrainBusyError", "PoolTimeouts", "run_brain"]
+# Write a brain's decisions to etcd: each one whole, and only if no other decision was made since the look it is based on.
+
+SAME_WAIT_S = 5.0
+"""Seconds by which the expected start of a waiting job may shift before it is written again."""
+
+
+class OutdatedError(Exception):
+    """The pool has changed since the look that a decision is based on. Look again."""
+
+
+class Writer:
+    """Writes for one brain. Each write replaces the key `brain`, under the condition that it is as it was last seen."""
+
+    def __init__(self, client: EtcdClient, pool: PoolKeys, tenure: Tenure[BrainRecord]) -> None:
+        self._client = client
+        self._pool = pool
+        self._tenure = tenure
+        self._revision = 0
+
+    def based_on(self, brain_entry: KeyValue) -> None:
+        """Base the next writes on a look at the pool, of which this is the key `brain`."""
+        self._revision = brain_entry.mod_revision
+
+    def resize(self, seen: SeenJob, move: Move, event: SizeGiven, reason: str, now: float) -> None:
+        """Give a job another size: its grant, its plan if there is one, and a line of its history.
+
+        A job that starts has no plan yet. Its run writes the first one.
+
+        Raises:
+            OutdatedError: nothing was written.
+            EtcdError: the fate of the write is unknown.
+        """
+        grant = GrantRecord(
+            "granted",
+            move.after,
+            reason,
+            since=now,
+            submitted_at=seen.job.submitted_s,
+            served_worker_s=seen.job.served_by(now),
+            owner=seen.job.owner,
+            cores=seen.job.needs.cores,
+            gpus=int(seen.job.needs.gpus),
+            memory_mb=int(seen.job.needs.memory_mb),
+        )
+        ops: list[Op] = [Put(self._pool.grants + seen.job.name, encode(grant))]
+        if seen.plan_entry is not None:
+            lease = seen.plan_entry.lease_id
+            if not seen.job.is_by_hand:
+                ops.append(Put(seen.keys.plan, encode(self._plan(seen, move.after, reason, now)), lease))
+            if move.before:
+                key = f"{seen.keys.events}{time.time_ns():020d}-brain"
+                ops.append(Put(key, encode(record_of(event, reason)), lease))
+        self._write(ops, [*_as_seen(self._pool, seen), modified(seen.keys.plan) == _revision(seen.plan_entry)])
+
+    def correct_plan(self, seen: SeenJob, now: float) -> None:
+        """Let a job's plan ask for the granted workers."""
+        assert seen.plan_entry is not None
+        assert seen.grant is not None
+        plan = self._plan(seen, seen.grant.num_workers, seen.grant.reason, now)
+        ops: list[Op] = [Put(seen.keys.plan, encode(plan), seen.plan_entry.lease_id)]
+        self._write(ops, [*_as_seen(self._pool, seen), modified(seen.keys.plan) == _revision(seen.plan_entry)])
+
+    def wait(self, seen: SeenJob, wait: Wait, queued: int, now: float) -> bool:
+        """Publish a job's place in the queue, unless it is published already. Return whether it was written."""
+        expected_at = now + wait.expected_s if wait.expected_s is not None else 0.0
+        grant = GrantRecord(
+            "waiting",
+            0,
+            wait.reason,
+            place=wait.place,
+            queued=queued,
+            expected_at=expected_at,
+            since=now,
+            submitted_at=seen.job.submitted_s,
+        )
+        last, shown = seen.grant, (grant.state, grant.place, grant.queued, grant.reason)
+        if last is not None and (last.state, last.place, last.queued, last.reason) == shown:
+            shift_s = abs(last.expected_at - expected_at)
+            if shift_s <= max(SAME_WAIT_S, 0.2 * (wait.expected_s or 0.0)):
+                return False
+        self._write([Put(self._pool.grants + seen.job.name, encode(grant))], _as_seen(self._pool, seen))
+        return True
+
+    def refuse(self, seen: SeenJob, reason: str, now: float) -> bool:
+        """Publish that a job can never start. Return whether it was written."""
+        if seen.grant is not None and (seen.grant.state, seen.grant.reason) == ("refused", reason):
+            return False
+        grant = GrantRecord("refused", 0, reason, since=now, submitted_at=seen.job.submitted_s)
+        self._write([Put(self._pool.grants + seen.job.name, encode(grant))], _as_seen(self._pool, seen))
+        return True
+
+    def forget(self, seen: SeenJob) -> None:
+        """Delete the grant of a job of which nothing is left, unless its run has come back."""
+        key = self._pool.members + seen.job.name
+        self._write([Delete(self._pool.grants + seen.job.name)], [*_as_seen(self._pool, seen), modified(key) == 0])
+
+    def publish_others(self, names: Sequence[str]) -> None:
+        """Publish the jobs in no pool that are counted. Nothing is decided by this."""
+        self._client.put(self._pool.others, encode(OthersRecord(list(names))), self._tenure.lease)
+
+    def _plan(self, seen: SeenJob, num_workers: int, reason: str, now: float) -> PlanRecord:
+        assert seen.plan is not None
+        text = f"pool {self._pool.pool}: {reason}"
+        return dataclasses.replace(
+            seen.plan, num_workers=num_workers, source="brain", reason=text, binding=True, decision_id=0, created_at=now
+        )
+
+    def _write(self, ops: Sequence[Op], conditions: Sequence[Compare]) -> None:
+        number = self._tenure.record.number + 1
+        record = dataclasses.replace(self._tenure.record, number=number)
+        mine = [self._tenure.is_ours, modified(self._pool.brain) == self._revision]
+        done = self._client.txn([*mine, *conditions], [Put(self._pool.brain, encode(record), self._tenure.lease.id), *ops])
+        if not done.succeeded:
+            raise OutdatedError
+        self._tenure.record = record
+        self._revision = done.revision
+
+
+def _as_seen(pool: PoolKeys, seen: SeenJob) -> list[Compare]:
+    return [modified(pool.grants + seen.job.name) == seen.grant_revision]
+
+
+def _revision(entry: KeyValue | None) -> int:
+    return entry.mod_revision if entry is not None else 0
+
+
+# Decide when to look at a pool, and in which order to act. See the package for the states and their owners.
 
 log = logging.getLogger(__name__)
 
@@ -284,3 +408,85 @@ def _wait_for_vacancy(mirror: Mirror, key: str, stop: threading.Event) -> None:
             return
         except TimeoutError:
             continue
+
+
+# Show a pool as plain data: the process that decides, jobs with their sizes, and waiting jobs with reasons.
+
+_FORMER_POLICIES = {"ours": "jct"}
+"""Names of policies in the records of earlier brains, and today's."""
+
+
+def rules_of(view: PoolView) -> Rules | None:
+    """Return the rules of the brain that decides, None if no process does."""
+    brain = view.brain
+    if brain is None:
+        return None
+    owners = Owners(brain.owner_weights, {owner: Resources.within(quota) for owner, quota in brain.quotas.items()})
+    policy = _FORMER_POLICIES.get(brain.policy, brain.policy)
+    return Rules(Resources.within(brain.budget), policy, brain.max_wait_s, owners)
+
+
+def snapshot_of(view: PoolView, now: float) -> dict[str, Any]:
+    """Return the pool as data for JSON: running jobs first, then the queue in order.
+
+    Args:
+        now: seconds since the epoch.
+    """
+    rules = rules_of(view)
+
+    def place(seen: SeenJob) -> tuple[bool, int, float, str]:
+        job = seen.job
+        return job.is_waiting, seen.grant.place if seen.grant is not None else 0, job.submitted_s, job.name
+
+    return {
+        "brain": None
+        if view.brain is None
+        else {"host": view.brain.host, "pid": view.brain.pid, "policy": view.brain.policy, "decisions": view.brain.number},
+        "budget": rules.budget.text if rules is not None else "",
+        "used": held_by(view.pool_jobs).text,
+        "jobs": [_job(seen, now) for seen in sorted(view.jobs.values(), key=place)],
+    }
+
+
+def _job(seen: SeenJob, now: float) -> dict[str, Any]:
+    job, grant = seen.job, seen.grant
+    left_s = job.seconds_left(job.held) if job.held else None
+    return {
+        "job": job.name,
+        "owner": job.owner,
+        "priority": job.priority,
+        "weight": job.weight,
+        "workers": job.held,
+        "granted": job.granted,
+        "alive": job.alive,
+        "min_workers": job.min_workers,
+        "max_workers": job.max_workers,
+        "has": job.needs.times(job.held).text,
+        "state": _state(seen),
+        "place": grant.place if grant is not None else 0,
+        "expected_s": max(0.0, grant.expected_at - now) if grant is not None and grant.expected_at else None,
+        "waited_s": max(0.0, now - job.submitted_s) if job.is_waiting else None,
+        "left_s": left_s,
+        "reason": grant.reason if grant is not None else "",
+    }
+
+
+def _state(seen: SeenJob) -> str:
+    job, grant = seen.job, seen.grant
+    if seen.is_outside:
+        return "runs outside of all pools"
+    if not job.is_present:
+        return "its `dlrover run` is gone"
+    if grant is not None and grant.state == "refused":
+        return "refused"
+    if job.is_waiting:
+        return "waits"
+    if seen.phase in ("finished", "failed"):
+        return f"has {seen.phase}, its nodes end"
+    if job.is_by_hand:
+        return "runs, its size set by hand"
+    if job.alive > job.granted:
+        return "shrinks"
+    if job.alive < job.granted:
+        return "starts" if not job.alive else "grows"
+    return "runs" if job.rates else "runs, its speed by size not known yet"

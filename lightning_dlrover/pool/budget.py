@@ -1,27 +1,373 @@
-"""Decide the size that each job of a pool should have, within the budget.
-
-Rules that hold for every policy:
-
-- A job keeps its own limits. It is never stopped once it runs: at the least it keeps its fewest workers, whatever the priority
-  of a job that waits.
-- A job with a size set by hand, or with a planner that has not decided yet, keeps its size and is counted.
-- Waiting jobs start in the order of `owners.py`. One that does not fit holds back the jobs of other owners. Smaller jobs of its
-  own owner pass it, until it has waited longer than the bound: from then on no job does.
-- An owner has no more than its quota.
-"""
+"""The budget of a pool: its resources, jobs and owners, the sizes of the jobs, and who waits. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import heapq
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, held_by
-from lightning_dlrover.planner.cluster.pool.owners import Owners, held_by_owner, queue_in_order, weighed
-from lightning_dlrover.planner.cluster.pool.resources import Resources
-from lightning_dlrover.planner.cluster.queue_order import is_overdue
+from lightning_dlrover.tuning.cluster import is_overdue
 
-__all__ = ["Divider", "wanted_sizes", "why_never"]
+# Amounts of the resources that a pool's jobs share.
+
+TOLERANCE = 1e-9
+"""Relative excess of a budget that is rounding."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Cores, GPUs and memory: of a budget, of one worker, or of a job."""
+
+    cores: float = 0.0
+    gpus: float = 0.0
+    memory_mb: float = 0.0
+
+    def __add__(self, other: Resources) -> Resources:
+        return Resources(self.cores + other.cores, self.gpus + other.gpus, self.memory_mb + other.memory_mb)
+
+    def __sub__(self, other: Resources) -> Resources:
+        return self + other.times(-1)
+
+    def times(self, number: float) -> Resources:
+        return Resources(*(each * number if each else 0.0 for each in (self.cores, self.gpus, self.memory_mb)))
+
+    def fits(self, into: Resources) -> bool:
+        """Whether `into` has at least this much of each resource that is needed."""
+        pairs = ((self.cores, into.cores), (self.gpus, into.gpus), (self.memory_mb, into.memory_mb))
+        return all(need <= 0 or need <= has + TOLERANCE * max(1.0, abs(need)) for need, has in pairs)
+
+    def most(self, of: Resources) -> float:
+        """Return how many times `of` fits in here; infinite if it needs nothing that is limited."""
+        pairs = ((self.cores, of.cores), (self.gpus, of.gpus), (self.memory_mb, of.memory_mb))
+        counts = [math.floor(has / need + TOLERANCE) if math.isfinite(has) else math.inf for has, need in pairs if need > 0]
+        return max(0, min(counts, default=math.inf))
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The amounts by name, without unlimited ones. `within` is the reverse."""
+        return {name: amount for name, amount in vars(self).items() if math.isfinite(amount)}
+
+    @staticmethod
+    def within(limits: Mapping[str, float]) -> Resources:
+        """Return a budget of these amounts by name; those that are absent are unlimited."""
+        return Resources(**{name: limits.get(name, math.inf) for name in ("cores", "gpus", "memory_mb")})
+
+    @property
+    def text(self) -> str:
+        """For people, without resources that are absent or unlimited: `2 cores, 1 GPU, 4 GiB`."""
+        parts = []
+        for amount, one, several in ((self.cores, "core", "cores"), (self.gpus, "GPU", "GPUs")):
+            if amount and math.isfinite(amount):
+                parts.append(f"{amount:g} {one if amount == 1 else several}")
+        if self.memory_mb and math.isfinite(self.memory_mb):
+            parts.append(f"{self.memory_mb / 1024:.3g} GiB")
+        return ", ".join(parts) or "nothing"
+
+
+UNLIMITED = Resources(math.inf, math.inf, math.inf)
+
+
+# A job of a pool, as a decision sees it.
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Throughput with a number of workers, with the best settings known for it.
+
+    Args:
+        low_per_s: interval of the throughput, 90 %.
+    """
+
+    num_workers: int
+    samples_per_s: float
+    low_per_s: float
+    high_per_s: float
+    is_measured: bool = False
+
+
+@dataclass(frozen=True)
+class PoolJob:
+    """A job that has a place in the pool, or waits for one.
+
+    Args:
+        needs: of one worker.
+        granted: workers that it was given; 0: it waits.
+        planned: workers in its plan; 0: it has no plan yet.
+        alive: workers that run, start or end.
+        is_present: its `dlrover run` lives.
+        is_by_hand: a person has set its size, so it is left alone, and counted.
+        rates: by number of workers, ascending; empty before its planner has decided.
+        samples_left: None where the end is unknown.
+        change_s: expected pause of the job when its size changes.
+        submitted_s: on the clock of decisions, as all times.
+        served_worker_s: seconds times workers that it had before `since_s`.
+        deadline_s: None: any.
+    """
+
+    name: str
+    needs: Resources
+    min_workers: int
+    max_workers: int
+    granted: int = 0
+    planned: int = 0
+    alive: int = 0
+    is_present: bool = True
+    is_by_hand: bool = False
+    rates: tuple[Rate, ...] = ()
+    samples_left: float | None = None
+    change_s: float = 0.5
+    submitted_s: float = 0.0
+    since_s: float = 0.0
+    served_worker_s: float = 0.0
+    priority: int = 0
+    weight: float = 1.0
+    owner: str = ""
+    deadline_s: float | None = None
+
+    @property
+    def held(self) -> int:
+        """Workers with resources that no other job may have."""
+        if self.is_by_hand:
+            return max(self.planned, self.alive)  # a person may also make it smaller than it was granted
+        return max(self.granted, self.planned, self.alive)
+
+    def served_by(self, now_s: float) -> float:
+        """Return the seconds times workers that it has had by now."""
+        return self.served_worker_s + max(0.0, now_s - self.since_s) * self.held
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.is_present and not self.held
+
+    @property
+    def is_flexible(self) -> bool:
+        """Whether a decision may change its size: it runs, its speed by size is known, and no person has set it."""
+        return self.is_present and bool(self.held and self.rates) and not self.is_by_hand
+
+    @property
+    def least_held(self) -> int:
+        """Workers that it cannot be made to give back."""
+        return self.min_workers if self.is_flexible else self.held
+
+    def rate(self, num_workers: int) -> Rate | None:
+        """Return the throughput with a number of workers, in a straight line between known ones; None if it is unknown."""
+        below = max((r for r in self.rates if r.num_workers <= num_workers), key=lambda r: r.num_workers, default=None)
+        above = min((r for r in self.rates if r.num_workers >= num_workers), key=lambda r: r.num_workers, default=None)
+        if below is None or above is None or below is above:
+            return below if above is not None else None
+        part = (num_workers - below.num_workers) / (above.num_workers - below.num_workers)
+
+        def between(low: float, high: float) -> float:
+            return low + part * (high - low)
+
+        return Rate(
+            num_workers,
+            between(below.samples_per_s, above.samples_per_s),
+            between(below.low_per_s, above.low_per_s),
+            between(below.high_per_s, above.high_per_s),
+        )
+
+    def seconds_left(self, num_workers: int) -> float | None:
+        """Return the seconds that the rest of the job takes with a number of workers; None if that is unknown."""
+        rate = self.rate(num_workers)
+        return self.samples_left / rate.samples_per_s if rate is not None and self.samples_left is not None else None
+
+
+def held_by(jobs: Iterable[PoolJob]) -> Resources:
+    """Return the resources that these jobs hold together."""
+    total = Resources()
+    for job in jobs:
+        total += job.needs.times(job.held)
+    return total
+
+
+# Fairness among the owners of a pool's jobs: the order in which waiting jobs start, quotas, and the weights of running
+# ones.
+#
+# An owner's share is that of its dominant resource: the largest part of the budget that it has of any resource (dominant
+# resource fairness, Ghodsi et al., NSDI 2011). A running job counts with the workers that it cannot be made to give back.
+#
+# The next start goes to the owner whose share, over its weight, would then be the least. Jobs of one owner start by
+# priority, then by submission; one that waits longer than the bound goes before the others of its owner. If it is larger
+# than its owner's part, the weight over that of all owners with jobs, it then counts as if it needed nothing: so it has its
+# turn, too.
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Weights and quotas by owner. The weight of an owner that is absent is 1, and its quota has no limit."""
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    quotas: Mapping[str, Resources] = field(default_factory=dict)
+
+    def weight(self, owner: str) -> float:
+        return self.weights.get(owner, 1.0)
+
+    def quota(self, owner: str) -> Resources:
+        return self.quotas.get(owner, UNLIMITED)
+
+    def exceeded(self, held: Mapping[str, Resources]) -> list[str]:
+        """Return the owners that hold more than their quotas."""
+        return [owner for owner in self.quotas if owner in held and not held[owner].fits(self.quota(owner))]
+
+
+@dataclass(frozen=True)
+class Queue:
+    """Waiting jobs.
+
+    Args:
+        jobs: in the order in which they start.
+        beyond_quota: jobs that would exceed their owner's quota if those before them had started.
+    """
+
+    jobs: Sequence[PoolJob]
+    beyond_quota: Sequence[PoolJob]
+
+
+def held_by_owner(jobs: Collection[PoolJob]) -> dict[str, Resources]:
+    """Return the resources of each owner that its running jobs cannot be made to give back."""
+    held: dict[str, Resources] = {}
+    for job in jobs:
+        held[job.owner] = held.get(job.owner, Resources()) + job.needs.times(job.least_held)
+    return held
+
+
+def queue_in_order(jobs: Collection[PoolJob], budget: Resources, owners: Owners, now_s: float, max_wait_s: float) -> Queue:
+    """Sort the waiting jobs of a pool by their turns.
+
+    Args:
+        jobs: running ones, too.
+    """
+
+    def turn(job: PoolJob) -> tuple[bool, int, float, str]:
+        late = is_overdue(job.submitted_s, now_s, max_wait_s)
+        return not late, 0 if late else -job.priority, job.submitted_s, job.name
+
+    held = held_by_owner(jobs)
+    waiting = {owner: sorted((job for job in of if job.is_waiting), key=turn) for owner, of in _by_owner(jobs).items()}
+    total = math.fsum(map(owners.weight, waiting))
+
+    def counted(job: PoolJob) -> Resources:
+        fewest = _fewest(job)
+        is_too_large = _dominant(fewest, budget) * total > owners.weight(job.owner)
+        return Resources() if is_too_large and is_overdue(job.submitted_s, now_s, max_wait_s) else fewest
+
+    def next_of(owner: str) -> tuple[float, tuple[bool, int, float, str], str]:
+        job = waiting[owner][0]
+        return _dominant(held[owner] + counted(job), budget) / owners.weight(owner), turn(job), owner
+
+    heads = [next_of(owner) for owner, of in waiting.items() if of]
+    heapq.heapify(heads)
+    order, beyond = [], []
+    while heads:
+        *_, owner = heapq.heappop(heads)
+        job = waiting[owner].pop(0)
+        then = held[owner] + _fewest(job)
+        if then.fits(owners.quota(owner)):
+            order.append(job)
+            held[owner] = then
+        else:
+            beyond.append(job)
+            if is_overdue(job.submitted_s, now_s, max_wait_s):  # its owner's later jobs would take the part that it waits for
+                beyond += waiting[owner]
+                waiting[owner] = []
+        if waiting[owner]:
+            heapq.heappush(heads, next_of(owner))
+    return Queue(order, beyond)
+
+
+def weighed(jobs: Sequence[PoolJob], owners: Owners) -> list[PoolJob]:
+    """Return jobs as a policy of sizes should see them, so that no owner gains by more jobs or higher priorities.
+
+    The weights of an owner's jobs add up to that of the owner, on a scale on which the mean weight of a job is 1.
+    Priorities count among the jobs of one owner: the highest of each owner becomes 0, its next one -1.
+    """
+    of_owner = _by_owner(jobs)
+    total = math.fsum(map(owners.weight, of_owner))
+    found: dict[str, PoolJob] = {}
+    for owner, of in of_owner.items():
+        levels = sorted({job.priority for job in of}, reverse=True)
+        scale = owners.weight(owner) * len(jobs) / (total * math.fsum(job.weight for job in of))
+        found |= {job.name: replace(job, priority=-levels.index(job.priority), weight=job.weight * scale) for job in of}
+    return [found[job.name] for job in jobs]
+
+
+def _by_owner(jobs: Collection[PoolJob]) -> dict[str, list[PoolJob]]:
+    found: dict[str, list[PoolJob]] = {}
+    for job in jobs:
+        found.setdefault(job.owner, []).append(job)
+    return found
+
+
+def _fewest(job: PoolJob) -> Resources:
+    return job.needs.times(job.min_workers)
+
+
+def _dominant(held: Resources, budget: Resources) -> float:
+    pairs = ((held.cores, budget.cores), (held.gpus, budget.gpus), (held.memory_mb, budget.memory_mb))
+    return max((has / of for has, of in pairs if has and of and math.isfinite(of)), default=0.0)
+
+
+# Turn wanted sizes into changes that never exceed the budget, however late processes end.
+#
+# A job holds the most of its grant, the workers of its plan, and those that run. So a smaller grant frees nothing by
+# itself: only when the job's workers have ended does another one grow. Changes that do not fit yet wait for a later
+# decision.
+
+
+@dataclass(frozen=True)
+class Move:
+    """A change of a job's grant."""
+
+    name: str
+    before: int
+    after: int
+
+
+def next_moves(
+    jobs: Sequence[PoolJob],
+    budget: Resources,
+    wanted: Mapping[str, int],
+    may_grow: bool = True,
+) -> list[Move]:
+    """Return the changes to make now: all that shrink, then those that grow or start and fit.
+
+    Args:
+        jobs: in the order in which they may grow.
+        wanted: number of workers of each job by name; jobs that are absent stay.
+        may_grow: whether the state is known well enough to give resources away.
+    """
+    sizes = {job.name: wanted.get(job.name, job.granted) for job in jobs}
+    moves = [Move(job.name, job.granted, sizes[job.name]) for job in jobs if 0 < sizes[job.name] < job.granted]
+    if not may_grow:
+        return moves
+    left = budget - held_by(jobs)
+    for job in jobs:
+        size = sizes[job.name]
+        if size <= job.granted or not job.is_present:
+            continue
+        more = job.needs.times(max(0, size - job.held))
+        # Its present workers are no reason to refuse it: then others have too much.
+        if size <= job.held or more.fits(left):
+            moves.append(Move(job.name, job.granted, size))
+            left -= more
+    return moves
+
+
+# Decide the size that each job of a pool should have, within the budget.
+#
+# Rules that hold for every policy:
+#
+# - A job keeps its own limits. It is never stopped once it runs: at the least it keeps its fewest workers, whatever the
+#   priority
+#   of a job that waits.
+# - A job with a size set by hand, or with a planner that has not decided yet, keeps its size and is counted.
+# - Waiting jobs start in the order of `budget.py`. One that does not fit holds back the jobs of other owners. Smaller jobs of
+#   its
+#   own owner pass it, until it has waited longer than the bound: from then on no job does.
+# - An owner has no more than its quota.
 
 NO_RULES = Owners()
 
@@ -188,3 +534,94 @@ def _loss(job: PoolJob, num_workers: int) -> float:
     if now is None or less is None:
         return 0.0
     return job.weight * (now.samples_per_s - less.samples_per_s) / max(r.samples_per_s for r in job.rates)
+
+
+# Predict the wait of each job in the queue: its place, the expected time until it starts, and the reason.
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A job's wait.
+
+    Args:
+        place: number in the queue, from 1.
+        expected_s: seconds until it starts, if no other job is submitted meanwhile; None: unknown.
+        reason: a sentence for people.
+    """
+
+    name: str
+    place: int
+    expected_s: float | None
+    reason: str
+
+
+def queue_of(jobs: Sequence[PoolJob], budget: Resources, now_s: float, max_wait_s: float, owners: Owners) -> list[Wait]:
+    """Return the waits of all waiting jobs in order.
+
+    Each job starts once enough of those before it have ended. Running jobs can go down to their fewest workers for it, so they
+    are counted with these, and end as late as with their present sizes.
+    """
+    queue = queue_in_order(jobs, budget, owners, now_s, max_wait_s)
+    holders = [job for job in jobs if job.held]
+    free = budget
+    for job in holders:
+        free -= job.needs.times(job.least_held)
+    ends = [_End(job.name, job.seconds_left(job.held), job.needs.times(job.least_held)) for job in holders]
+    waits: list[Wait] = []
+    for place, job in enumerate(queue.jobs, start=1):
+        need = job.needs.times(job.min_workers)
+        wait, free, ends = _wait_of(job, place, need, free, ends)
+        waits.append(_behind(waits, wait, {each.name: each.owner for each in queue.jobs}))
+    for place, job in enumerate(queue.beyond_quota, start=len(waits) + 1):
+        need, quota = job.needs.times(job.min_workers), owners.quota(job.owner)
+        reason = f"it needs {need.text}, and with the jobs before it owner {job.owner} has its quota of {quota.text}"
+        waits.append(Wait(job.name, place, None, reason))
+    return waits
+
+
+def _behind(before: Sequence[Wait], wait: Wait, owner_of: Mapping[str, str]) -> Wait:
+    """Return a wait that ends no sooner than those of other owners' jobs with an earlier turn: no job passes these."""
+    if wait.expected_s is None:
+        return wait
+    for other in reversed(before):
+        is_later = other.expected_s is None or other.expected_s > wait.expected_s
+        if is_later and owner_of[other.name] != owner_of[wait.name]:
+            reason = f"owner {owner_of[other.name]} has its turn first, with {other.name}"
+            return replace(wait, expected_s=other.expected_s, reason=reason)
+    return wait
+
+
+@dataclass(frozen=True)
+class _End:
+    """The expected end of a job, in seconds from now, and the resources that it gives back."""
+
+    name: str
+    at_s: float | None
+    gives: Resources
+
+
+def _wait_of(
+    job: PoolJob, place: int, need: Resources, free: Resources, ends: list[_End]
+) -> tuple[Wait, Resources, list[_End]]:
+    """Return the wait of one job, and the free resources and later ends after its start."""
+    missing = f"it needs {need.text}, and the other jobs leave it {_positive(free).text}"
+    waited_s = 0.0
+    known = sorted((end for end in ends if end.at_s is not None), key=lambda end: (end.at_s or 0.0, end.name))
+    unknown = [end for end in ends if end.at_s is None]
+    last = ""
+    while not need.fits(free) and known:
+        end, *known = known
+        free, waited_s, last = free + end.gives, end.at_s or 0.0, end.name
+    rest = [*known, *unknown]
+    if not need.fits(free):
+        names = ", ".join(sorted(end.name for end in unknown)) or "other jobs"
+        reason = f"{missing}; when it starts depends on {names}, whose end is not known"
+        return Wait(job.name, place, None, reason), free - need, rest
+    reason = f"{missing}; it starts when {last} has ended" if last else "running jobs make room for it"
+    own_s = job.seconds_left(job.min_workers)
+    end = _End(job.name, waited_s + own_s if own_s is not None else None, need)
+    return Wait(job.name, place, waited_s, reason), free - need, [*rest, end]
+
+
+def _positive(resources: Resources) -> Resources:
+    return Resources(max(0.0, resources.cores), max(0.0, resources.gpus), max(0.0, resources.memory_mb))

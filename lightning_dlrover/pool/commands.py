@@ -1,26 +1,122 @@
-"""`dlrover pool what-if`: time, money and their intervals, before anything is done."""
+"""`dlrover brain`, `queue`, `what-if` and `divide`: share a budget among jobs, show the share of each, predict a change."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import signal
+import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from lightning_dlrover.brain.learned import Learned
-from lightning_dlrover.brain.seen import SeenJob
-from lightning_dlrover.brain.snapshot import rules_of
-from lightning_dlrover.brain.watch import PoolView, Watch
-from lightning_dlrover.brain.what_if import prospect, sizes_if
-from lightning_dlrover.cli.errors import EXIT_OK, UsageError
-from lightning_dlrover.cli.lookup import connected_job
-from lightning_dlrover.output import counted, number_text, show, time_text
-from lightning_dlrover.planner.cluster.pool.resources import Resources
-from lightning_dlrover.rdzv.job.pool_records import PoolKeys
-from lightning_dlrover.report.text_table import text_table
+import numpy as np
+
+from lightning_dlrover.cli.control import check_can_be_planned, plan_by_hand, wanted_text
+from lightning_dlrover.cli.errors import EXIT_OK, Interrupted, UsageError, signals_as_exceptions
+from lightning_dlrover.cli.lookup import connected_job, etcd_access, find_place
+from lightning_dlrover.cli.options import SETTINGS
+from lightning_dlrover.output import complain, counted, number_text, say, show, text_table, time_text
+from lightning_dlrover.pool.admission import wait_text
+from lightning_dlrover.pool.brain import PoolTimeouts, rules_of, run_brain, snapshot_of
+from lightning_dlrover.pool.budget import Owners, Resources
+from lightning_dlrover.pool.decisions import Rules, prospect, sizes_if
+from lightning_dlrover.pool.view import Learned, PoolKeys, PoolView, SeenJob, Watch
+from lightning_dlrover.rdzv.job.events import DecisionMade, events_of
+from lightning_dlrover.rdzv.job.folders import EtcdDefaults
+from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.report.status import JobPlace, connect, connect_to_job, read_job
+from lightning_dlrover.tuning.plan import Decision, Settings, pareto_front
 
 if TYPE_CHECKING:
-    from lightning_dlrover.brain.what_if import Prospect
-    from lightning_dlrover.report.status import JobPlace
+    from lightning_dlrover.pool.decisions import Prospect
+    from lightning_dlrover.rdzv.etcd.client import EtcdClient
+
+# `dlrover pool run` and `dlrover pool status`: share a budget among jobs, and show the share of each.
+
+
+def brain_command(options: argparse.Namespace) -> int:
+    """Decide on the sizes of a pool's jobs until a signal ends this process."""
+    rules = Rules(
+        Resources(**options.budget),
+        options.policy,
+        options.max_wait,
+        Owners(dict(options.owner_weight), {owner: Resources(**quota) for owner, quota in options.quota}),
+        counts_others=not options.ignore_unmanaged,
+    )
+    pool, hurry = _pool(options), threading.Event()
+    with signals_as_exceptions(hurry):
+        try:
+            with connected_pool(options) as client:
+                run_brain(client, pool, rules, options.interval, say, timeouts=PoolTimeouts.of_lease(options.lease_ttl))
+        except Interrupted as interrupted:
+            name = signal.Signals(interrupted.signal_number).name
+            complain(f"the brain of pool {pool.pool} was ended by {name}; its jobs keep their sizes")
+            return 128 + interrupted.signal_number
+    return EXIT_OK
+
+
+def queue_command(options: argparse.Namespace) -> int:
+    """Show the jobs of a pool: sizes of those that run, and the reason for each wait."""
+    pool, now = _pool(options), time.time()
+    with connected_pool(options) as client:
+        view = Watch(client, pool).look(now)
+    snapshot = snapshot_of(view, now)
+    if options.json:
+        show(json.dumps({"pool": pool.pool, **snapshot}, indent=2))
+        return EXIT_OK
+    show("\n".join(_queue_lines(pool.pool, snapshot, view.jobs, now)))
+    return EXIT_OK
+
+
+def connected_pool(options: argparse.Namespace) -> EtcdClient:
+    """Return a client of the pool's etcd.
+
+    Raises:
+        UsageError: no etcd is named.
+        EtcdError: etcd does not answer.
+    """
+    defaults = EtcdDefaults.of_this_process()
+    endpoint = options.endpoint or defaults.endpoint
+    if endpoint is None:
+        raise UsageError("a pool is in an etcd that its jobs share: name it with --endpoint HOST:PORT, or DLROVER_ENDPOINT")
+    return connect(JobPlace("pool", endpoint, options.key_prefix or defaults.prefix, etcd_access(options) or defaults.access))
+
+
+def _pool(options: argparse.Namespace) -> PoolKeys:
+    return PoolKeys(options.pool, options.key_prefix or EtcdDefaults.of_this_process().prefix)
+
+
+def _queue_lines(pool: str, snapshot: dict[str, Any], jobs: Any, now: float) -> list[str]:
+    brain = snapshot["brain"]
+    lines = [
+        f"pool {pool}: process {brain['pid']} on {brain['host']} decides, by policy {brain['policy']}"
+        if brain
+        else f"pool {pool}: no process decides; jobs keep their sizes, and waiting ones wait"
+    ]
+    if snapshot["budget"]:
+        lines.append(f"budget: {snapshot['used']} of {snapshot['budget']} in use")
+    if not snapshot["jobs"]:
+        return [*lines, "no jobs"]
+    rows: list[tuple[str, ...]] = [("JOB", "OWNER", "PRIORITY", "WORKERS", "HAS", "STATE")]
+    for job in snapshot["jobs"]:
+        size = f"{job['workers']} of {job['min_workers']} to {job['max_workers']}"
+        rows.append((job["job"], job["owner"] or "-", str(job["priority"]), size, job["has"], job["state"]))
+    head, *table = text_table("<<><<<", rows)
+    lines.append(head)
+    for job, line in zip(snapshot["jobs"], table, strict=True):
+        lines.append(line)
+        grant = jobs[job["job"]].grant
+        if grant is not None and grant.state == "waiting":
+            lines.append(f"      {wait_text(grant, now)}")
+        elif job["reason"]:
+            lines.append(f"      {job['reason']}")
+    return lines
+
+
+# `dlrover pool what-if`: time, money and their intervals, before anything is done.
 
 
 def what_if_command(options: argparse.Namespace) -> int:
@@ -132,3 +228,144 @@ def _of_pool(place: JobPlace, view: PoolView, options: argparse.Namespace, now: 
         has = (budget + more).text
         lines.append(f"  together they need {needed.text}, more than the budget of {has}: sizes set by hand may exceed it")
     return lines
+
+
+# Divide a cluster's resources among its jobs.
+#
+# Uses DLRover-RM's weighted greedy on marginal gain (Wang et al., PVLDB 17(12), 2024): the job that gains most for a unit
+# of resources gets it first. Options below the concave hull of a job's Pareto front would never be chosen this way; they
+# only use the resources left at the end.
+
+
+@dataclass(frozen=True)
+class Option:
+    """Settings that a job could have."""
+
+    settings: Settings
+    cost: float  # unit of the budget, such as cores
+    samples_per_s: float
+
+
+@dataclass(frozen=True)
+class ClusterJob:
+    """A job that competes for resources; it runs with one of its options.
+
+    Args:
+        weight: importance of this job's relative gain beside that of others; remaining work is one choice.
+    """
+
+    name: str
+    options: tuple[Option, ...]
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.options:
+            raise ValueError(f"job {self.name!r} has no settings to choose from")
+        if not self.weight > 0 or any(o.cost <= 0 or o.samples_per_s <= 0 for o in self.options):
+            raise ValueError(f"job {self.name!r}: weight, costs and rates must be above 0")
+
+    def gain(self, option: Option) -> float:
+        """Return weighted throughput as a fraction of the job's best, so that jobs with different samples can be compared."""
+        return self.weight * option.samples_per_s / max(o.samples_per_s for o in self.options)
+
+
+def options_of(decision: Decision) -> tuple[Option, ...]:
+    """Return the options that a job's own planner found feasible, in cores, or in GPUs where the job has some."""
+    able = [c for c in decision.candidates if c.feasible and (c.gpus or c.cores)]
+    return tuple(Option(c.settings, float(c.gpus or c.cores), c.samples_per_s) for c in able)
+
+
+def divide(jobs: Sequence[ClusterJob], budget: float) -> dict[str, Option]:
+    """Return an option for each job, by name, so that together they stay within `budget` and gain much.
+
+    Raises:
+        ValueError: not even the cheapest options fit, or two jobs have one name.
+    """
+    fronts = {job.name: _front(job) for job in jobs}
+    if len(fronts) != len(jobs):
+        raise ValueError(f"two of the jobs {sorted(job.name for job in jobs)} have one name")
+    chosen = {name: front[0] for name, front in fronts.items()}
+    left = budget - sum(option.cost for option in chosen.values())
+    if left < 0:
+        raise ValueError(f"the cheapest settings of {len(jobs)} jobs need {budget - left:g}, the budget is {budget:g}")
+    for on_hull in (True, False):
+        while True:
+            steps = [
+                ((job.gain(option) - job.gain(now)) / (option.cost - now.cost), job.name, option)
+                for job in jobs
+                for now in (chosen[job.name],)
+                for option in (_hull(job, fronts[job.name]) if on_hull else fronts[job.name])
+                if now.cost < option.cost <= now.cost + left and job.gain(option) > job.gain(now)
+            ]
+            if not steps:
+                break
+            _, name, option = max(steps, key=lambda step: (step[0], step[1]))
+            left -= option.cost - chosen[name].cost
+            chosen[name] = option
+    return chosen
+
+
+def _front(job: ClusterJob) -> list[Option]:
+    gains, costs = np.array([job.gain(o) for o in job.options]), np.array([o.cost for o in job.options])
+    return [job.options[i] for i in pareto_front(gains, costs)]
+
+
+def _hull(job: ClusterJob, front: Sequence[Option]) -> list[Option]:
+    """The upper concave hull of a front, ascending in cost."""
+    hull: list[Option] = []
+    for option in front:
+        while len(hull) > 1 and _slope(job, hull[-2], hull[-1]) <= _slope(job, hull[-1], option):
+            hull.pop()
+        hull.append(option)
+    return hull
+
+
+def _slope(job: ClusterJob, small: Option, large: Option) -> float:
+    return (job.gain(large) - job.gain(small)) / (large.cost - small.cost)
+
+
+# `dlrover pool plan`: share a budget of cores or GPUs among running jobs.
+
+
+def divide_command(options: argparse.Namespace) -> int:
+    """Share a budget of cores or GPUs among running jobs."""
+    with contextlib.ExitStack() as stack:
+        jobs, running, devices = [], {}, {}
+        for name, weight in options.jobs:
+            place = find_place(name, options)
+            client = stack.enter_context(connect_to_job(place, options.run_dir))
+            view = read_job(client, place.keys).view
+            check_can_be_planned(place, view, None)
+            events = Journal(client, place.keys).events()
+            newest = next((made for _, made in events_of(reversed(events), DecisionMade)), None)
+            if newest is None:
+                raise UsageError(
+                    f"job {name!r} has not published any prediction: its planner, which needs a DLRoverCallback in the Trainer "
+                    "and so never predicts for a loop of your own, decides for the first time after some steps"
+                )
+            decision = Decision.from_data(newest.document)
+            able = options_of(decision)
+            if not able:
+                raise UsageError(f"job {name!r} does not know how many cores its workers have; it cannot share a budget")
+            jobs.append(ClusterJob(name, able, weight))
+            running[name] = place, client, view, decision.current
+            devices[name] = "GPUs" if any(c.gpus for c in decision.candidates) else "cores"
+        if len(set(devices.values())) > 1:
+            listed = ", ".join(f"{name} {unit}" for name, unit in devices.items())
+            raise UsageError(f"these jobs do not compete for the same: {listed}; divide those of one kind at a time")
+        shares = divide(jobs, options.budget)
+        for name, share in shares.items():
+            check_can_be_planned(running[name][0], running[name][2], share.settings.num_workers)
+        for job in jobs:
+            share, (place, client, view, current) = shares[job.name], running[job.name]
+            settings = {name: getattr(share.settings, name) for name in SETTINGS}
+            wanted, unit = wanted_text(share.settings.num_workers, settings), devices[job.name]
+            now = next((o for o in job.options if o.settings == current), None)
+            beside = f", {share.samples_per_s / now.samples_per_s:.2f} times as many as now" if now else ""
+            show(f"job {job.name}: {wanted}: {share.cost:g} {unit}, {number_text(share.samples_per_s)} samples/s{beside}")
+            if options.apply:
+                reason = f"its share of {options.budget:g} {unit} among {counted(len(jobs), 'job')}: {wanted}"
+                plan_by_hand(client, place, view, share.settings.num_workers, settings, reason)
+    if not options.apply:
+        show("nothing was changed; --apply makes these the jobs' plans")
+    return EXIT_OK

@@ -1,30 +1,39 @@
-"""Divide a pool with one of the policies for elastic jobs.
-
-A device is a core, or a GPU; a pool's jobs on GPUs are divided first, then the others on the cores that are left. Where the
-devices lie is left to the schedulers, so they count as one node, and only the number of each job's devices is used.
-"""
+"""The next changes of a pool, and the predicted effect of a change that nobody has made yet. Pure."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES, make_elastic
-from lightning_dlrover.planner.cluster.jobs import Device, Job, Profile, Running, State
-from lightning_dlrover.planner.cluster.policy import Policy, PolicySettings
-from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, Rate
-from lightning_dlrover.planner.cluster.pool.owners import Owners
-from lightning_dlrover.planner.cluster.pool.resources import Resources
-from lightning_dlrover.planner.cluster.pool.sizes import Divider
-from lightning_dlrover.planner.cluster.scaling import Speeds
+from lightning_dlrover.pool.budget import (
+    Divider,
+    Move,
+    Owners,
+    PoolJob,
+    Rate,
+    Resources,
+    Wait,
+    next_moves,
+    queue_in_order,
+    queue_of,
+    wanted_sizes,
+    why_never,
+)
+from lightning_dlrover.pool.policies import ELASTIC_POLICIES, make_elastic
+from lightning_dlrover.tuning.cluster import Device, Job, Policy, PolicySettings, Profile, Running, Speeds, State, turn_of
+from lightning_dlrover.tuning.plan import Candidate, Decision
 
-__all__ = ["RateScaling", "as_asked", "elastic_divider"]
+# Divide a pool with one of the policies for elastic jobs.
+#
+# A device is a core, or a GPU; a pool's jobs on GPUs are divided first, then the others on the cores that are left. Where
+# the devices lie is left to the schedulers, so they count as one node, and only the number of each job's devices is used.
 
 GUESSED_EXPONENT = 0.8
 """Throughput of a job with unknown speed: the number of its workers to this power."""
@@ -176,3 +185,181 @@ def _job(job: PoolJob, units: int, kind: str, now_s: float) -> Job:
         change_s=job.change_s,
         deadline_s=job.deadline_s,
     )
+
+
+# Choose the next changes of a pool from one look at it. Pure: `brain.py` carries them out.
+
+DEFAULT_MAX_WAIT_S = 3600.0
+DEFAULT_POLICY = "jct"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of a brain.
+
+    Args:
+        policy: name of a policy for elastic jobs.
+        max_wait_s: a job that has waited longer goes before all others.
+        owners: their weights and quotas.
+        counts_others: whether jobs that are in no pool take part of the budget.
+    """
+
+    budget: Resources
+    policy: str = DEFAULT_POLICY
+    max_wait_s: float = DEFAULT_MAX_WAIT_S
+    owners: Owners = field(default_factory=Owners)
+    counts_others: bool = True
+
+    @cached_property
+    def divide(self) -> Divider:
+        """The policy.
+
+        Raises:
+            ValueError: there is none with that name.
+        """
+        return elastic_divider(self.policy, self.max_wait_s)
+
+    def treated(self, jobs: Sequence[PoolJob]) -> Sequence[PoolJob]:
+        """Return jobs as the policy treats them."""
+        return as_asked(jobs, self.budget, self.owners) if ELASTIC_POLICIES[self.policy].rigid else jobs
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The next acts of a brain.
+
+    Args:
+        wanted: the number of workers that each job should have in the end.
+        moves: the changes to make now.
+        refused: reasons by name of jobs that can never start.
+        gone: jobs of which nothing is left.
+        waits: of the queue, in order.
+    """
+
+    wanted: Mapping[str, int]
+    moves: Sequence[Move]
+    refused: Mapping[str, str]
+    gone: Collection[str]
+    waits: Sequence[Wait]
+
+    def is_settled(self, jobs: Sequence[PoolJob]) -> bool:
+        """Whether every job has the size that it should have, so that nothing is expected to happen soon."""
+        return not self.moves and all(job.held == self.wanted.get(job.name, 0) and job.alive == job.held for job in jobs)
+
+
+def choose(jobs: Sequence[PoolJob], rules: Rules, now_s: float, may_grow: bool) -> Choice:
+    """Return the next changes.
+
+    Args:
+        may_grow: whether everything that runs is sure to be on record.
+    """
+    jobs, budget, owners = rules.treated(jobs), rules.budget, rules.owners
+    refused = {job.name: reason for job in jobs if job.is_waiting and (reason := why_never(job, budget, owners))}
+    able = [job for job in jobs if job.name not in refused]
+    wanted = wanted_sizes(able, budget, rules.divide, now_s, rules.max_wait_s, owners)
+    queue = queue_in_order(able, budget, owners, now_s, rules.max_wait_s)
+    running = sorted((job for job in able if not job.is_waiting), key=turn_of)
+    moves = next_moves([*queue.jobs, *queue.beyond_quota, *running], budget, wanted, may_grow)
+    started = {move.name for move in moves}
+    waits = queue_of([job for job in able if job.name not in started], budget, now_s, rules.max_wait_s, owners)
+    gone = [job.name for job in jobs if not job.is_present and not job.alive]
+    return Choice(wanted, moves, refused, gone, waits)
+
+
+def reason_of(job: PoolJob, move: Move, jobs: Sequence[PoolJob], wanted: Mapping[str, int]) -> str:
+    """Explain a change for people: the predicted gain or loss, and the other jobs that change with it."""
+    text = f"{move.before} -> {move.after} workers" if move.before else f"starts with {_workers(move.after)}"
+    before, after = job.rate(move.before), job.rate(move.after)
+    if move.before and before is not None and after is not None:
+        text += f": {after.samples_per_s / before.samples_per_s:.2f} times the throughput"
+    changed = [other for other in jobs if other.name != job.name and wanted.get(other.name, other.held) != other.held]
+    if changed:
+        texts = [f"{other.name} {other.held} -> {wanted[other.name]}" for other in sorted(changed, key=lambda o: o.name)]
+        text += f"; with it {', '.join(texts[:4])}" + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
+    return text
+
+
+def _workers(number: int) -> str:
+    return f"{number} worker{'s' if number != 1 else ''}"
+
+
+# Predict the effects of another size, another budget, or the absence of a job, before anything is done. Changes nothing.
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """The rest of a job with a number of workers.
+
+    Args:
+        seconds: until its end, with the interval of 90 %; None: its end is unknown.
+        cost: money until its end; None: no prices, or an unknown end.
+    """
+
+    num_workers: int
+    samples_per_s: float
+    seconds: float | None
+    low_s: float | None
+    high_s: float | None
+    cost: float | None
+    is_measured: bool
+
+
+def prospect(job: PoolJob, decision: Decision | None, num_workers: int) -> Prospect | None:
+    """Return the rest of a job with a number of workers; None if its planner has not predicted that."""
+    rate = job.rate(num_workers)
+    if rate is None:
+        return None
+    pause_s = job.change_s if num_workers != job.alive else 0.0
+    left = job.samples_left
+
+    def seconds(samples_per_s: float) -> float | None:
+        return None if left is None or samples_per_s <= 0 else left / samples_per_s + pause_s
+
+    until_end_s = seconds(rate.samples_per_s)
+    price = _price(decision, num_workers)
+    return Prospect(
+        num_workers,
+        rate.samples_per_s,
+        until_end_s,
+        seconds(rate.high_per_s),
+        seconds(rate.low_per_s),
+        price * until_end_s / 3600 if price is not None and until_end_s is not None else None,
+        rate.is_measured,
+    )
+
+
+def sizes_if(
+    jobs: Sequence[PoolJob],
+    rules: Rules,
+    now_s: float,
+    budget: Resources,
+    without: str = "",
+    by_hand: str = "",
+    num_workers: int = 0,
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the sizes that the policy wants now, and those that it would want.
+
+    Args:
+        budget: the other one.
+        without: a job to leave out.
+        by_hand: a job to set to `num_workers` by hand.
+    """
+    others = [job for job in jobs if job.name != without]
+    if by_hand:
+        fixed = {"is_by_hand": True, "planned": num_workers, "alive": num_workers}
+        others = [replace(job, **fixed) if job.name == by_hand else job for job in others]  # type: ignore[arg-type]
+    return _sizes(jobs, rules, now_s), _sizes(others, replace(rules, budget=budget), now_s)
+
+
+def _sizes(jobs: Sequence[PoolJob], rules: Rules, now_s: float) -> dict[str, int]:
+    return wanted_sizes(rules.treated(jobs), rules.budget, rules.divide, now_s, rules.max_wait_s, rules.owners)
+
+
+def _price(decision: Decision | None, num_workers: int) -> float | None:
+    """Return the price per hour of a number of workers, by the candidate with these or, in proportion, with others."""
+    priced: list[Candidate] = [c for c in decision.candidates if c.cost_per_hour is not None] if decision is not None else []
+    if not priced:
+        return None
+    nearest = min(priced, key=lambda c: abs(c.num_workers - num_workers))
+    assert nearest.cost_per_hour is not None
+    return nearest.cost_per_hour * num_workers / nearest.num_workers

@@ -1,26 +1,418 @@
-"""Make a policy of a way to choose sizes: sizes decide, one shared placement turns them into devices.
-
-Devices of one kind, with equal memory, are divided by themselves. A running job with limits for one size only stays where it
-is. A device has one worker.
-"""
+"""Place the workers of elastic jobs on nodes, within bounds on waiting, deadlines and limits. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_dlrover.planner.cluster.elastic.bounds import floors_of, turns, within_limits
-from lightning_dlrover.planner.cluster.elastic.placement import place
-from lightning_dlrover.planner.cluster.elastic.share import Share, SizePolicy
-from lightning_dlrover.planner.cluster.elastic.speeds import Ints, SpeedTables
-from lightning_dlrover.planner.cluster.jobs import Allocation, Device, Job, Running, State
-from lightning_dlrover.planner.cluster.policy import Policy, PolicySettings
-from lightning_dlrover.planner.space import sizes_to_consider
+from lightning_dlrover.pool.allocation import Ints, Share, SizePolicy, SpeedTables
+from lightning_dlrover.tuning.cluster import Allocation, Device, Floats, Job, Policy, PolicySettings, Running, State, is_overdue
+from lightning_dlrover.tuning.plan import sizes_to_consider
 
-__all__ = ["with_placement"]
+# Rules of every policy of sizes: turns, the bound on waiting, deadlines, and which jobs are not paused.
+#
+# Jobs take turns. A job that has waited longer than `max_wait_s` comes before all others, the longest wait first. Then come
+# those whose deadlines can still be met, the earliest first, then priorities, then the time of submission.
+#
+# A policy that preempts gets floors: devices that it must give.
+# - A job that was started because of its wait keeps its fewest devices for `max_wait_s`, or it would be paused again at once.
+# - A job that waits longer than the bound gets its fewest devices.
+# - A job with a deadline gets as few as meet it, from now to its end.
+# - With `may_pause` off, a running job keeps its fewest devices.
+# Where devices are too few for a floor, no job starts that could not be paused again, until they suffice.
+
+DEADLINE_MARGIN = 1.1
+"""Factor on the predicted time to a job's end, as predictions are uncertain."""
+
+
+def turns(share: Share) -> list[int]:
+    """Return the indices of jobs in the order of their turns."""
+    needed = _needed_for_deadline(share)
+    max_wait_s = share.settings.max_wait_s
+
+    def key(index: int) -> tuple[float, ...]:
+        job = share.jobs[index]
+        if share.present[index] == 0 and is_overdue(job.waits_since_s, share.now_s, max_wait_s):
+            return (0.0, job.waits_since_s)
+        if needed[index] > 0 and job.deadline_s is not None:
+            return (1.0, job.deadline_s)
+        return (2.0, -job.priority, job.submitted_s)
+
+    return sorted(range(len(share.jobs)), key=lambda index: (key(index), share.jobs[index].name))
+
+
+@dataclass(frozen=True)
+class Floors:
+    """Devices that each job must get, shape ``(num_jobs,)``, and whether some job waits for a floor."""
+
+    devices: Ints
+    is_short: bool
+
+
+def floors_of(share: Share, rigid: bool) -> Floors:
+    """Return the floors of jobs of all priorities, as far as the devices suffice.
+
+    Args:
+        share: with floors of 0.
+        rigid: a job gets as many devices as asked for, or none.
+    """
+    wanted = np.where(share.asked > 0, share.asked, 0) if rigid else share.fewest
+    needed = np.where(_needed_for_deadline(share) > 0, wanted, 0) if rigid else _needed_for_deadline(share)
+    max_wait_s = share.settings.max_wait_s
+    claims: list[tuple[tuple[float, float, str], int, int, bool]] = []  # order, job, devices, whether others wait for it
+    for index, job in enumerate(share.jobs):
+        since_s, runs = float(share.since_s[index]), bool(share.present[index])
+        if runs and not share.settings.may_pause:
+            claims.append(((0, since_s, job.name), index, int(min(wanted[index], share.present[index])), True))
+        elif runs and since_s - job.waits_since_s > max_wait_s and share.now_s - since_s < max_wait_s:
+            claims.append(((1, since_s, job.name), index, int(wanted[index]), False))
+        elif not runs and is_overdue(job.waits_since_s, share.now_s, max_wait_s):
+            claims.append(((2, job.waits_since_s, job.name), index, int(wanted[index]), True))
+        if needed[index] > 0 and job.deadline_s is not None:
+            claims.append(((3, job.deadline_s, job.name), index, int(needed[index]), not runs))
+    floors, left, is_short = np.zeros(len(share.jobs), dtype=np.int64), share.num_devices, False
+    for _, index, devices, others_wait in sorted(claims):
+        more = devices - int(floors[index])
+        if 0 < more <= left:
+            floors[index] = devices
+            left -= more
+        elif more > left:
+            is_short = is_short or others_wait
+    return Floors(floors, is_short)
+
+
+def within_limits(share: Share, numbers: Ints) -> Ints:
+    """Return sizes that keep all limits, as near to the given ones as can be.
+
+    Policies choose allowed sizes. This makes sure of it, in every case: sizes that no job may have are rounded down, floors are
+    given, and where devices do not suffice the last ones in turn get less.
+    """
+    columns = share.columns_of(numbers)
+    exact = (share.sizes[columns] == numbers) & share.allowed[np.arange(len(share.jobs)), columns]
+    if exact.all() and numbers.sum() <= share.num_devices:
+        return numbers
+    found = np.zeros(len(share.jobs), dtype=np.int64)
+    least = np.zeros(len(share.jobs), dtype=np.int64)
+    for index, column in enumerate(columns.tolist()):
+        allowed = np.flatnonzero(share.allowed[index])
+        if len(allowed):
+            least[index] = share.sizes[allowed[0]]
+            below = allowed[allowed <= column]
+            found[index] = share.sizes[below[-1]] if len(below) else least[index]
+    excess = int(found.sum()) - share.num_devices
+    for smallest in (np.maximum(share.fewest, least), least):  # first less of each job, then the last ones wait
+        for index in range(len(share.jobs) - 1, -1, -1):
+            if excess > 0 and found[index] > smallest[index]:
+                lower = max(int(smallest[index]), int(found[index]) - excess)
+                column = int(share.columns_of(np.array([lower]))[0])
+                allowed = np.flatnonzero(share.allowed[index])
+                below = allowed[allowed <= column]
+                new = int(share.sizes[below[-1]]) if len(below) else int(smallest[index])
+                excess -= int(found[index]) - new
+                found[index] = new
+    return found
+
+
+def _needed_for_deadline(share: Share) -> Ints:
+    """The fewest devices with which each job ends by its deadline; 0 where it has none, or cannot."""
+    needed = np.zeros(len(share.jobs), dtype=np.int64)
+    for index, job in enumerate(share.jobs):
+        if job.deadline_s is None or job.steps_left is None:
+            continue
+        seconds = _seconds_to_end(share, index)
+        meets = np.flatnonzero(seconds * DEADLINE_MARGIN <= job.deadline_s - share.now_s)
+        if len(meets):
+            needed[index] = share.sizes[meets[0]]
+    return needed
+
+
+def _seconds_to_end(share: Share, index: int) -> Floats:
+    """Predicted seconds to a job's end with each size, shape ``(num_sizes,)``; infinite where it cannot run."""
+    job = share.jobs[index]
+    speeds = np.where(share.sizes >= share.fewest[index], share.speeds[index], 0.0)
+    speeds = np.where(share.sizes <= share.most[index], speeds, 0.0)
+    with np.errstate(divide="ignore"):
+        seconds = np.where(speeds > 0, share.steps_left[index] / np.where(speeds > 0, speeds, 1.0), np.inf)
+    cost_s = job.change_s + job.join_s if share.present[index] else job.start_s
+    return np.asarray(seconds + np.where(share.sizes == share.present[index], 0.0, cost_s))
+
+
+# The free devices of each node, and which of them make a job's devices lie on few nodes.
+
+
+class Nodes:
+    """Free devices by node, and nodes by the number of their free devices. Orders are those of the state, so equal states
+    give equal placements."""
+
+    def __init__(self, devices: Sequence[Device], per_node: int) -> None:
+        self._per_node = per_node
+        self._node_of = {device.name: device.node for device in devices}
+        self._free: dict[str, dict[str, None]] = {}
+        for device in devices:
+            self._free.setdefault(device.node, {})[device.name] = None
+        self._by_count: dict[int, dict[str, None]] = {}
+        for node, free in self._free.items():
+            self._by_count.setdefault(len(free), {})[node] = None
+
+    def are_free(self, names: Sequence[str]) -> bool:
+        """Return whether devices exist, differ, and have no worker yet."""
+        return len(set(names)) == len(names) and all(
+            name in self._node_of and name in self._free[self._node_of[name]] for name in names
+        )
+
+    def take(self, names: Sequence[str]) -> None:
+        """Take devices that are free."""
+        for name in names:
+            node = self._node_of[name]
+            self._count(node, -1)
+            del self._free[node][name]
+
+    def release(self, names: Sequence[str]) -> None:
+        """Give devices back."""
+        for name in names:
+            node = self._node_of[name]
+            self._count(node, 1)
+            self._free[node][name] = None
+
+    def free_on(self, node: str) -> list[str]:
+        """The free devices of a node."""
+        return list(self._free[node])
+
+    def of(self, names: Sequence[str]) -> list[str]:
+        """The nodes of devices, each once."""
+        return list(dict.fromkeys(self._node_of[name] for name in names))
+
+    def fullest_with(self, number: int, without: Collection[str] = ()) -> str | None:
+        """The node with the fewest free devices that suffice."""
+        for count in sorted(count for count, nodes in self._by_count.items() if nodes and count >= number):
+            for node in self._by_count[count]:
+                if node not in without:
+                    return node
+        return None
+
+    def _count(self, node: str, change: int) -> None:
+        count = len(self._free[node])
+        del self._by_count[count][node]
+        self._by_count.setdefault(count + change, {})[node] = None
+
+    def find(self, number: int, own: Sequence[str]) -> tuple[str, ...]:
+        """Return so many free devices on few nodes, rather those that the job has already.
+
+        Raises:
+            ValueError: fewer are free.
+        """
+        own_nodes: dict[str, int] = {}
+        for name in own:
+            if name in self._node_of and name in self._free[self._node_of[name]]:
+                own_nodes[self._node_of[name]] = own_nodes.get(self._node_of[name], 0) + 1
+        found: list[str] = []
+        used: dict[str, None] = {}
+        while len(found) < number:
+            node = self._best_node(number - len(found), own_nodes, used)
+            if node is None:
+                raise ValueError(f"{number} devices are needed, and only {len(found)} are free")
+            used[node] = None
+            free = self._free[node]
+            mine = [name for name in own if self._node_of.get(name) == node and name in free]
+            others = [name for name in free if name not in mine]
+            found += [*mine, *others][: number - len(found)]
+        return tuple(found)
+
+    def _best_node(self, number: int, own: Mapping[str, int], used: Mapping[str, None]) -> str | None:
+        """A node with room for a whole node's part or all that is missing, rather one of the job's own; else the emptiest."""
+        wanted = min(number, self._per_node)
+        mine = [node for node in own if node not in used and len(self._free[node]) >= wanted]
+        if mine:
+            return min(mine, key=lambda node: (-own[node], len(self._free[node])))
+        counts = sorted(count for count, nodes in self._by_count.items() if count and nodes)
+        for count in [*(c for c in counts if c >= wanted), *(c for c in reversed(counts) if c < wanted)]:
+            for node in self._by_count[count]:
+                if node not in used:
+                    return node
+        return None
+
+
+# Bring jobs together that are split over more nodes than they need, where that gains more than the moves cost.
+#
+# A split job takes whole nodes and the smallest sufficient rest. Where no node has the room, small jobs of one node go
+# elsewhere, the fewest devices that will do. A move is worth its cost if the device seconds that the split job saves until
+# its end, or in `LASTS_S`, exceed those that all moved jobs lose.
+
+LASTS_S = 600.0
+"""Seconds for which a placement is expected to last."""
+
+MOST_MENDED = 32
+"""Split jobs that one decision looks at, the largest first. Bounds its time."""
+
+MOST_NODES = 16
+"""Nodes that are tried to make room for a part of a split job, those with the fewest devices to move first."""
+
+
+def consolidate(
+    nodes: Nodes,
+    per_node: int,
+    jobs: Mapping[str, Job],
+    placed: dict[str, tuple[str, ...]],
+    running: Mapping[str, Sequence[str]],
+) -> None:
+    """Change `placed`, and the free devices of `nodes`, where a move is worth its cost.
+
+    Args:
+        placed: devices of each job, which are not free in `nodes`.
+        running: devices that jobs have now. A job that is to get others pays for a change anyway.
+    """
+    split = [name for name, names in placed.items() if len(nodes.of(names)) > -(-len(names) // per_node)]
+    for name in sorted(split, key=lambda name: (-len(placed[name]), name))[:MOST_MENDED]:
+        if len(nodes.of(placed[name])) == -(-len(placed[name]) // per_node):
+            continue  # it was mended with another
+        moves = _moves(nodes, per_node, name, placed)
+        if moves is not None and not _is_worth(nodes, jobs, moves, name, placed, running):
+            _take_back(nodes, moves, placed)
+        elif moves is not None:
+            placed.update(moves)
+
+
+def _moves(nodes: Nodes, per_node: int, name: str, placed: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]] | None:
+    """Return the new devices of a split job and of those that make room, taken in `nodes`; None: none, and nothing changes."""
+    moves: dict[str, tuple[str, ...]] = {}
+    nodes.release(placed[name])
+    found: list[str] = []
+    number = len(placed[name])
+    while len(found) < number:
+        part = min(per_node, number - len(found))
+        node = nodes.fullest_with(part) or _make_room(nodes, part, name, placed, moves)
+        if node is None:
+            nodes.release(found)
+            moves[name] = ()
+            _take_back(nodes, moves, placed)
+            return None
+        free = sorted(nodes.free_on(node), key=lambda device: device not in placed[name])[:part]
+        nodes.take(free)
+        found += free
+    moves[name] = tuple(found)
+    return moves
+
+
+def _make_room(
+    nodes: Nodes, number: int, name: str, placed: Mapping[str, tuple[str, ...]], moves: dict[str, tuple[str, ...]]
+) -> str | None:
+    """Move small jobs away from the node where that takes the fewest devices; None: there is no such node."""
+    tenants: dict[str, list[str]] = {}
+    for other, devices in placed.items():
+        on = nodes.of(moves.get(other, devices))
+        if other != name and other not in moves and len(on) == 1:
+            tenants.setdefault(on[0], []).append(other)
+    options = []
+    for node, others in tenants.items():
+        missing, leave = number - len(nodes.free_on(node)), []
+        for other in sorted(others, key=lambda other: (len(placed[other]), other)):
+            if missing > 0:
+                leave.append(other)
+                missing -= len(placed[other])
+        if missing <= 0:
+            options.append((sum(len(placed[other]) for other in leave), node, leave))
+    for _, node, leave in sorted(options)[:MOST_NODES]:
+        if _leave(nodes, node, leave, placed, moves):
+            return node
+    return None
+
+
+def _leave(
+    nodes: Nodes, node: str, leave: Sequence[str], placed: Mapping[str, tuple[str, ...]], moves: dict[str, tuple[str, ...]]
+) -> bool:
+    """Move all of these jobs to other nodes, each to one; False, and nothing changes, if one finds no room."""
+    done: list[str] = []
+    for other in sorted(leave, key=lambda other: (-len(placed[other]), other)):
+        target = nodes.fullest_with(len(placed[other]), without=(node,))
+        if target is None:
+            for moved in done:
+                nodes.release(moves.pop(moved))
+                nodes.take(placed[moved])
+            return False
+        devices = tuple(nodes.free_on(target)[: len(placed[other])])
+        nodes.take(devices)
+        nodes.release(placed[other])
+        moves[other] = devices
+        done.append(other)
+    return True
+
+
+def _take_back(nodes: Nodes, moves: Mapping[str, Sequence[str]], placed: Mapping[str, tuple[str, ...]]) -> None:
+    for devices in moves.values():
+        nodes.release(devices)
+    for name in moves:
+        nodes.take(placed[name])
+
+
+def _is_worth(
+    nodes: Nodes,
+    jobs: Mapping[str, Job],
+    moves: Mapping[str, tuple[str, ...]],
+    name: str,
+    placed: Mapping[str, tuple[str, ...]],
+    running: Mapping[str, Sequence[str]],
+) -> bool:
+    job, size = jobs[name], len(placed[name])
+    if job.scaling is None:
+        return False
+    counts = np.array([len(nodes.of(placed[name])), len(nodes.of(moves[name]))])
+    before, after = job.scaling.speeds(np.array([size, size]), counts).steps_per_s.tolist()
+    if not after > before:
+        return False
+    seconds = LASTS_S if job.steps_left is None else min(LASTS_S, job.steps_left / after)
+    lost = sum(
+        (jobs[other].change_s + jobs[other].join_s) * len(devices)
+        for other, devices in moves.items()
+        if set(placed[other]) == set(running.get(other, ())) and set(devices) != set(placed[other])
+    )
+    return bool(size * seconds * (1 - before / after) > lost)
+
+
+# Turn sizes into devices: on as few nodes as can be, and where jobs are already.
+#
+# A running job of the same size keeps its devices. All other devices are free; jobs that start or change take them, the
+# largest first: whole nodes, then the node with the smallest sufficient rest. `consolidation` then mends jobs that are
+# split over more nodes than they need.
+
+
+def place(
+    devices: Sequence[Device],
+    per_node: int,
+    jobs: Mapping[str, Job],
+    numbers: Mapping[str, int],
+    running: Mapping[str, Sequence[str]],
+) -> dict[str, tuple[str, ...]]:
+    """Return the devices of each job that gets some.
+
+    Args:
+        devices: all alike, each for one worker.
+        per_node: devices of a whole node.
+        jobs: at least those of `numbers`.
+        numbers: devices of each job; together as many as there are, at most.
+        running: the present devices of jobs that have some.
+    """
+    nodes = Nodes(devices, per_node)
+    placed: dict[str, tuple[str, ...]] = {}
+    for name, number in numbers.items():
+        present = running.get(name, ())
+        if len(present) == number and nodes.are_free(present):
+            nodes.take(present)
+            placed[name] = tuple(present)
+    for name in sorted(numbers, key=lambda name: (-numbers[name], name)):
+        if name not in placed:
+            placed[name] = nodes.find(numbers[name], running.get(name, ()))
+            nodes.take(placed[name])
+    consolidate(nodes, per_node, jobs, placed, running)
+    return placed
+
+
+# Make a policy of a way to choose sizes: sizes decide, one shared placement turns them into devices.
+#
+# Devices of one kind, with equal memory, are divided by themselves. A running job with limits for one size only stays where
+# it is. A device has one worker.
 
 
 def with_placement(sizes: SizePolicy, settings: PolicySettings) -> Policy:

@@ -1,16 +1,30 @@
-"""The commands of pools and their options, without slow imports."""
+"""What pools plug into the command line: their commands and options, and the hook of `dlrover run`. Loads nothing slow."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import getpass
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from lightning_dlrover.cli import values
-from lightning_dlrover.cli.former_names import FormerCommand, add_renamed_option, todays_policy, warn_of_former_name
-from lightning_dlrover.cli.options import add_etcd_options, add_place_options
-from lightning_dlrover.cli.plugin_commands import CommandGroup
+from lightning_dlrover import variables
+from lightning_dlrover.cli import options
+from lightning_dlrover.cli.errors import UsageError
+from lightning_dlrover.cli.options import add_etcd_options, add_place_options, flag
+from lightning_dlrover.cli.plugins import CommandGroup, FormerCommand, add_renamed_option, todays_policy, warn_of_former_name
+
+if TYPE_CHECKING:
+    from lightning_dlrover.pool.admission import PoolTicket
+    from lightning_dlrover.pool.view import MemberRecord, PoolKeys
+    from lightning_dlrover.rdzv.etcd.client import EtcdClient
+    from lightning_dlrover.rdzv.job.records import Keys
+
+# The commands of pools and their options, without slow imports.
 
 DEFAULT_POOL = "default"
 
@@ -48,7 +62,7 @@ class BrainCommand:
             command,
             "--interval",
             "--every",
-            type=values.duration,
+            type=options.duration,
             default=2.0,
             metavar="TIME",
             help="time between two looks while nothing changes (default 2s)",
@@ -57,14 +71,14 @@ class BrainCommand:
             command,
             "--max-wait",
             "--longest-wait",
-            type=values.duration,
+            type=options.duration,
             default=3600.0,
             metavar="TIME",
             help="a job that waits longer goes before all others (default 1h)",
         )
         command.add_argument(
             "--lease-ttl",
-            type=values.lease,
+            type=options.lease,
             default=5.0,
             metavar="TIME",
             help="silence after which this process counts as lost, and another one decides (default 5s); at least the longest "
@@ -96,7 +110,7 @@ class BrainCommand:
         add_etcd_options(command)
 
     def run(self, options: argparse.Namespace) -> int:
-        from lightning_dlrover.cli.brain import brain_command
+        from lightning_dlrover.pool.commands import brain_command
 
         return brain_command(options)
 
@@ -112,7 +126,7 @@ class QueueCommand:
         add_etcd_options(command)
 
     def run(self, options: argparse.Namespace) -> int:
-        from lightning_dlrover.cli.brain import queue_command
+        from lightning_dlrover.pool.commands import queue_command
 
         return queue_command(options)
 
@@ -124,7 +138,7 @@ class WhatIfCommand:
 
     def add_options(self, command: argparse.ArgumentParser) -> None:
         command.add_argument("job", metavar="JOB", help="the job's --rdzv-id")
-        command.add_argument("--workers", type=values.setting, metavar="N", help="another number of workers of the job")
+        command.add_argument("--workers", type=options.setting, metavar="N", help="another number of workers of the job")
         command.add_argument(
             "--add",
             type=budget_change,
@@ -139,7 +153,7 @@ class WhatIfCommand:
         add_place_options(command)
 
     def run(self, options: argparse.Namespace) -> int:
-        from lightning_dlrover.cli.what_if import what_if_command
+        from lightning_dlrover.pool.commands import what_if_command
 
         return what_if_command(options)
 
@@ -162,7 +176,7 @@ class DivideCommand:
         add_place_options(command)
 
     def run(self, options: argparse.Namespace) -> int:
-        from lightning_dlrover.cli.divide import divide_command
+        from lightning_dlrover.pool.commands import divide_command
 
         return divide_command(options)
 
@@ -179,7 +193,7 @@ DIVIDE = FormerCommand("divide", "pool plan", DivideCommand())
 
 def _add_pool(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--pool", type=values.given, default=DEFAULT_POOL, metavar="NAME", help=f"name of the pool (default {DEFAULT_POOL})"
+        "--pool", type=options.given, default=DEFAULT_POOL, metavar="NAME", help=f"name of the pool (default {DEFAULT_POOL})"
     )
 
 
@@ -188,7 +202,7 @@ def _add_pool(parser: argparse.ArgumentParser) -> None:
 
 def budget(text: str) -> float:
     """A number of cores or GPUs above 0."""
-    return values.positive(text, "a number of cores or GPUs")
+    return options.positive(text, "a number of cores or GPUs")
 
 
 def weighted(text: str) -> tuple[str, float]:
@@ -207,7 +221,7 @@ def owner_weight(text: str) -> tuple[str, float]:
     owner, given, weight = text.rpartition("=")
     if not given or not owner:
         raise argparse.ArgumentTypeError(f"{text!r} is not OWNER=WEIGHT, such as ads=2")
-    return owner, values.positive(weight)
+    return owner, options.positive(weight)
 
 
 def pool_policy(names: Sequence[str]) -> Callable[[str], str]:
@@ -235,7 +249,7 @@ def quota(text: str) -> tuple[str, dict[str, float]]:
 
 def pool_budget(text: str) -> dict[str, float]:
     """Amounts of `Resources` by name, from `cores=64,gpus=8,memory=256G`; those left out are infinite."""
-    return dict.fromkeys(("cores", "gpus", "memory_mb"), math.inf) | _amounts(text, budget, values.memory)
+    return dict.fromkeys(("cores", "gpus", "memory_mb"), math.inf) | _amounts(text, budget, options.memory)
 
 
 def budget_change(text: str) -> dict[str, float]:
@@ -244,7 +258,7 @@ def budget_change(text: str) -> dict[str, float]:
     def signed(read: Callable[[str], float]) -> Callable[[str], float]:
         return lambda amount: -read(amount[1:]) if amount.startswith("-") else read(amount.removeprefix("+"))
 
-    return dict.fromkeys(("cores", "gpus", "memory_mb"), 0.0) | _amounts(text, signed(budget), signed(values.memory))
+    return dict.fromkeys(("cores", "gpus", "memory_mb"), 0.0) | _amounts(text, signed(budget), signed(options.memory))
 
 
 def _amounts(text: str, number: Callable[[str], float], memory: Callable[[str], float]) -> dict[str, float]:
@@ -278,3 +292,142 @@ class _FormerClusterOption(argparse.Action):
             namespace.add = budget_change(change)
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentError(self, str(error)) from None
+
+
+# The hook of `dlrover run` for pools: a job with `--pool` waits for a place in a budget that a brain divides.
+
+PLACE_TIMEOUT_S = 7 * 24 * 3600.0
+"""Seconds to wait for a place in a pool, unless --place-timeout sets another limit."""
+
+SURPLUS_IN_POOL_S = 5.0
+"""Seconds that a node of a job in a pool may outlast its place there. Another job waits for its resources."""
+
+NEED_A_POOL = ("priority", "weight", "owner", "place_timeout")
+"""Options that need a pool."""
+
+
+class PoolHook:
+    """Asks for a place in a pool where `dlrover run` is given `--pool`."""
+
+    def add_options(self, run: argparse.ArgumentParser) -> None:
+        group = run.add_argument_group(
+            "pool", "Only with --pool: the job waits for a place in a budget that `dlrover pool run` divides."
+        )
+        group.add_argument("--pool", metavar="NAME", help="pool to run in; needs an etcd that its jobs share (--endpoint)")
+        group.add_argument(
+            "--priority",
+            type=options.setting,
+            metavar="N",
+            help="jobs of an owner with a higher one start first (default 0)",
+        )
+        group.add_argument(
+            "--weight",
+            type=options.positive,
+            metavar="X",
+            help="importance of this job's speed among its owner's jobs (default 1)",
+        )
+        group.add_argument("--owner", metavar="NAME", help="user or team that the job counts for (default: the current user)")
+        group.add_argument(
+            "--place-timeout", type=options.duration, metavar="TIME", help="longest time to wait for a place (default 7d)"
+        )
+
+    def request(self, options: argparse.Namespace, endpoint: str | None, prefix: str) -> PlaceInPool | None:
+        if options.pool is None:
+            if given := [name for name in NEED_A_POOL if getattr(options, name) is not None]:
+                raise UsageError(f"{', '.join(map(flag, given))}: only with --pool NAME")
+            return None
+        if (each := options.workers_per_node) > 1:
+            raise UsageError(
+                f"--pool {options.pool} with --workers-per-node {each}: a pool counts single workers and cannot give whole "
+                "nodes; leave one of them out"
+            )
+        if endpoint is None:
+            raise UsageError(
+                f"--pool {options.pool}: a pool is in an etcd that all its jobs share; name it with --endpoint HOST:PORT, or "
+                "DLROVER_ENDPOINT"
+            )
+        from lightning_dlrover.pool.admission import MEMBER_LEASES, MEMBER_TTL_S
+        from lightning_dlrover.pool.view import PoolKeys
+
+        return PlaceInPool(
+            PoolKeys(options.pool, prefix),
+            _member(options),
+            options.place_timeout or PLACE_TIMEOUT_S,
+            MEMBER_LEASES * options.lease_ttl if options.lease_ttl else MEMBER_TTL_S,
+        )
+
+    def ticket_key(self, client: EtcdClient, keys: Keys) -> str | None:
+        from lightning_dlrover.pool.admission import member_key
+
+        return member_key(client, keys)
+
+
+POOL_HOOK = PoolHook()
+
+
+class PlaceInPool:
+    """The wish for a place in a pool.
+
+    Args:
+        ask: the job as the pool sees it.
+        timeout_s: longest wait.
+        ttl_s: seconds after which the place counts as lost if this process is killed.
+    """
+
+    surplus_s = SURPLUS_IN_POOL_S
+
+    def __init__(self, pool: PoolKeys, ask: MemberRecord, timeout_s: float, ttl_s: float) -> None:
+        self._pool = pool
+        self._ask = ask
+        self._timeout_s = timeout_s
+        self._ttl_s = ttl_s
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return {variables.POOL: self._pool.pool}
+
+    def wait(self, client: EtcdClient, keys: Keys) -> PoolTicket:
+        from lightning_dlrover.output import say
+        from lightning_dlrover.pool.admission import PoolTicket, TicketError
+
+        try:
+            place = PoolTicket(client, self._pool, keys, self._ask, say, self._ttl_s)
+            try:
+                num_workers = place.wait(self._timeout_s)
+            except BaseException:
+                place.leave()
+                raise
+        except TicketError as error:
+            raise UsageError(str(error)) from error
+        say(
+            f"job {keys.run_id}: has a place in pool {self._pool.pool}, with {num_workers} of {self._ask.max_workers} workers "
+            "at first"
+        )
+        return place
+
+
+def _member(options: argparse.Namespace) -> MemberRecord:
+    from lightning_dlrover.cli.run_options import node_sizes, num_gpus
+    from lightning_dlrover.pool.view import MemberRecord
+
+    now = time.time()
+    fewest, most = options.workers
+    _, size = node_sizes(options)
+    owner = options.owner
+    if owner is None:
+        with contextlib.suppress(KeyError, OSError):  # a container may have no user of this number
+            owner = getpass.getuser()
+    return MemberRecord(
+        socket.gethostname(),
+        os.getpid(),
+        fewest,
+        most,
+        submitted_at=now,
+        cores=float(max(1, size.cpus)),  # nodes on this machine share its cores, and compute with one thread each
+        gpus=num_gpus(options),
+        memory_mb=size.memory_mb,
+        priority=options.priority or 0,
+        weight=options.weight or 1.0,
+        owner=owner or "",
+        deadline_at=now + options.deadline if options.deadline is not None else 0.0,
+    )

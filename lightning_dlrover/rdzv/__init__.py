@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning_dlrover.rdzv.group.failures import is_group_failure
     from lightning_dlrover.rdzv.group.loop import Step
     from lightning_dlrover.rdzv.group.world import World
-    from lightning_dlrover.rdzv.live.member import EvictedError, Formation, LeftOutError, MembershipError, WorldError
+    from lightning_dlrover.rdzv.membership.member import EvictedError, Formation, LeftOutError, MembershipError, WorldError
 
 __all__ = [
     "EvictedError",
@@ -30,11 +30,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("EvictedError", "Formation", "LeftOutError", "MembershipError", "WorldError"), "live.member"),
+    **dict.fromkeys(("EvictedError", "Formation", "LeftOutError", "MembershipError", "WorldError"), "membership.member"),
     "World": "group.world",
     "WorldConfig": "group.config",
     "is_group_failure": "group.failures",
-    "JobClosedError": "live.admission",
+    "JobClosedError": "membership.membership",
     "Step": "group.loop",
 }
 

@@ -1,34 +1,17 @@
-"""Detect workers that meet in different collectives, and end them with an error that names both places.
-
-gloo and NCCL match collectives only by their order. Workers that run different ones wait for each other until the timeout of
-collectives, mix up values, or are aborted when sizes differ. Three measures turn that into a `MismatchError` on all workers:
-
-1. Before a collective that is begun from Python, the workers compare its `Purpose` in a group of their own, or along a tree if
-   they are many. All messages there have one size. Votes travel there, too, so a vote can also be compared with a collective.
-   Before an asynchronous collective the comparison is only begun. Its result is read at the next one, in the next vote, or
-   without progress.
-2. DDP's collectives are not compared, because that would cost each step. Instead each worker's numbers of begun collectives,
-   `CollectiveCounts`, are compared while it makes no progress. In a correct program all workers begin the same collectives in
-   the same order. A worker that is ahead of another in one group is therefore not behind it in the other. If it is, they wait
-   for each other for ever. This holds whenever the numbers are read: a slow worker is never mistaken for one that runs another
-   program. The same holds for two workers that have begun equally many collectives in the round's group, and a different one
-   last.
-3. Each comparison includes the number of collectives begun in the round's group. The next vote therefore detects a collective
-   that one worker has left out. Votes include the number of the step.
-
-The workers agree on the error through the round's store before the group is severed, so that none mistakes the others' end for
-a loss.
-"""
+"""Detect workers that meet in different collectives. Torch's nearest relative is `TORCH_DISTRIBUTED_DEBUG=DETAIL`."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import logging
+import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -37,23 +20,204 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
-from lightning_dlrover.frames import current_frames
-from lightning_dlrover.rdzv.group import torch_names, waits
-from lightning_dlrover.rdzv.group.purpose import Purpose, details, place_of, tensors_in
-from lightning_dlrover.rdzv.group.sightings import CollectiveCounts, DesyncReport, can_go_on, difference, ranges
-from lightning_dlrover.rdzv.group.torch_names import Store
-from lightning_dlrover.rdzv.group.tree import Reduction, Tree
-from lightning_dlrover.rdzv.live.member import RoundEndedError, WorldError
+from lightning_dlrover.host import current_frames
+from lightning_dlrover.rdzv.membership.member import RoundEndedError, WorldError
+from lightning_dlrover.rdzv.transport import torch_names, waits
+from lightning_dlrover.rdzv.transport.torch_names import Store
+from lightning_dlrover.rdzv.transport.waits import Reduction, Tree
 
-__all__ = [
-    "Begun",
-    "CollectiveMonitor",
-    "LoneCollectiveError",
-    "MismatchError",
-    "OutsideOfLoops",
-    "PlaceInProgram",
-    "Program",
-]
+# What workers without progress are seen to do, and whether all of them may belong to one program.
+
+
+@dataclass(frozen=True)
+class CollectiveCounts:
+    """Collectives that a worker has begun in a round."""
+
+    compared: int  # votes and comparisons begun in their separate group
+    begun: int  # collectives begun in the round's group
+
+
+@dataclass(frozen=True)
+class DesyncReport:
+    """Observed activity of a worker that makes no progress."""
+
+    counts: CollectiveCounts
+    text: str
+    waits_for: str = ""  # collective begun last in the round's group, if it is known
+
+
+def can_go_on(one: DesyncReport, other: DesyncReport) -> bool:
+    """Whether two workers may belong to one program; if not, neither of them ever ends.
+
+    Workers of one program begin the same collectives in the same order. Their counts, whenever they are read, therefore belong
+    to one sequence. Two entries of a growing sequence cannot be ahead of each other, and equal entries have one meaning.
+    """
+    ahead = one.counts.compared - other.counts.compared, one.counts.begun - other.counts.begun
+    if ahead[1] == 0 and one.waits_for and other.waits_for and one.waits_for != other.waits_for:
+        return False
+    return ahead[0] * ahead[1] >= 0
+
+
+def difference(texts: Sequence[tuple[int, str]], counts: Sequence[CollectiveCounts] = ()) -> str:
+    """Return the text of a `MismatchError`, which names the place of each rank.
+
+    Args:
+        texts: rank and activity of all known workers.
+        counts: counts of the same workers, if they differ.
+    """
+    by_text: dict[str, list[int]] = {}
+    for i, (rank, text) in enumerate(texts):
+        extra = f" [{counts[i].begun} collectives begun in this round]" if counts else ""
+        by_text.setdefault(text + extra, []).append(rank)
+    lines = [f"  {'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}: {text}" for text, ranks in by_text.items()]
+    return "\n".join(
+        [
+            "workers have met in different collectives, so none of them can go on:",
+            *lines,
+            "All workers must run the same collectives in the same order. Look for one of these calls, or for a step, a log "
+            "with sync_dist or a checkpoint before it, that depends on the rank or on a worker's own data",
+        ]
+    )
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Format ranks as ranges: 0, 2-5."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1] = [parts[-1][0], rank]
+        else:
+            parts.append([rank])
+    return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+# Describe a worker's next collective: its kind, the properties that must be equal on all workers, and the user's line.
+
+LIBRARIES = frozenset(
+    (
+        *("lightning", "lightning_dlrover", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
+        *("torch", "torchmetrics", "torchrec", "contextlib", "functools"),
+    )
+)
+"""Top-level packages whose frames are skipped in the search for the user's line."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place in the program where a collective was called."""
+
+    user: str  # file, line and function of the innermost frame outside of libraries
+    caller: str  # function of Lightning or another library that called it on the user's behalf; empty if the user called it
+    line: str  # the user's file name and line, without the folder, which may differ between hosts
+
+    def __str__(self) -> str:
+        return self.user + (f" (through {self.caller})" if self.caller else "")
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """One worker's next action together with all others."""
+
+    kind: str  # kind of action, such as "strategy.reduce"
+    details: str = ""  # name, size, type and root, which must be equal on all workers
+    place: Place | None = None
+    same_line: bool = False  # whether it must be called at the same line on all workers
+    any_place: bool = False  # whether `place` serves only the error's text
+
+    @property
+    def key(self) -> int:
+        """Key of 62 bits, equal for workers that may meet."""
+        compared = [self.kind, self.details]
+        if self.place is not None and not self.any_place:
+            compared += [self.place.caller, self.place.line if self.same_line else ""]
+        return int.from_bytes(hashlib.blake2b("\n".join(compared).encode(), digest_size=8).digest(), "big") >> 2
+
+    def __str__(self) -> str:
+        return self.kind + (f" of {self.details}" if self.details else "") + (f" at {self.place}" if self.place else "")
+
+
+def shown(frame: FrameType | None) -> Place:
+    """Return the place of a call for error texts only; it is not compared."""
+    return Place(place_of(frame).user, "", "")
+
+
+def place_of(frame: FrameType | None) -> Place:
+    """Return the place of a call, given its innermost frame."""
+    caller, outermost = "", frame
+    while frame is not None:
+        name: str = frame.f_globals.get("__name__", "")
+        package = name.partition(".")[0]
+        if package not in LIBRARIES:
+            return Place(_line(frame), caller, f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
+        if not caller and package not in ("torch", "lightning_dlrover", "contextlib", "functools"):
+            # Python 3.10 has the short name only.
+            caller = f"{name}.{getattr(frame.f_code, 'co_qualname', frame.f_code.co_name)}"
+        outermost, frame = frame, frame.f_back
+    return Place(_line(outermost) if outermost is not None else "", caller, "")
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+SIZED = {"all_reduce": 0, "broadcast": 0, "reduce": 0, "all_gather_into_tensor": 0}
+"""Position of the argument whose size is equal on all workers. Other operations may use a different size on each worker."""
+
+ROOTS = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
+
+
+def details(name: str, args: Sequence[Any]) -> str:
+    """Return the sizes and types that must be equal on all workers, and the root."""
+    root = f"{ROOTS[name]} rank {args[-1].rootRank}" if name in ROOTS and args and hasattr(args[-1], "rootRank") else ""
+    sized: Any = args[SIZED[name]] if name in SIZED and args else None
+    if name == "all_gather" and args:
+        sized = args[0][0] if args[0] else None  # NCCL accepts inputs of unequal sizes, but the outputs are equal
+    tensors = list(tensors_in([sized]))
+    if not tensors:
+        return root
+    sizes = [str(tensor.numel()) for tensor in tensors]
+    size = sizes[0] if len({*sizes}) == 1 else ", ".join(sizes)
+    return f"{size} x {str(tensors[0].dtype).removeprefix('torch.')} {root}".rstrip()
+
+
+def tensors_in(args: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors in the arguments of a process group's method."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from tensors_in(arg)
+
+
+# Detect workers that meet in different collectives, and end them with an error that names both places.
+#
+# gloo and NCCL match collectives only by their order. Workers that run different ones wait for each other until the timeout
+# of collectives, mix up values, or are aborted when sizes differ. Three measures turn that into a `MismatchError` on all
+# workers:
+#
+# 1. Before a collective that is begun from Python, the workers compare its `Purpose` in a group of their own, or along a tree
+#   if
+#    they are many. All messages there have one size. Votes travel there, too, so a vote can also be compared with a
+#    collective.
+#    Before an asynchronous collective the comparison is only begun. Its result is read at the next one, in the next vote, or
+#    without progress.
+# 2. DDP's collectives are not compared, because that would cost each step. Instead each worker's numbers of begun
+#   collectives,
+#    `CollectiveCounts`, are compared while it makes no progress. In a correct program all workers begin the same collectives
+#    in
+#    the same order. A worker that is ahead of another in one group is therefore not behind it in the other. If it is, they
+#    wait
+#    for each other for ever. This holds whenever the numbers are read: a slow worker is never mistaken for one that runs
+#    another
+#    program. The same holds for two workers that have begun equally many collectives in the round's group, and a different
+#    one
+#    last.
+# 3. Each comparison includes the number of collectives begun in the round's group. The next vote therefore detects a
+#   collective
+#    that one worker has left out. Votes include the number of the step.
+#
+# The workers agree on the error through the round's store before the group is severed, so that none mistakes the others'
+# end for a loss.
 
 log = logging.getLogger(__name__)
 
@@ -611,3 +775,122 @@ def _waits_in(frame: FrameType | None) -> tuple[str, str]:
             return f"torch.distributed.{name}", ""
         frame = frame.f_back
     return "outside of collectives", ""
+
+
+# Wrap all collectives on the default group of `torch.distributed`, so that a meeting can compare them.
+
+OPERATIONS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "broadcast": "broadcast",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",  # newer versions of torch call this one, and the other two "_single"
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "all_to_all_single": "all_to_all_single",
+    "barrier": "barrier",
+}
+
+MESSAGES = ("send", "recv", "recv_anysource")
+
+_find_meeting: Callable[[], Callable[[], CollectiveMonitor | None] | None] = lambda: None  # noqa: E731
+
+
+def compare_with(meeting: weakref.WeakMethod[Callable[[], CollectiveMonitor | None]]) -> None:
+    """Compare all later collectives on the default group, whichever code calls them.
+
+    Args:
+        meeting: returns the round's meeting, or None while there is none.
+    """
+    global _find_meeting
+    _find_meeting = meeting
+    _install_hooks()
+
+
+@functools.cache
+def _install_hooks() -> None:
+    kind: Any = dist.ProcessGroup
+    for method, name in OPERATIONS.items():
+        if (original := getattr(kind, method, None)) is not None:
+            setattr(kind, method, _compared_first(original, name))
+    for method in MESSAGES:
+        setattr(kind, method, _as_message(getattr(kind, method)))
+    kind.monitored_barrier = _as_messages(kind.monitored_barrier)
+
+
+def _compared_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        find = _find_meeting()
+        meeting = find() if find is not None else None
+        if meeting is not None:
+            meeting.before(self, name, args)
+        work = original(self, *args, **kwargs)
+        if meeting is not None and not waits.guards_all() and {tensor.device.type for tensor in tensors_in(args)} == {"cpu"}:
+            waits.is_of_host(work)
+        return work
+
+    return begin
+
+
+def _as_message(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def begin(self: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        find = _find_meeting()
+        meeting = find() if find is not None else None
+        with meeting.one_message(self, tensors) if meeting is not None else contextlib.nullcontext():
+            if meeting is not None and meeting.connects_late and self is dist.group.WORLD:
+                return waits.begin(lambda: original(self, tensors, *args, **kwargs))
+            return original(self, tensors, *args, **kwargs)
+
+    return begin
+
+
+def _as_messages(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a monitored barrier, in which rank 0 exchanges messages with each other rank. It is not compared, because its caller
+    sets the timeout."""
+
+    @functools.wraps(original)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        find = _find_meeting()
+        meeting = find() if find is not None else None
+        with meeting.only_messages(self) if meeting is not None else contextlib.nullcontext():
+            return original(self, *args, **kwargs)
+
+    return run
+
+
+# Agree on numbers with all members of a round, in a collective that overlaps with a step.
+
+
+class Vote:
+    """One worker's ballot in flight, and then the minimum of each number over all members.
+
+    Args:
+        meeting: meeting of the round; None if this worker is alone in it.
+        place: number of the next step; must be equal on all members.
+    """
+
+    def __init__(self, ballot: Sequence[int], meeting: CollectiveMonitor | None, place: int) -> None:
+        self._ballot = list(ballot)
+        self._meeting = meeting
+        self._begun: Begun | None = None
+        if meeting is not None:
+            self._begun = meeting.vote(Purpose("the vote between two steps", f"step {place}", shown(sys._getframe())), ballot)
+
+    def counted(self) -> list[int]:
+        """Wait for the vote and return the minimum of each number.
+
+        Raises:
+            MismatchError: other workers do something other than voting.
+        """
+        if self._meeting is None or self._begun is None:
+            return self._ballot
+        return self._meeting.counted(self._begun, self._ballot)

@@ -33,13 +33,11 @@ from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_dlrover.rdzv.group import transfer
-from lightning_dlrover.rdzv.group.data_unpickler import DataUnpickler
-from lightning_dlrover.tables.block import Block
-from lightning_dlrover.tables.placement import TablePlan
+from lightning_dlrover.rdzv.transport import transfer
+from lightning_dlrover.rdzv.transport.data_unpickler import DataUnpickler
+from lightning_dlrover.tables.exchange import Block
+from lightning_dlrover.tables.layout import TablePlan
 from lightning_dlrover.tables.sharded import ShardedTables
-
-__all__ = ["CheckpointError", "load_tables", "save_tables"]
 
 _COUNTER = "counter/"
 _COLUMNS = re.compile(r"^(?P<name>.*)\[(?P<col0>\d+):(?P<col1>\d+)\]$")

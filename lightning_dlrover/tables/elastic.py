@@ -22,25 +22,37 @@ from dataclasses import dataclass, field, replace
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dlrover.observe.resources import available_bytes
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.rdzv.etcd.types import EtcdError
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.events import SnapshotLost, TablesMoved
+from lightning_dlrover.rdzv.job.folders import name_of_job
 from lightning_dlrover.rdzv.job.records import Keys, RoundRecord
-from lightning_dlrover.rdzv.job.snapshot_folders import name_of_job
-from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError, UnreachableError
-from lightning_dlrover.tables.arena import warm
-from lightning_dlrover.tables.collectives import all_gather, largest, meet
-from lightning_dlrover.tables.exchange import ExchangeStats, exchange
-from lightning_dlrover.tables.layout import Move, Shard, plan_moves
-from lightning_dlrover.tables.placement import Plan, TablePlan, layout_of, plan_from_dict, plan_to_dict, replan
+from lightning_dlrover.rdzv.membership.member import Formation, RoundEndedError, UnreachableError
+from lightning_dlrover.rdzv.transport import transfer
+from lightning_dlrover.tables.exchange import ExchangeStats, all_gather, exchange, largest, meet, warm
+from lightning_dlrover.tables.layout import (
+    Move,
+    Plan,
+    Shard,
+    TablePlan,
+    layout_of,
+    plan_from_dict,
+    plan_moves,
+    plan_to_dict,
+    replan,
+)
 from lightning_dlrover.tables.sharded import ShardedTables
-from lightning_dlrover.tables.snapshot import Part, PartHeader, SnapshotError, holders_of, newest_complete, newest_name
-from lightning_dlrover.tables.snapshot_store import SnapshotStore
+from lightning_dlrover.tables.snapshot_store import (
+    Part,
+    PartHeader,
+    SnapshotError,
+    SnapshotStore,
+    holders_of,
+    newest_complete,
+    newest_name,
+)
 from lightning_dlrover.tables.snapshots import SnapshotConfig, Snapshots
-
-__all__ = ["ElasticTables", "Restored"]
+from lightning_dlrover.tuning.resources import available_bytes
 
 log = logging.getLogger(__name__)
 

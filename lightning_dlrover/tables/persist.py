@@ -16,8 +16,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["Persister", "keep_newest", "parts_in", "persist"]
-
 CHUNK_BYTES = 8 << 20
 HEAD_BYTES = 4096
 """Bytes that show whether a part is still the same: its header begins with the snapshot's name."""

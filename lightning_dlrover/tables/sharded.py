@@ -1,53 +1,298 @@
-"""The embedding tables of one model, as torchrec holds them on this worker.
-
-`ShardedTables.build` creates the sharded modules for one world, again after each change of the world. It works in place: the
-dense parameters and all references to them stay as they are. `ShardedTables.blocks` returns the memory of weights and optimizer
-states, which is read and written in place.
-"""
+"""The embedding tables of one model on this worker: their memory, rows that changed, and optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import contextlib
+import functools
+import hashlib
+import itertools
+import random
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from lightning_dlrover.observe.resources import available_bytes
-from lightning_dlrover.tables.arena import Arena
-from lightning_dlrover.tables.block import Block, part_of
-from lightning_dlrover.tables.exchange import exchange
-from lightning_dlrover.tables.first_values import drawn
-from lightning_dlrover.tables.layout import Region, Shard, plan_moves
-from lightning_dlrover.tables.optimizers import TableOptimizer
-from lightning_dlrover.tables.placement import Plan, PlanError, TablePlan, check_kinds, replan
-from lightning_dlrover.tables.templates import Templates
-from lightning_dlrover.tables.torchrec_build import (
+from lightning_dlrover.tables.exchange import Arena, Block, exchange, part_of
+from lightning_dlrover.tables.layout import Plan, PlanError, Region, Shard, TablePlan, check_kinds, plan_moves, replan
+from lightning_dlrover.tables.torchrec_adapter import (
     Placer,
-    fast_build,
-    first_plan,
-    gather_uneven_batches,
-    one_worker_per_node,
-    quiet,
-    torchrec_plan,
-)
-from lightning_dlrover.tables.torchrec_parts import (
+    TableOptimizer,
+    TableOptimizerError,
+    Templates,
     applied_optimizer,
     check_torchrec,
     copy_applied_optimizer,
     default_sharders,
+    fast_build,
+    first_plan,
     forget_groups,
+    gather_uneven_batches,
     held_by,
+    in_backward,
     keep_order,
     key_of,
+    one_worker_per_node,
     optimizer_states,
+    quiet,
+    region_of,
     shard,
+    torchrec_plan,
 )
-from lightning_dlrover.tables.touched import TouchedRows
+from lightning_dlrover.tuning.resources import available_bytes
 
-__all__ = ["ShardedTables"]
+# The first values of embedding tables, before a job has trained them.
+#
+# A table that has values when it is sharded keeps them, whatever has set them. The first worker's count, as with
+# Lightning's DDP: its rows are sent to their owners. A table on `meta` is initialised by its `init_fn`, from a seed that
+# all workers share. Either way the values depend neither on the sharding nor on the number of workers.
+
+INIT_ROWS = 4096
+"""Number of rows initialised from one seed, so that a worker draws little more than the rows that it holds."""
+
+ELEMENTWISE = (
+    nn.init.constant_,
+    nn.init.normal_,
+    nn.init.ones_,
+    nn.init.trunc_normal_,
+    nn.init.uniform_,
+    nn.init.zeros_,
+)
+"""Functions whose values do not depend on a table's shape. torchrec's default is `uniform_` with bounds."""
+
+
+def drawn(config: Any, table: str, seed: int, region: Region, dtype: torch.dtype) -> Iterator[tuple[Region, torch.Tensor]]:
+    """Yield the first values of a region of a table, in one or more parts of whole rows.
+
+    `init_fn` receives the whole table, unless it is known to be independent of the shape. Then blocks of rows are drawn, and a
+    table may be larger than this worker's memory.
+    """
+    num_rows = config.num_embeddings
+    size = INIT_ROWS if _is_elementwise(config.init_fn) else max(1, num_rows)
+    for first in range(region.row0 // size * size, region.row1, size):
+        last = min(first + size, num_rows)
+        digest = hashlib.sha256(f"{seed}/{table}/{first}".encode()).digest()
+        with _seeded(int.from_bytes(digest[:7], "big")), torch.no_grad():
+            rows = torch.empty(last - first, config.embedding_dim, dtype=dtype)
+            config.init_fn(rows)
+        here = Region(first, last, 0, config.embedding_dim).overlap(region)
+        assert here is not None
+        yield here, rows[here.row0 - first : here.row1 - first, here.col0 : here.col1]
+
+
+def _is_elementwise(init_fn: Callable[..., Any]) -> bool:
+    while isinstance(init_fn, functools.partial):
+        init_fn = init_fn.func
+    return init_fn in ELEMENTWISE
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the generators that an `init_fn` may use, and restore them: workers draw different numbers of tables."""
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            np.random.set_state(np.random.RandomState(seed % 2**32).get_state())
+            random.setstate(random.Random(seed).getstate())
+            yield
+    finally:
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+
+
+# The rows of a worker's tables that were looked up, and so trained, since the start of a snapshot.
+
+KEPT = 4
+"""Flag of a row with a former value kept for a copy."""
+
+MAX_CHANGED = 0.3
+"""Maximum fraction of a table's rows to be copied one by one. Beyond it, copying all is faster and needs no list of rows."""
+
+NUM_NOTED = 64
+"""Number of steps with rows flagged in one pass."""
+
+
+class TouchedRows:
+    """The rows of a worker's shards that were trained since each of two moments, called 0 and 1. One byte per row.
+
+    Optimizers in the backward pass change only rows that are looked up. Training may therefore go on while a thread copies the
+    shards as they are at one moment, from `begin_copy` to `end_copy`: a row's former value is kept before it is trained.
+
+    Args:
+        kernels: torchrec's kernels, each with the path of its collection.
+        blocks: their memory.
+    """
+
+    def __init__(self, kernels: Sequence[tuple[str, Any]], blocks: Sequence[Block]) -> None:
+        self._masks: dict[tuple[str, Region], tuple[torch.Tensor, set[int]]] = {}
+        self._kernels: list[_OfKernel] = []
+        self._hooks: list[RemovableHandle] = []
+        self._kept: list[tuple[Block, torch.Tensor, torch.Tensor]] | None = None  # not None while a copy is being made
+        self._lock = threading.Lock()  # held while the training thread keeps rows, because another thread ends the copy
+        held: dict[tuple[str, Region], list[Block]] = {}
+        for block in blocks:
+            held.setdefault((block.table, block.region), []).append(block)
+        for path, kernel in kernels:
+            tables = []
+            for config in kernel.config.embedding_tables:
+                num_rows = 0  # none tracked: its optimizer may change all rows
+                if config.local_metadata is not None:
+                    num_rows = region_of(config.local_metadata).num_rows
+                tables.append(_Tracked(held[key_of(path, config.name), held_by(config)], num_rows, config.num_features()))
+            of_kernel = _OfKernel(tables)
+            self._kernels.append(of_kernel)
+            for config, mask, moments in zip(kernel.config.embedding_tables, of_kernel.masks, of_kernel.followed, strict=True):
+                if config.local_metadata is not None:
+                    self._masks[key_of(path, config.name), region_of(config.local_metadata)] = mask, moments
+            self._hooks.append(kernel.register_forward_pre_hook(functools.partial(self._note, of_kernel)))
+
+    def close(self) -> None:
+        """Stop tracking."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(self, tables: _OfKernel, kernel: Any, arguments: tuple[Any, ...]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        with self._lock:
+            if self._kept is None:
+                tables.note(arguments[0])
+                return
+            rows = tables.rows_of(arguments[0])
+            new: torch.Tensor = torch.unique(rows[tables.flags[rows] < KEPT])
+            for block, of_block in tables.split(new):
+                self._kept.append((block, of_block, block.values.detach()[of_block.to(block.values.device)]))
+            tables.flags.index_fill_(0, rows, 3 | KEPT)
+
+    def is_tracked(self, block: Block) -> bool:
+        """Return whether the trained rows of the block are tracked."""
+        return (block.table, block.region) in self._masks
+
+    def begin_copy(self) -> None:
+        """Begin a copy of the blocks in their present state."""
+        self._catch_up()
+        with self._lock:
+            for mask, _ in self._masks.values():
+                mask &= 3
+            self._kept = []
+
+    def end_copy(self) -> list[tuple[Block, torch.Tensor, torch.Tensor]]:
+        """End the copy; return rows, of shape ``(n,)``, that were trained since `begin_copy`, and their former values."""
+        with self._lock:
+            kept, self._kept = self._kept or [], None
+            return kept
+
+    def since(self, moment: int, block: Block) -> torch.Tensor | None:
+        """Return the block's rows, from its first, that were trained since a moment; None if unknown or too many."""
+        self._catch_up()
+        mask, moments = self._masks.get((block.table, block.region), (None, set()))
+        if mask is None or moment not in moments or _are_too_many(mask, moment):
+            return None
+        return (mask & (1 << moment)).nonzero().flatten()
+
+    def mark(self, moment: int) -> None:
+        """Set the moment to now."""
+        self._catch_up()
+        for mask, moments in self._masks.values():
+            mask &= 0xFF ^ (1 << moment)
+            moments.add(moment)
+
+    def _catch_up(self) -> None:
+        with self._lock:
+            for kernel in self._kernels:
+                kernel.catch_up()
+
+
+class _Tracked(NamedTuple):
+    """One table of a kernel: the blocks of its shard, the number of tracked rows, and the number of features that use it."""
+
+    blocks: Sequence[Block]
+    num_rows: int
+    num_features: int
+
+
+class _OfKernel:
+    """One byte for every tracked row of the tables that one kernel holds, in one tensor.
+
+    Attributes:
+        followed: moments since which few enough rows were trained to list them, per table.
+    """
+
+    def __init__(self, tables: Sequence[_Tracked]) -> None:
+        *starts, end = itertools.accumulate((table.num_rows for table in tables), initial=0)
+        self.flags = torch.zeros(end + 1, dtype=torch.uint8)  # the last one is shared by all rows that are not tracked
+        self.masks = [self.flags[start : start + table.num_rows] for start, table in zip(starts, tables, strict=True)]
+        self.followed: list[set[int]] = [set() for _ in tables]
+        self._noted: list[tuple[torch.Tensor, Sequence[int]]] = []  # values and lengths of steps that are not flagged yet
+        self._num_unchecked = 0  # rows flagged since the last check of their number
+        self._blocks = [table.blocks for table in tables]
+        self._starts = [*starts, end]
+        first = [start if table.num_rows else end for start, table in zip(starts, tables, strict=True)]
+        by_key = torch.tensor([table.num_features for table in tables])
+        self._first_of_key = torch.tensor(first).repeat_interleave(by_key)
+        self._rows_of_key = torch.tensor([table.num_rows for table in tables]).repeat_interleave(by_key)
+
+    def note(self, features: Any) -> None:
+        """Record the looked-up rows for `catch_up` to flag. Flagging each step by itself would mostly wait for memory."""
+        if not any(self.followed):
+            return
+        lengths = features.length_per_key()
+        self._noted.append((features.values()[: sum(lengths)].clone(), lengths))
+        if len(self._noted) >= NUM_NOTED:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Flag the rows of all recorded steps."""
+        if self._noted:
+            noted, self._noted = self._noted, []
+            places = self._places(noted)
+            self.flags.index_fill_(0, places, 3)
+            self._num_unchecked += len(places)
+            if self._num_unchecked > MAX_CHANGED / 3 * len(self.flags):
+                self._num_unchecked = 0
+                for mask, moments in zip(self.masks, self.followed, strict=True):
+                    moments -= {moment for moment in moments if _are_too_many(mask, moment)}
+
+    def rows_of(self, features: Any) -> torch.Tensor:
+        """Return the places in `flags` of all looked-up rows, of shape ``(num_values,)``."""
+        lengths = features.length_per_key()
+        return self._places([(features.values()[: sum(lengths)], lengths)])
+
+    def _places(self, noted: Sequence[tuple[torch.Tensor, Sequence[int]]]) -> torch.Tensor:
+        rows = torch.cat([values for values, _ in noted]).to("cpu", torch.int64)
+        by_key = torch.tensor([length for _, lengths in noted for length in lengths])
+        first, limit = (
+            of.repeat(len(noted)).repeat_interleave(by_key, output_size=len(rows))
+            for of in (self._first_of_key, self._rows_of_key)
+        )
+        # fbgemm uses row 0 for invalid indices.
+        places: torch.Tensor = first + rows.masked_fill((rows < 0) | (rows >= limit), 0)
+        return places
+
+    def split(self, rows: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
+        """Split ascending places in `flags` by block, and yield each one's own rows."""
+        borders = torch.searchsorted(rows, torch.tensor(self._starts)).tolist()
+        for index, blocks in enumerate(self._blocks):
+            of_table = rows[borders[index] : borders[index + 1]] - self._starts[index]
+            if len(of_table):
+                yield from ((block, of_table) for block in blocks)
+
+
+def _are_too_many(mask: torch.Tensor, moment: int) -> bool:
+    return int((mask & (1 << moment)).count_nonzero()) > MAX_CHANGED * len(mask)
+
+
+# The embedding tables of one model, as torchrec holds them on this worker.
+#
+# `ShardedTables.build` creates the sharded modules for one world, again after each change of the world. It works in place:
+# the dense parameters and all references to them stay as they are. `ShardedTables.blocks` returns the memory of weights and
+# optimizer states, which is read and written in place.
 
 
 class ShardedTables:
@@ -400,3 +645,132 @@ def _counters_of(kernel: Any) -> list[torch.Tensor]:
     """Return a kernel's counter, which fbgemm keeps on the host and on the device."""
     found = [getattr(kernel.emb_module, name, None) for name in ("iter_cpu", "iter")]
     return [counter for counter in found if isinstance(counter, torch.Tensor)]
+
+
+# Tables in the optimizers of the user's script.
+#
+# Tables that are trained in their backward pass leave the user's optimizers. They follow the learning rates of the
+# parameter groups that they have left. Tables that every worker holds whole stay in the optimizers.
+
+
+class UsersOptimizers:
+    """The optimizers of one `fit` after another, which all train the same tables."""
+
+    def __init__(self, tables: ShardedTables) -> None:
+        self._tables = tables
+        self._entries: list[list[list[tuple[str, Any]]]] = []  # names and parameters, by optimizer and group
+        self._groups: dict[str, tuple[int, int]] = {}  # optimizer and group of each table that left them, by table name
+        self._frozen: set[str] = set()  # tables that no optimizer trains
+
+    def move_to_backward(self, optimizers: Sequence[Any], is_new: bool) -> None:
+        """Train tables in the backward pass, unless they are trained there already.
+
+        Args:
+            is_new: the tables are not built yet.
+
+        Raises:
+            TableOptimizerError: a table cannot be trained in the backward pass, or is in no optimizer.
+        """
+        parameters = dict(self._tables.module.named_parameters())
+        names = {id(p): name for name, p in parameters.items()}
+        self._entries = [
+            [[(names.get(id(p), ""), p) for p in group["params"]] for group in optimizer.param_groups]
+            for optimizer in optimizers
+        ]
+        missing = self._tables.without_optimizer() | self._tables.optimizers.keys()
+        chosen = self._chosen(optimizers, missing)
+        for name in sorted(missing - chosen.keys()):
+            if parameters[name].requires_grad and name not in self._tables.frozen:
+                way_out = "freeze it with requires_grad_(False)" if is_new else "make a new model"
+                raise TableOptimizerError(
+                    f"table {name.removesuffix('.weight')} is in none of the optimizers of configure_optimizers, nor is one "
+                    f"applied in its backward pass: add it to one, or {way_out}"
+                )
+            chosen[name] = TableOptimizer(torch.optim.SGD, {"lr": 0.0})
+        self._frozen = self._tables.frozen = chosen.keys() - self._groups.keys()
+        group_of: dict[str, Hashable] = {name: self._groups.get(name, "frozen") for name in chosen}
+        if is_new:
+            self._tables.train_with(chosen, len(set(group_of.values())) > 1)
+        self._refuse_changes(chosen, group_of)
+
+    def _chosen(self, optimizers: Sequence[Any], missing: set[str]) -> dict[str, TableOptimizer]:
+        """Return an optimizer for each of the missing tables that the user's optimizers hold."""
+        self._groups, chosen = {}, {}
+        for i, (optimizer, groups) in enumerate(zip(optimizers, self._entries, strict=True)):
+            for j, (group, entries) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+                for name in sorted({name for name, _ in entries} & missing):
+                    chosen[name] = in_backward(name.removesuffix(".weight"), optimizer, group, self._tables.device.type)
+                    self._groups[name] = i, j
+        return chosen
+
+    def _refuse_changes(self, chosen: Mapping[str, TableOptimizer], group_of: Mapping[str, Hashable]) -> None:
+        for name, chosen_now in chosen.items():
+            if chosen_now.differs(self._tables.optimizers.get(name, TableOptimizer(torch.optim.SGD, {}))):
+                raise TableOptimizerError(
+                    f"table {name.removesuffix('.weight')} was sharded for another optimizer before in this script, or for "
+                    "none, as by trainer.validate: only its learning rate can change; make a new model, and call fit first"
+                )
+        if inseparable := self._tables.inseparable(group_of):
+            both = " and ".join(name.removesuffix(".weight") for name in inseparable)
+            raise TableOptimizerError(
+                f"tables {both} are in different parameter groups of configure_optimizers. An earlier fit of this script had "
+                "them in one group, so one kernel trains both with one learning rate: keep them in one group, or make a new "
+                "model and call fit with these groups first"
+            )
+
+    def hold_whole_tables(self, optimizers: Sequence[Any]) -> None:
+        """Put into the optimizers, after each build of the tables, those that every worker holds whole, and no others."""
+        now = dict(self._tables.module.named_parameters())
+        tables = self._tables.parameter_names()
+        theirs = self._tables.data_parallel_names() if self._tables.is_built else set()
+        for optimizer, groups in zip(optimizers, self._entries, strict=True):
+            for group, entries in zip(optimizer.param_groups, groups, strict=True):
+                for i, (name, former) in enumerate(entries):
+                    if name not in tables:
+                        continue
+                    entries[i] = (name, now[name] if name in theirs else None)
+                    state = optimizer.state.pop(former, None) if former is not None else None
+                    if state and name in theirs:
+                        optimizer.state[now[name]] = _with_values(state, group, now[name].device)
+                group["params"] = [parameter for _, parameter in entries if parameter is not None]
+
+    def split_states(self, saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+        """Split optimizer states of an unsharded run into those for the optimizers and those of sharded tables.
+
+        Args:
+            saved: one `state_dict` for each optimizer, whose groups have all parameters in the order of the script.
+
+        Returns:
+            `state_dict`s without sharded tables, and the states of these by parameter name.
+        """
+        rest: list[dict[str, Any]] = []
+        of_tables: dict[str, dict[str, Any]] = {}
+        for of_optimizer, groups in zip(saved, self._entries, strict=False):
+            state, kept = dict(of_optimizer["state"]), []
+            for group, entries in zip(of_optimizer["param_groups"], groups, strict=False):
+                if len(group["params"]) != len(entries):  # another model: the optimizer itself refuses it
+                    kept.append(group)
+                    continue
+                of_group = list(zip(group["params"], entries, strict=True))
+                for key, (name, parameter) in of_group:
+                    if parameter is None and key in state:
+                        of_tables[name] = state.pop(key)
+                kept.append({**group, "params": [key for key, (_, parameter) in of_group if parameter is not None]})
+            rest.append({**of_optimizer, "state": state, "param_groups": kept})
+        return rest, of_tables
+
+    def pass_on_rates(self, optimizers: Sequence[Any]) -> None:
+        """Give the tables the learning rates that schedulers have set in the parameter groups that they have left."""
+        if (self._groups or self._frozen) and self._tables.is_built:
+            groups = {name: optimizers[i].param_groups[j] for name, (i, j) in self._groups.items()}
+            rates = {name: float(group["lr"]) for name, group in groups.items()}
+            self._tables.set_rates(rates | dict.fromkeys(self._frozen, 0.0))
+
+
+def _with_values(state: dict[str, Any], group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Give values to the state that an optimizer, such as Adagrad, has created for a table without values."""
+    start = group.get("initial_accumulator_value", 0.0)
+    return {
+        key: torch.full_like(value, start, device=device) if isinstance(value, Tensor) and value.is_meta else value
+        for key, value in state.items()
+    }

@@ -1,36 +1,261 @@
-"""Builds torchrec's sharded modules in preallocated memory, again for every world, and without torchrec's warnings."""
+"""All use of torchrec: build its sharded modules in memory of ours, find, copy and replace their parts."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import importlib.util
 import itertools
 import logging
 import os
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dlrover.tables.arena import Arena
-from lightning_dlrover.tables.layout import Region, Shard
-from lightning_dlrover.tables.placement import Plan, TablePlan
-from lightning_dlrover.tables.torchrec_parts import configs_of, held_by, key_of, region_of
+from lightning_dlrover.private_names import check_names
+from lightning_dlrover.tables.exchange import Arena
+from lightning_dlrover.tables.layout import Plan, PlanError, Region, Shard, TablePlan
 
-__all__ = [
-    "Placer",
-    "fast_build",
-    "first_plan",
-    "gather_uneven_batches",
-    "one_worker_per_node",
-    "patched",
-    "quiet",
-    "torchrec_plan",
-]
+# Access to the parts of torchrec's modules: find, copy and replace them.
+#
+# All private names of torchrec are in this file, and those that torch gives to parameters with an optimizer of their own.
+# `torchrec_build` replaces public ones only.
+
+INSTALL_LINE = "pip install 'lightning-dlrover[torchrec]' && pip install --no-deps torchrec==1.8.0"
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "torchrec.modules.embedding_modules:EmbeddingBagCollection": ("_device",),
+    "torchrec.modules.embedding_modules:EmbeddingCollection": ("_device",),
+    "torchrec.distributed.model_parallel:DistributedModelParallel": ("_dmp_wrapped_module", "_sharded_parameter_names"),
+    "torchrec.distributed.model_parallel:DataParallelWrapper": ("wrap",),
+    "torchrec.distributed.collective_utils": ("_INITIALIZED",),
+    "torchrec.distributed.comm": ("_CROSS_PG", "_CROSS_PG_2D", "_INTRA_PG", "_INTRA_PG_2D", "_NODE_GROUP_SIZE_2D"),
+    "torchrec.distributed.comm_ops": ("dist",),
+    "torchrec.distributed.batched_embedding_kernel": ("SplitTableBatchedEmbeddingBagsCodegen",),
+    "torchrec.distributed.batched_embedding_kernel:BaseBatchedEmbedding": ("init_parameters",),
+    "torchrec.distributed.batched_embedding_kernel:BaseBatchedEmbeddingBag": ("init_parameters",),
+    "torchrec.distributed.batched_embedding_kernel:BatchedFusedEmbedding": ("_emb_module",),
+    "torchrec.distributed.batched_embedding_kernel:BatchedFusedEmbeddingBag": ("_emb_module",),
+    "torchrec.distributed.embedding:ShardedEmbeddingCollection": ("_lookups", "reset_parameters"),
+    "torchrec.distributed.embeddingbag:ShardedEmbeddingBagCollection": ("_lookups", "reset_parameters"),
+    "torchrec.distributed.embedding:EmbeddingCollectionSharder": ("shard",),
+    "torchrec.distributed.embeddingbag:EmbeddingBagCollectionSharder": ("shard",),
+    "fbgemm_gpu.split_table_batched_embeddings_ops_training": ("construct_split_state",),
+}
+"""Names that this file and `torchrec_build` use or replace, by their holder, as `check_names` takes them."""
+
+
+class TorchrecMissingError(ImportError):
+    """torchrec is needed, but missing or impossible to load."""
+
+
+def has_tables(module: nn.Module) -> bool:
+    """Return whether `module` has embedding collections of torchrec to shard. Imports torchrec only if so."""
+    names = {base.__name__ for m in module.modules() for base in type(m).__mro__ if base.__module__.startswith("torchrec.")}
+    return bool(names & {"EmbeddingBagCollection", "EmbeddingCollection", "ShardedEmbeddingModule"})
+
+
+@functools.cache
+def check_torchrec() -> None:
+    """Check once that torchrec can be used.
+
+    Raises:
+        TorchrecMissingError: it is missing or does not load; the message has the command that installs it.
+        MissingNamesError: its release lacks a name that is used here.
+    """
+    if importlib.util.find_spec("torchrec") is None:
+        raise TorchrecMissingError(f"sharded embedding tables need torchrec, which is not installed: {INSTALL_LINE}")
+    try:
+        import fbgemm_gpu  # noqa: F401
+        import torchrec  # noqa: F401
+    except Exception as error:  # a shared library that does not fit this torch, most often
+        raise TorchrecMissingError(
+            f"torchrec is installed but does not load ({error}); on CPU it needs fbgemm-gpu-cpu, and torchrec itself "
+            f"without its dependencies: {INSTALL_LINE}"
+        ) from error
+    check_names("torchrec", NAMES)
+
+
+def default_sharders() -> list[Any]:
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.types import ShardingType
+
+    by_rows = [ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value]
+    grid = ShardingType.GRID_SHARD.value  # its shards cannot be reassigned, see `placement.replan`
+
+    # torchrec offers these on GPUs only, but gloo has all the collectives that they need.
+    class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            types = dict.fromkeys([*super().sharding_types(compute_device_type), *by_rows])
+            types.pop(grid, None)
+            return list(types)
+
+    class Sharder(EmbeddingCollectionSharder):  # type: ignore[misc]
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            types = dict.fromkeys([*super().sharding_types(compute_device_type), by_rows[0]])
+            if compute_device_type == "cpu":
+                types.pop(ShardingType.DATA_PARALLEL.value, None)
+            return list(types)
+
+    return [BagSharder(), Sharder()]
+
+
+def key_of(path: str, table: str) -> str:
+    return f"{path}.{table}" if path else table
+
+
+def configs_of(collection: Any) -> list[Any]:
+    is_bag = hasattr(collection, "embedding_bag_configs")
+    configs: list[Any] = collection.embedding_bag_configs() if is_bag else collection.embedding_configs()
+    return configs
+
+
+def region_of(metadata: Any) -> Region:
+    (row0, col0), (rows, cols) = metadata.shard_offsets, metadata.shard_sizes
+    return Region(row0, row0 + rows, col0, col0 + cols)
+
+
+def held_by(config: Any) -> Region:
+    """Return this worker's region of a sharded table."""
+    return (
+        region_of(config.local_metadata) if config.local_metadata else Region(0, config.num_embeddings, 0, config.embedding_dim)
+    )
+
+
+def on_meta(collection: nn.Module) -> nn.Module:
+    """Return a copy without values; optimizers applied to the parameters are transferred to the copy's."""
+    memo: dict[int, Any] = {}
+    for parameter in collection.parameters():
+        clone = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        for name in ("_optimizer_classes", "_optimizer_kwargs"):
+            if hasattr(parameter, name):
+                setattr(clone, name, copy.deepcopy(getattr(parameter, name)))
+        memo[id(parameter)] = clone
+    template: nn.Module = copy.deepcopy(collection, memo)
+    if hasattr(template, "_device"):
+        template._device = torch.device("meta")  # type: ignore[assignment]
+    return template
+
+
+def values_of(collection: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the values of a collection's tables that are not on `meta`, by the table's name, in the tables' own precision."""
+    from torchrec.modules.embedding_configs import data_type_to_dtype
+
+    precisions = {config.name: data_type_to_dtype(config.data_type) for config in configs_of(collection)}
+    found = {name.split(".")[-2]: parameter.detach() for name, parameter in collection.named_parameters()}
+    return {table: values.to(precisions[table]) for table, values in found.items() if not values.is_meta}
+
+
+def with_parameters(template: nn.Module) -> nn.Module:
+    """Return a fresh copy of a template for torchrec, which modifies the optimizers applied to the parameters."""
+    collection = on_meta(template)
+    for parameter in collection.parameters():
+        if hasattr(parameter, "_optimizer_classes"):
+            parameter._in_backward_optimizers = []  # type: ignore[attr-defined]  # marks it as trained in the backward pass
+    return collection
+
+
+def set_submodule(module: nn.Module, path: str, part: nn.Module) -> None:
+    if not path:
+        raise PlanError("the module is an embedding collection itself: make it a part of a LightningModule")
+    module.set_submodule(path, part)
+
+
+def kernels_in(sharded: Any) -> Iterator[Any]:
+    from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding, BaseBatchedEmbeddingBag
+
+    for lookup in getattr(sharded, "_lookups", ()):
+        inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+        for kernel in inner.modules():
+            if isinstance(kernel, BaseBatchedEmbedding | BaseBatchedEmbeddingBag):
+                yield kernel
+
+
+def optimizer_states(emb_module: Any, num_tables: int) -> list[list[torch.Tensor]]:
+    if not hasattr(emb_module, "split_optimizer_states"):
+        return [[] for _ in range(num_tables)]  # the user's own optimizer trains it
+    states = emb_module.split_optimizer_states()
+    # SGD returns one empty list, rather than an empty list for each table.
+    return [list(of_table) for of_table in states] or [[] for _ in range(num_tables)]
+
+
+def keep_order(sharded: nn.Module, template: nn.Module) -> None:
+    """Keep pooled embeddings in the unsharded collection's order; torchrec's order depends on the tables' owners."""
+    if not hasattr(template, "embedding_bag_configs"):
+        return
+    from torchrec.sparse.jagged_tensor import KeyedTensor
+
+    configs = configs_of(template)
+    features = [feature for config in configs for feature in config.feature_names]
+    # A feature that several tables look up has one name per table.
+    wanted = [f"{f}@{c.name}" if features.count(f) > 1 else f for c in configs for f in c.feature_names]
+
+    def in_order(pooled: Any) -> Any:
+        keys = pooled.keys()
+        if keys == wanted or set(keys) != set(wanted):
+            return pooled
+        lengths = dict(zip(keys, pooled.length_per_key(), strict=True))
+        values = torch.cat([pooled[key] for key in wanted], dim=1)
+        return KeyedTensor(keys=wanted, length_per_key=[lengths[key] for key in wanted], values=values)
+
+    def add(module: nn.Module, arguments: Any, result: Any) -> None:
+        result.callbacks.append(in_order)
+
+    sharded.register_forward_hook(add)
+
+
+def forget_groups() -> None:
+    """Make torchrec rebuild its sub-groups: otherwise the others would wait for a newcomer to take part in building them."""
+    from torchrec.distributed import collective_utils, comm
+
+    collective_utils._INITIALIZED = False
+    for name in ("_INTRA_PG", "_CROSS_PG", "_INTRA_PG_2D", "_CROSS_PG_2D", "_NODE_GROUP_SIZE_2D"):
+        setattr(comm, name, None)
+
+
+def applied_optimizer(parameter: nn.Parameter) -> list[type]:
+    """Return the classes of the optimizers applied to a parameter in its backward pass."""
+    found: list[type] = getattr(parameter, "_optimizer_classes", [])
+    return found
+
+
+def apply_optimizer(parameter: nn.Parameter, kind: type, arguments: Mapping[str, Any]) -> None:
+    """Let torchrec train a table in its backward pass."""
+    parameter._optimizer_classes = [kind]  # type: ignore[attr-defined]
+    parameter._optimizer_kwargs = [dict(arguments)]  # type: ignore[attr-defined]
+
+
+def copy_applied_optimizer(source: nn.Parameter, target: nn.Parameter) -> None:
+    """Apply another parameter's optimizer, if it has one and this parameter has none."""
+    if hasattr(source, "_optimizer_classes") and not hasattr(target, "_optimizer_classes"):
+        target._optimizer_classes = source._optimizer_classes  # type: ignore[attr-defined]
+        target._optimizer_kwargs = source._optimizer_kwargs  # type: ignore[attr-defined]
+
+
+def shard(wrap_dense: Callable[[nn.Module, list[str]], nn.Module], **arguments: Any) -> nn.Module:
+    """Create a `DistributedModelParallel`, let `wrap_dense` wrap its dense part, and return the module that it calls."""
+    from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
+
+    class Wrapper(DataParallelWrapper):  # type: ignore[misc]
+        def wrap(self, dmp: Any, env: Any, device: torch.device) -> None:
+            sharded = set(DistributedModelParallel._sharded_parameter_names(dmp._dmp_wrapped_module))
+            if set(dict(dmp.named_parameters())) - sharded:
+                dmp._dmp_wrapped_module = wrap_dense(dmp._dmp_wrapped_module, sorted(sharded))
+
+    wrapped: nn.Module = DistributedModelParallel(**arguments, data_parallel_wrapper=Wrapper())._dmp_wrapped_module
+    return wrapped
+
+
+# Builds torchrec's sharded modules in preallocated memory, again for every world, and without torchrec's warnings.
 
 
 def first_plan(
@@ -334,3 +559,319 @@ def _in_arena(placer: Placer) -> type:
                 object.__setattr__(self, "weights_host", self._parameters.pop("weights_host"))
 
     return InArena
+
+
+# Translate the user's optimizer of an embedding table into one that torchrec applies in the backward pass.
+#
+# Sharded tables have no gradients for an ordinary optimizer: fbgemm's kernels update the rows of a batch while they compute
+# its gradients. Only optimizers that these kernels compute exactly as the user's are translated; others are rejected.
+
+ON_CPU = ("SGD", "Adagrad", "RowWiseAdagrad")
+"""Optimizers with CPU kernels in fbgemm."""
+
+
+class TableOptimizerError(ValueError):
+    """A table that its optimizer from the script cannot train."""
+
+
+@dataclass(frozen=True)
+class TableOptimizer:
+    """Optimizer of one table in its backward pass.
+
+    Attributes:
+        kind: class that torchrec translates to a kernel.
+        arguments: the kernel's; `lr` is the initial rate.
+    """
+
+    kind: type
+    arguments: Mapping[str, Any]
+
+    def differs(self, other: TableOptimizer) -> bool:
+        """Return whether more than the learning rate differs."""
+        return self.kind is not other.kind or {**self.arguments, "lr": 0} != {**other.arguments, "lr": 0}
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """Translation of an optimizer's parameter group options to arguments of a kernel.
+
+    Attributes:
+        taken: options that the kernel has, too.
+        unset: options that the kernel lacks: they must be off.
+    """
+
+    taken: tuple[str, ...] = ()
+    unset: tuple[str, ...] = ("weight_decay", "maximize")
+
+
+_OF_ADAM = ("betas", "eps", "weight_decay")
+
+_RULES = {
+    "SGD": _Rule(unset=("momentum", "weight_decay", "maximize")),
+    "Adagrad": _Rule(("eps",), ("lr_decay", "weight_decay", "initial_accumulator_value", "maximize")),
+    "RowWiseAdagrad": _Rule(("eps",), ("lr_decay", "weight_decay", "initial_accumulator_value", "maximize")),
+    # fbgemm decays weights as AdamW does, beside the gradient instead of in it.
+    "Adam": _Rule(("betas", "eps"), ("weight_decay", "amsgrad", "maximize")),
+    "AdamW": _Rule(_OF_ADAM, ("amsgrad", "maximize")),
+    "PartialRowWiseAdam": _Rule(_OF_ADAM, ()),
+    "LAMB": _Rule(_OF_ADAM, ()),
+    "PartialRowWiseLAMB": _Rule(_OF_ADAM, ()),
+    "LarsSGD": _Rule(("momentum", "weight_decay"), ()),
+}
+
+
+_STATES = {"SGD": (), "Adagrad": ("sum",), "RowWiseAdagrad": ("sum",), "Adam": ("exp_avg", "exp_avg_sq")}
+"""Names of an ordinary optimizer's states of a table, in the order of the fused optimizer's."""
+
+
+def fused_states(table: str, optimizer: TableOptimizer, saved: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
+    """Translate the state that an ordinary optimizer has saved of a whole table.
+
+    Returns:
+        States by `state0` and `state1`, and the number of counted steps.
+
+    Raises:
+        TableOptimizerError: another optimizer has saved it.
+    """
+    names = _STATES.get(optimizer.kind.__name__)
+    if names is None or any(name not in saved for name in names):
+        raise TableOptimizerError(
+            f"table {table}: the checkpoint has the optimizer states {', '.join(sorted(saved)) or 'of none'}, which are not "
+            f"those of {optimizer.kind.__name__}: keep the optimizer of the checkpoint, or load its weights only, with "
+            "load_from_checkpoint"
+        )
+    states = {f"state{i}": saved[name] for i, name in enumerate(names)}
+    if optimizer.kind.__name__ == "RowWiseAdagrad":
+        states = {what: values.reshape(-1) for what, values in states.items()}
+    return states, int(saved.get("step", 0))
+
+
+def in_backward(table: str, optimizer: Any, group: Mapping[str, Any], device_type: str) -> TableOptimizer:
+    """Return an optimizer that trains `table` as `optimizer` would.
+
+    Args:
+        group: the optimizer's parameter group that contains the table.
+
+    Raises:
+        TableOptimizerError: no kernel does.
+    """
+    kind = type(optimizer)
+    name = kind.__name__
+    known = sorted(set(ON_CPU if device_type == "cpu" else _RULES))
+    ways_out = (
+        f"Train it with one of {', '.join(known)}, apply one of them yourself with "
+        "torch.distributed.optim._apply_optimizer_in_backward, or keep the table whole on every worker, where any optimizer "
+        f"trains it: sharding_constraints={{{table.split('.')[-1]!r}: ParameterConstraints(sharding_types=['data_parallel'])}}"
+    )
+    is_stock = kind.__module__.startswith(("torch.optim.", "torchrec.optim."))
+    if not is_stock or name not in known:
+        where = "on CPU" if device_type == "cpu" else "in its backward pass"
+        raise TableOptimizerError(f"table {table}: fbgemm has no kernel to train it with {name} {where}. {ways_out}")
+    rule = _RULES[name]
+    for option in rule.unset:
+        if group.get(option, optimizer.defaults.get(option)):
+            value = group.get(option, optimizer.defaults.get(option))
+            raise TableOptimizerError(
+                f"table {table}: fbgemm's kernel for {name} has no {option}, which is {value} here. Give the table a parameter "
+                f"group or an optimizer of its own without it. {ways_out}"
+            )
+    arguments: dict[str, Any] = {"lr": float(group["lr"])}
+    for option in rule.taken:
+        if option == "betas":
+            arguments["beta1"], arguments["beta2"] = (float(beta) for beta in group["betas"])
+        elif option in group:
+            arguments[option] = float(group[option])
+    return TableOptimizer(torch.optim.Adam if name == "AdamW" else kind, arguments)
+
+
+# The embedding collections of one model before they are sharded.
+
+
+@dataclass(frozen=True)
+class _Tie:
+    """A further reference to a module: `parent.name` is the module at `path`."""
+
+    parent: nn.Module
+    name: str
+    path: str
+
+
+class Templates:
+    """The unsharded embedding collections of a module, on `meta`. torchrec shards fresh copies of them for every world.
+
+    A collection that a model refers to by several paths, as two towers with common tables do, has the first of them here, and
+    the sharded one gets all of them.
+
+    Args:
+        module: holds the collections; copies take their places in it.
+        module_types: types that one of the sharders can shard.
+
+    Attributes:
+        by_path: the collections, by their first paths.
+        given: values of the tables that were not on `meta`, by table. They are the user's own memory.
+
+    Raises:
+        PlanError: there is no collection, or one that cannot be sharded again.
+    """
+
+    def __init__(self, module: nn.Module, module_types: Collection[type], device: torch.device) -> None:
+        self._module = module
+        self.by_path: dict[str, nn.Module] = {}
+        self.given: dict[str, torch.Tensor] = {}
+        for path, part in module.named_modules():
+            if "ManagedCollision" in type(part).__name__ and device.type == "cpu":
+                raise PlanError(
+                    f"{path}: {type(part).__name__} cannot be trained on CPU (fbgemm has no kernel to evict rows); "
+                    "use a plain EmbeddingBagCollection, or a GPU"
+                )
+            if type(part) in module_types:
+                self.by_path[path] = on_meta(part)
+                self.given |= {key_of(path, table): values for table, values in values_of(part).items()}
+            elif isinstance(part, tuple(module_types)):
+                base = next(base.__name__ for base in type(part).__mro__ if base in module_types)
+                raise PlanError(
+                    f"{path}: torchrec has no sharder for {type(part).__name__}, and would replace it by a sharded {base} "
+                    f"without its own methods: make it a module that has an {base}, or set DLRoverStrategy(sharders=[...]) to "
+                    "one with this module_type"
+                )
+        if not self.by_path:
+            raise PlanError("the module has no embedding collection that one of the sharders can shard")
+        first_paths = {id(module.get_submodule(path)): path for path in self.by_path}
+        self._paths: dict[str, list[str]] = {path: [] for path in self.by_path}
+        for path, part in module.named_modules(remove_duplicate=False):
+            if id(part) in first_paths:
+                self._paths[first_paths[id(part)]].append(path)
+        self._refuse_shared_parameters()
+        self._ties = [tie for tie in _ties_in(module) if any(f"{path}.".startswith(f"{tie.path}.") for path in self.by_path)]
+
+    def _refuse_shared_parameters(self) -> None:
+        """Raise an error for a table that another module has, too: a sharded one would train without it."""
+        holders: dict[int, list[str]] = {}
+        for path, part in self._module.named_modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                holders.setdefault(id(parameter), []).append(key_of(path, name))
+        for name, parameter in self._module.named_parameters():
+            shared = holders[id(parameter)]
+            if len(shared) > 1 and any(each.startswith(f"{path}.") for each in shared for path in self.by_path):
+                raise PlanError(
+                    f"{' and '.join(shared)} are one parameter ({name}): a table that is sharded cannot be shared as a tensor; "
+                    "refer to its collection from both places instead"
+                )
+
+    def install(self) -> None:
+        """Put fresh copies into the module."""
+        for path, template in self.by_path.items():
+            set_submodule(self._module, path, with_parameters(template))
+        self._tie()
+
+    def _tie(self) -> None:
+        """Let all references to a collection lead to the one that is at its first path."""
+        for tie in self._ties:
+            tie.parent.add_module(tie.name, self._module.get_submodule(tie.path))
+
+    @contextlib.contextmanager
+    def once(self) -> Iterator[None]:
+        """Show every collection at its first path only: torchrec would plan and shard it again at each of the others."""
+        for tie in self._ties:
+            tie.parent.add_module(tie.name, nn.Module())
+        try:
+            yield
+        finally:
+            self._tie()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Remove the collections from the module for a while, sharded or not."""
+        parts = {path: self._module.get_submodule(path) for path in self.by_path}
+        try:
+            for path in parts:
+                set_submodule(self._module, path, nn.Module())
+            self._tie()
+            yield
+        finally:
+            for path, part in parts.items():
+                set_submodule(self._module, path, part)
+            self._tie()
+
+    # --- contents of the module ----------------------------------------------------------------------------------------
+
+    def path_of(self, module: nn.Module) -> str:
+        return next(path for path in self.by_path if self._module.get_submodule(path) is module)
+
+    def kernels(self) -> Iterator[tuple[str, Any]]:
+        """Yield all kernels of the sharded collections, each with the path of its collection."""
+        for path in self.by_path:
+            for kernel in kernels_in(self._module.get_submodule(path)):
+                yield path, kernel
+
+    # --- tables and their parameters -----------------------------------------------------------------------------------
+
+    def configs(self) -> dict[str, Any]:
+        """Return torchrec's configurations, by table."""
+        return {key_of(path, c.name): c for path, template in self.by_path.items() for c in configs_of(template)}
+
+    def parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """Yield the name in the module's state dict, the table, and the parameter of all tables."""
+        for path, template in self.by_path.items():
+            for name, parameter in template.named_parameters():
+                yield key_of(path, name), key_of(path, name.split(".")[-2]), parameter
+
+    def all_names(self) -> dict[str, list[str]]:
+        """Return all names that each parameter has in the module's state dict, by the first of them."""
+        return {
+            key_of(path, name): [key_of(each, name) for each in self._paths[path]]
+            for path, template in self.by_path.items()
+            for name, _ in template.named_parameters()
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate size of all tables and of their optimizer states, counted as for training on CPU."""
+        total = 0
+        for _, _, parameter in self.parameters():
+            optimizers = [each.__name__ for each in applied_optimizer(parameter)]
+            states = parameter.shape[0] if "RowWiseAdagrad" in optimizers else parameter.numel() * ("Adagrad" in optimizers)
+            total += parameter.nbytes + 4 * states
+        return total
+
+    @property
+    def num_addresses(self) -> int:
+        """Addresses for weights and row-wise states of all tables, twice for a new cut of columns, and half of it for gaps."""
+        return sum(3 * (p.nbytes + 4 * p.shape[0]) + (16 << 20) for _, _, p in self.parameters())
+
+    # --- optimizers ----------------------------------------------------------------------------------------------------
+
+    def train_with(self, optimizers: Mapping[str, TableOptimizer], are_apart: bool) -> None:
+        """Apply these optimizers, by parameter name, in the backward pass of copies that are installed from now on."""
+        for name, _, parameter in self.parameters():
+            if (optimizer := optimizers.get(name)) is not None:
+                # Applied in any case, so that a kernel holds no table with an optimizer applied by the script.
+                apply_optimizer(parameter, optimizer.kind, {**optimizer.arguments, "use_one_tbe_per_table": are_apart})
+
+    def inseparable(self, groups: Mapping[str, Hashable]) -> tuple[str, str] | None:
+        """Return two tables of one collection in different groups; None: there are none."""
+        for path, template in self.by_path.items():
+            names = [key for name, _ in template.named_parameters() if (key := key_of(path, name)) in groups]
+            for name in names[1:]:
+                if groups[name] != groups[names[0]]:
+                    return names[0], name
+        return None
+
+
+def _ties_in(module: nn.Module) -> list[_Tie]:
+    """Return all references to modules that `module` contains already at an earlier path."""
+    ties: list[_Tie] = []
+    seen = {id(module): ""}
+
+    def look(parent: nn.Module, path: str) -> None:
+        for name, part in parent._modules.items():
+            if part is None:
+                continue
+            if id(part) in seen:
+                ties.append(_Tie(parent, name, seen[id(part)]))
+            else:
+                seen[id(part)] = key_of(path, name)
+                look(part, key_of(path, name))
+
+    look(module, "")
+    return ties

@@ -1,27 +1,36 @@
-"""Fit models of step time and memory to measured windows, and predict untried configurations.
+"""Models of a job's steps and memory, and the plans that follow from them. Loads no torch by itself."""
 
-Pure: NumPy, SciPy and scikit-learn, the last two loaded by the first fit. See docs/internals/perf_model.md.
-"""
-
-from lightning_dlrover.perf.columns import Columns, Configuration, configuration_of
-from lightning_dlrover.perf.hardware import population_of
-from lightning_dlrover.perf.memory_model import MemoryModel, MemoryPrediction
-from lightning_dlrover.perf.model import Prediction, StepTimeModel
-from lightning_dlrover.perf.population import Population
-from lightning_dlrover.perf.prior import PhysicalPrior
-from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
+from lightning_dlrover.tuning.autoscale import plan
+from lightning_dlrover.tuning.candidates import PlanRequest, Rules
+from lightning_dlrover.tuning.memory import MemoryModel, MemoryPrediction
+from lightning_dlrover.tuning.plan import Candidate, Decision, Limits, Objective, Outcome, Prices, Settings, outcome
+from lightning_dlrover.tuning.population import Population
+from lightning_dlrover.tuning.prior import PhysicalPrior
+from lightning_dlrover.tuning.samples import STEP_PARTS, Columns, Configuration, StepProfile, configuration_of
+from lightning_dlrover.tuning.step_time import Prediction, StepTimeModel, population_of
 
 __all__ = [
     "STEP_PARTS",
+    "Candidate",
     "Columns",
     "Configuration",
+    "Decision",
+    "Limits",
     "MemoryModel",
     "MemoryPrediction",
+    "Objective",
+    "Outcome",
     "PhysicalPrior",
+    "PlanRequest",
     "Population",
     "Prediction",
+    "Prices",
+    "Rules",
+    "Settings",
     "StepProfile",
     "StepTimeModel",
     "configuration_of",
+    "outcome",
+    "plan",
     "population_of",
 ]

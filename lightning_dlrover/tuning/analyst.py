@@ -1,12 +1,9 @@
-"""Learn from windows of steps and plan, in a background thread, while the job trains.
-
-Every worker's thread publishes its windows (`publisher.py`). Rank 0's thread also lets the autotuner decide (`autotuner.py`),
-writes the plan (`plan_writer.py`) and later its outcome, and updates the job history.
-"""
+"""Learn from windows of steps, plan and publish, in a background thread, while the job trains."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import os
@@ -14,22 +11,259 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightning_dlrover.learn.autotuner import Autotuner, JobFacts, Proposal, TuningConfig
-from lightning_dlrover.learn.history_access import HistoryAccess
-from lightning_dlrover.learn.job_memory import JobMemory
-from lightning_dlrover.learn.plan_writer import PlanWriter
-from lightning_dlrover.learn.profile_log import rounded
-from lightning_dlrover.learn.publisher import Publisher
-from lightning_dlrover.observe.resources import MachineLoad
-from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.planner.plan import Decision
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.job.records import PlanRecord, ProgressRecord
-from lightning_dlrover.rdzv.live.membership import Membership
+from lightning_dlrover.rdzv.etcd.types import EtcdError
+from lightning_dlrover.rdzv.job.events import DecisionMade, OutcomeJudged, WindowMeasured, record_of
+from lightning_dlrover.rdzv.job.records import PlanRecord, ProgressRecord, encode
+from lightning_dlrover.rdzv.membership.membership import Membership
+from lightning_dlrover.rdzv.membership.worker_records import SharedRecords
+from lightning_dlrover.tuning.autotuner import Autotuner, JobFacts, Proposal, TuningConfig
+from lightning_dlrover.tuning.history import HistoryAccess, JobMemory
+from lightning_dlrover.tuning.plan import Decision, Outcome, Settings, settings_of
+from lightning_dlrover.tuning.profile_log import (
+    PROGRESS,
+    DecisionLog,
+    PublishedProfile,
+    WindowLog,
+    WriteBudget,
+    rounded,
+    rounded_candidates,
+    stored_bytes,
+)
+from lightning_dlrover.tuning.resources import MachineLoad
+from lightning_dlrover.tuning.samples import StepProfile
+
+# Publish a worker's measurements, and rank 0's windows, decisions and outcomes, as records and events in etcd.
+#
+# `profile_log.py` and `profile_log.py` choose the few that are written.
+
+PROGRESS_EVERY_S = 8.0  # minimum seconds between two records of the job's progress
+
+
+class Publisher:
+    """The published state of one worker.
+
+    Args:
+        records: the job's shared records; None: the worker trains alone, and nothing is published.
+
+    Attributes:
+        decisions: the decisions that were recorded.
+    """
+
+    def __init__(self, records: SharedRecords | None) -> None:
+        self.decisions = DecisionLog()
+        self._records = records
+        self._profile = PublishedProfile()
+        self._windows = WindowLog()
+        self._progress_at = -PROGRESS_EVERY_S  # time of the newest record of the job's progress, on the monotonic clock
+        self._progress_budget = WriteBudget(PROGRESS)
+
+    def publish(self, profile: StepProfile, progress: ProgressRecord | None, now: float) -> None:
+        """Publish this worker's newest window, and the job's progress.
+
+        Args:
+            progress: from rank 0 only.
+            now: seconds of a monotonic clock.
+
+        Raises:
+            EtcdError: etcd has not taken a record.
+        """
+        if self._records is None:
+            return
+        payload = encode(profile)
+        if self._profile.is_due(profile, stored_bytes(payload), now):
+            try:
+                self._records.put_profile(payload)
+            except EtcdError:
+                self._profile.was_lost()
+                raise
+        if progress is None or now - self._progress_at < PROGRESS_EVERY_S:
+            return
+        payload = encode(progress)
+        if self._progress_budget.take(stored_bytes(payload), now):
+            self._records.put_progress(payload)
+            self._progress_at = now
+
+    def log_window(self, profile: StepProfile, now: float) -> None:
+        """Log a window of rank 0 in the job's events."""
+        if self._records is not None:
+            self._log(self._windows.add(profile, now))
+
+    def log_singly(self, profile: StepProfile) -> None:
+        """Log a window of rank 0 at once, apart from all others."""
+        self._log([profile])
+
+    def flush(self) -> None:
+        """Log the windows that were kept back: this worker's time as rank 0 ends."""
+        self._log(self._windows.flush())
+
+    def log_decision(self, decision: Decision, now: float, *, is_carried_out: bool) -> Decision | None:
+        """Log a decision in the job's events, if it is one of the few to be recorded. Return it as recorded, else None."""
+        decision = rounded_candidates(decision)
+        event = DecisionMade(decision.to_data())
+        num_bytes = stored_bytes(encode(record_of(event, decision.reason)))
+        if not self.decisions.is_due(decision, num_bytes, now, is_carried_out=is_carried_out):
+            return None
+        if self._records is not None:
+            self._records.event(event, decision.reason)
+        return decision
+
+    def log_outcome(self, outcome: Outcome) -> None:
+        if self._records is not None:
+            self._records.event(OutcomeJudged(dataclasses.asdict(outcome)), outcome.text)
+
+    def _log(self, windows: Sequence[StepProfile]) -> None:
+        if self._records is not None:
+            for window in windows:
+                self._records.event(WindowMeasured(dataclasses.asdict(rounded(window))), "")
+
+
+# Write the job's plan, as far as its owner leaves that to the planner.
+#
+# A plan has one owner (`PlanRecord.owner`):
+#
+# - the planner chooses all settings, and the number of workers is binding if a controller carries it out
+# - a pool chooses the number of workers, and the planner the settings of each worker
+# - a user who has set a plan by hand keeps all of it
+#
+# The controller that starts and ends nodes reads the plan from etcd.
+
+PATIENCE_WITH_A_PLAN_S = 120.0
+"""Seconds that a plan may take to be carried out before the next one: new nodes may queue, and must start."""
+
+
+class PlanWriter:
+    """The planner's hand on the job's plan.
+
+    Args:
+        decisions: bounds the bytes of plans that only recommend, together with those of decisions.
+    """
+
+    def __init__(self, membership: Membership, decisions: DecisionLog) -> None:
+        self._membership = membership
+        self._decisions = decisions
+        self._first_seen: tuple[PlanRecord | None, float] = (None, 0.0)  # newest plan, and when this worker first saw it
+        self._written: PlanRecord | None = None  # plan after this worker's newest write
+        self._replaced: PlanRecord | None = None  # plan in this worker's view before that; the view follows etcd a little later
+
+    def is_under_way(self, profile: StepProfile, now: float) -> bool:
+        """Whether the current plan is still being carried out. Judging it now would revert it.
+
+        Args:
+            profile: the newest window.
+            now: seconds of a monotonic clock.
+        """
+        plan = self._membership.view.plan
+        if self._written is not None and plan == self._replaced:
+            plan = self._written
+        if plan is None or not plan.created_at:
+            return False
+        if plan != self._first_seen[0]:
+            self._first_seen = plan, now
+        # Not measured by the plan's time, because its writer's clock may differ by hours.
+        if now - self._first_seen[1] >= PATIENCE_WITH_A_PLAN_S:
+            return False
+        return (plan.binding and plan.num_workers != profile.num_workers) or not _is_tuned(plan, settings_of(profile))
+
+    def write(self, proposal: Proposal, seen: PlanRecord | None, *, now: float, at: float) -> None:
+        """Make a proposal the job's plan, unless a user owns the plan or it asks for nothing new.
+
+        Args:
+            seen: the plan that the proposal is based on.
+            now: seconds of a monotonic clock.
+            at: seconds since the epoch.
+
+        Raises:
+            EtcdError: the plan was not written.
+        """
+        if seen is not None and seen.owner == "user":
+            return
+        wanted = proposed_plan(proposal, seen, at)
+        if seen is not None and _asked(seen) == _asked(wanted):
+            return
+        only_recommends = not proposal.is_binding and seen is not None and _asked(seen)[2:] == _asked(wanted)[2:]
+        if only_recommends and not self._decisions.may_recommend(stored_bytes(encode(wanted)), now):
+            return
+        node_memory_mb = math.ceil(proposal.decision.node_memory_bytes / 2**20)
+
+        def planned(newest: PlanRecord | None) -> PlanRecord | None:
+            return merged_plan(wanted, newest, node_memory_mb, keeps_workers=proposal.keeps_workers)
+
+        replaced = self._membership.view.plan
+        self._written, self._replaced = self._membership.shared.update_plan(planned), replaced
+
+
+def proposed_plan(proposal: Proposal, seen: PlanRecord | None, at: float) -> PlanRecord:
+    """Return the plan that a proposal asks for, where `seen` is the present one.
+
+    Args:
+        at: seconds since the epoch.
+    """
+    decision, chosen = proposal.decision, proposal.decision.chosen
+    node_cpus = seen.node_cpus if seen is not None else None
+    if decision.is_change and proposal.is_binding and decision.node_cores:
+        node_cpus = math.ceil(decision.node_cores)
+    plan = PlanRecord(
+        num_workers=proposal.advice.chosen_workers,
+        source="planner",
+        reason=decision.reason,
+        binding=proposal.is_binding,
+        decision_id=decision.decision_id,
+        created_at=at,
+        loader_workers=chosen.loader_workers,
+        intra_op_threads=chosen.intra_op_threads,
+        prefetch_factor=chosen.prefetch_factor,
+        node_cpus=node_cpus,
+    )
+    return _with_workers_of(seen, plan) if seen is not None and seen.owner == "pool" else plan
+
+
+def merged_plan(
+    wanted: PlanRecord, newest: PlanRecord | None, node_memory_mb: int, *, keeps_workers: bool = False
+) -> PlanRecord | None:
+    """Return the plan to write over `newest`, which others may have written in the meantime; None: leave it as it is.
+
+    Args:
+        node_memory_mb: MiB that a node needs; 0: any.
+        keeps_workers: whether the number of workers stays as `newest` has it, even if the planner owns it.
+    """
+    if newest is None:
+        return replace(wanted, node_memory_mb=node_memory_mb or None)
+    if newest.owner == "user":
+        return None
+    if newest.owner == "pool":
+        wanted = _with_workers_of(newest, wanted)
+    elif keeps_workers:  # more may have been planned because memory ran out
+        wanted = replace(wanted, num_workers=newest.num_workers, binding=newest.binding)
+    # Node memory raised after a failure must not be reverted by a plan of settings.
+    return replace(wanted, node_memory_mb=max(newest.node_memory_mb or 0, node_memory_mb) or None)
+
+
+def _with_workers_of(pools: PlanRecord, wanted: PlanRecord) -> PlanRecord:
+    """Return the wanted settings of each worker, with the number of workers that the job's pool has planned."""
+    return replace(wanted, num_workers=pools.num_workers, binding=pools.binding, source=pools.source, reason=pools.reason)
+
+
+def _asked(plan: PlanRecord) -> tuple[int | bool | None, ...]:
+    """Return the settings that a plan requests."""
+    settings = plan.loader_workers, plan.intra_op_threads, plan.prefetch_factor
+    return plan.num_workers, plan.binding, *settings, plan.node_cpus
+
+
+def _is_tuned(plan: PlanRecord, settings: Settings) -> bool:
+    """Whether `settings` match the plan's settings that each worker applies by itself."""
+    asked = (plan.loader_workers, plan.intra_op_threads, plan.prefetch_factor if plan.loader_workers != 0 else None)
+    has = (settings.loader_workers, settings.intra_op_threads, settings.prefetch_factor)
+    return all(a is None or a == h for a, h in zip(asked, has, strict=True))
+
+
+# Learn from windows of steps and plan, in a background thread, while the job trains.
+#
+# Every worker's thread publishes its windows (`analyst.py`). Rank 0's thread also lets the autotuner decide
+# (`autotuner.py`), writes the plan (`analyst.py`) and later its outcome, and updates the job history.
 
 log = logging.getLogger(__name__)
 

@@ -14,20 +14,16 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from lightning_dlrover.learn.job_memory import JobMemory
-from lightning_dlrover.perf import MemoryModel, Population, StepTimeModel
-from lightning_dlrover.perf.memory_model import GPU_TERMS, on_gpu
-from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
-from lightning_dlrover.planner.autoscale import plan
-from lightning_dlrover.planner.memory_growth import least_workers
-from lightning_dlrover.planner.objective import Objective
-from lightning_dlrover.planner.plan import Decision, Outcome, Settings, outcome
-from lightning_dlrover.planner.plan_request import PlanRequest
-from lightning_dlrover.planner.space import Limits, settings_of, tunable_axes
-from lightning_dlrover.planner.trial import STEPS_OF_PROOF, has_failed, retreat
-from lightning_dlrover.planner.warm_start import PastJob, Suggestion, suggest
 from lightning_dlrover.rdzv.job.events import MemoryShort, SettingsApplied, TrainingStalled, events_of
 from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, NodesRecord, PlanRecord
+from lightning_dlrover.tuning.autoscale import STEPS_OF_PROOF, has_failed, plan, retreat
+from lightning_dlrover.tuning.candidates import PastJob, PlanRequest, Suggestion, suggest
+from lightning_dlrover.tuning.history import JobMemory
+from lightning_dlrover.tuning.memory import GPU_TERMS, MemoryModel, least_workers, on_gpu
+from lightning_dlrover.tuning.plan import Decision, Limits, Objective, Outcome, Settings, outcome, settings_of, tunable_axes
+from lightning_dlrover.tuning.population import Population
+from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
+from lightning_dlrover.tuning.step_time import StepTimeModel
 
 DEFAULT_RESIZE_COST_S = 0.5
 DEFAULT_RETUNE_COST_S = 0.2

@@ -1,25 +1,273 @@
-"""All settings that a running job may have, with the expected gain and cost of each."""
+"""What a plan is asked for, what earlier jobs suggest, and the predicted candidates. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import groupby
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.perf import Configuration, MemoryModel, MemoryPrediction, Prediction
-from lightning_dlrover.perf.samples import AGENT_BYTES, StepProfile
-from lightning_dlrover.planner.memory_growth import node_memory_bytes
-from lightning_dlrover.planner.objective import Objective, Resources, resources_of
-from lightning_dlrover.planner.plan import Candidate, Settings
-from lightning_dlrover.planner.plan_request import Model, PlanRequest, Rules
-from lightning_dlrover.planner.space import Limits, all_settings, configuration, pareto_front, settings_of, why_not
+from lightning_dlrover.tuning.memory import MemoryModel, MemoryPrediction, node_memory_bytes
+from lightning_dlrover.tuning.plan import (
+    Candidate,
+    Decision,
+    Limits,
+    Objective,
+    Resources,
+    Settings,
+    all_settings,
+    configuration,
+    pareto_front,
+    resources_of,
+    settings_of,
+    why_not,
+)
+from lightning_dlrover.tuning.samples import AGENT_BYTES, Configuration, StepProfile, configuration_of
+from lightning_dlrover.tuning.step_time import Prediction
 
-__all__ = ["INTERVAL_SIGMAS", "CandidateTable"]
+# Initial settings for a job, from the final settings of similar jobs.
+#
+# DLRover-RM's warm start (Wang et al., PVLDB 17(12), 2024) takes the k most similar jobs and smooths their final settings
+# exponentially, the newest last. Pure: the jobs come from `tuning/history.py`.
+
+NUM_NEIGHBOURS = 5
+MAX_DISTANCE = 1.0  # mean of log factors; e: a job of nearly three times the size gives no evidence
+SMOOTHING = 0.5  # weight of the newest of the nearest jobs; the older ones share the rest
+FASTEST = Objective()
+HALF_LIFE_S = 30 * 86400.0  # decay of a job's weight, which halves with each month: code and machines change
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A job's properties, independent of the machines it runs on; unknown figures are 0."""
+
+    dense_flops: float  # per sample
+    dense_bytes: float
+    embedding_bytes: float
+    lookups_per_sample: float
+    global_batch: float
+    device: str
+    node_cores: float
+
+
+@dataclass(frozen=True)
+class PastJob:
+    """A job of the history, with its windows; those of the best settings are among them."""
+
+    job: str
+    at: float  # seconds since the epoch at its end
+    descriptor: Descriptor
+    windows: tuple[StepProfile, ...]
+
+    def best_within(self, limits: Limits, objective: Objective = FASTEST) -> Settings | None:
+        """Return the settings that `objective` would have chosen among those measured with the job's last global batch."""
+        losses = {settings: loss for settings, loss in self.losses(objective).items() if limits.allows(settings)}
+        return min(losses, key=lambda settings: (losses[settings], settings), default=None)
+
+    def losses(self, objective: Objective) -> dict[Settings, float]:
+        """Return the loss that `objective` minimises, in its own unit: median step times, scaled up for dearer settings."""
+        rates = {settings_of(window): self._rate(window, objective) for window in self.windows}
+        return {s: time_s * rates[s] ** objective.elasticity for s, time_s in self.step_times_s().items()}
+
+    def _rate(self, window: StepProfile, objective: Objective) -> float:
+        used = resources_of(configuration_of(window, self.descriptor.node_cores), window.peak_memory_bytes)
+        price = objective.prices.per_hour(used)
+        return max(1e-9, used.scalar if price is None else price)
+
+    def step_times_s(self) -> dict[Settings, float]:
+        """Return the median step time of each settings."""
+        batch = self.windows[-1].global_batch
+        found: dict[Settings, list[float]] = {}
+        for window in self.windows:
+            if window.global_batch == batch:
+                found.setdefault(settings_of(window), []).append(window.step_time_s)
+        return {settings: sorted(times)[len(times) // 2] for settings, times in found.items()}
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Initial settings for a job."""
+
+    settings: Settings
+    speedup: float  # speed relative to the present settings in those jobs; 1 where they give no comparison
+    gain: float  # the same ratio of the objective's loss
+    jobs: tuple[str, ...]
+    reason: str
+
+
+def descriptor_of(profile: StepProfile, node_cores: float) -> Descriptor:
+    return Descriptor(
+        dense_flops=float(profile.dense_flops),
+        dense_bytes=float(profile.dense_bytes),
+        embedding_bytes=float(profile.embedding_bytes),
+        lookups_per_sample=profile.lookups_per_sample,
+        global_batch=float(profile.global_batch),
+        device=profile.device,
+        node_cores=node_cores,
+    )
+
+
+def distance(one: Descriptor, other: Descriptor) -> float:
+    """Mean of the absolute log ratios of the figures known for both; infinite between kinds of devices.
+
+    A figure that only one of them has, such as tables, counts as a factor of a hundred.
+    """
+    if one.device != other.device:
+        return math.inf
+    total, count = 0.0, 0
+    for name in (f.name for f in fields(Descriptor) if f.name != "device"):
+        a, b = getattr(one, name), getattr(other, name)
+        if a > 0 and b > 0:
+            total += abs(math.log(a / b))
+        elif a > 0 or b > 0:
+            total += math.log(100.0)
+        else:
+            continue
+        count += 1
+    return total / count if count else math.inf
+
+
+def nearest(descriptor: Descriptor, jobs: Sequence[PastJob]) -> list[PastJob]:
+    """Return at most five jobs that are similar enough to learn from, the most similar first."""
+    near = [(d, -job.at, job) for job in jobs if (d := distance(descriptor, job.descriptor)) <= MAX_DISTANCE]
+    return [job for *_, job in sorted(near, key=lambda item: item[:2])][:NUM_NEIGHBOURS]
+
+
+def suggest(
+    current: StepProfile,
+    neighbours: Sequence[PastJob],
+    limits: Limits,
+    *,
+    node_cores: float,
+    at: float,
+    objective: Objective = FASTEST,
+) -> Suggestion | None:
+    """Return the settings that similar jobs found best, smoothed by age and similarity; None without such jobs.
+
+    The smoothed figures belong to no job, so the nearest settings among the neighbours' best ones are taken.
+    Args:
+        limits: a neighbour's settings with more or fewer workers do not count.
+        at: now, seconds since the epoch.
+    """
+    able = [(job, best) for job in neighbours if (best := job.best_within(limits, objective)) is not None]
+    if not able:
+        return None
+    here = descriptor_of(current, node_cores)
+    smoothed: list[float] = []
+    for job, best in sorted(able, key=lambda pair: pair[0].at):
+        share = SMOOTHING * 0.5 ** (max(0.0, at - job.at) / HALF_LIFE_S) * math.exp(-distance(here, job.descriptor))
+        figures = [math.log1p(figure) for figure in _figures(best)]
+        smoothed = figures if not smoothed else [(1 - share) * s + share * f for s, f in zip(smoothed, figures, strict=True)]
+    settings = min(
+        (best for _, best in able),
+        key=lambda s: sum((math.log1p(f) - m) ** 2 for f, m in zip(_figures(s), smoothed, strict=True)),
+    )
+    followed = [job for job, best in able if best == settings]
+    compared = [(job, near) for job in followed if (near := _nearest(settings_of(current), job.step_times_s())) != settings]
+    speedup, gain = (
+        math.exp(sum(math.log(of(job)[near] / of(job)[settings]) for job, near in compared) / max(1, len(compared)))
+        for of in (PastJob.step_times_s, lambda job: job.losses(objective))
+    )
+    names = ", ".join(job.job for job in followed[:3])
+    reason = f"{len(followed)} of the {len(able)} most similar past jobs ({names}) ran best with these settings"
+    if compared:
+        reason += f", {speedup:.2f} times as fast as with what runs now"
+    return Suggestion(settings, speedup, gain, tuple(job.job for job, _ in able), reason)
+
+
+def _figures(settings: Settings) -> tuple[int, ...]:
+    return settings.num_workers, settings.loader_workers, settings.intra_op_threads, settings.prefetch_factor
+
+
+def _nearest(now: Settings, measured: Iterable[Settings]) -> Settings:
+    return min(
+        measured,
+        key=lambda s: sum(abs(math.log((1 + a) / (1 + b))) for a, b in zip(_figures(s), _figures(now), strict=True)),
+    )
+
+
+# What a decision is based on: the state of a running job, the model of its steps, and the rules.
+
+
+class Model(Protocol):
+    """A predictor of step times: `StepTimeModel`, or another one it is compared with."""
+
+    def predict_many(self, configurations: Sequence[Configuration]) -> Sequence[Prediction]: ...
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The state of a running job.
+
+    Args:
+        windows: windows of rank 0, oldest first; the last one shows the present settings.
+        node_cores: cores of one node, all its workers together; 0: unknown.
+        remaining_samples: samples that the whole job has still to train on; None if unknown.
+        resize_cost_s: seconds that the whole job pauses when workers change, as measured.
+        retune_cost_s: seconds that it pauses when the other settings change, as measured.
+        age_s: seconds since the job's start.
+        spent: money spent so far; None: unknown.
+        past: earlier decisions of this job, in any order; they keep the planner from going back and forth.
+        suggestion: final settings of similar jobs; None: there were none.
+
+    Example:
+        >>> request = PlanRequest(windows, node_cores=4, remaining_samples=1e6)  # `windows`: step profiles of one job
+        >>> request.current.num_workers
+        2
+    """
+
+    windows: Sequence[StepProfile]
+    node_cores: float = 0.0
+    remaining_samples: float | None = None
+    resize_cost_s: float = 0.5
+    retune_cost_s: float = 0.1
+    age_s: float = 0.0
+    spent: float | None = None
+    past: Sequence[Decision] = ()
+    suggestion: Suggestion | None = None
+
+    def __post_init__(self) -> None:
+        if not self.windows:
+            raise ValueError("cannot plan without a window of the job; wait for its first profile")
+        left = self.remaining_samples
+        if left is not None and not 0 <= left < math.inf:
+            raise ValueError(f"remaining_samples is {left!r}; pass None if the number is unknown")
+        for name in ("resize_cost_s", "retune_cost_s", "age_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, not a finite time of 0 s or more")
+
+    @property
+    def current(self) -> StepProfile:
+        return self.windows[-1]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Thresholds of the planner. Shares are of the remaining time or cost.
+
+    Example:
+        >>> Rules(max_trials=0).max_trials  # never try settings that were not measured
+        0
+    """
+
+    min_gain: float = 0.02  # minimum gain of a change; doubles with each time that the planner itself left those settings
+    min_explore_gain: float = 0.005  # minimum expected improvement of untried settings
+    max_explore_cost: float = 0.05  # maximum cost of a trial
+    max_trials: int = 5
+    max_stretch: float = 4.0  # maximum ratio of untried to tried numbers of workers, in either direction
+    trial_s: float = 10.0  # time until untried settings are judged
+    horizon_s: float = 3600.0  # remaining time assumed when the job's end is unknown
+
+
+DEFAULT_RULES = Rules()
+
+
+# All settings that a running job may have, with the expected gain and cost of each.
 
 Floats = NDArray[np.float64]
 

@@ -1,19 +1,49 @@
-"""Jobs, devices and the state of a cluster, as data that policies decide on.
-
-Two scopes of a resource: those of `HOST_RESOURCES` belong to a node, and all jobs on any device of it share them;
-the others belong to one device. Memory is hard: an allocation never exceeds it. Limits of other resources are soft:
-exceeding them slows jobs down, and a policy may refuse to.
-"""
+"""Jobs, devices and policies of a cluster, as data that pools, co-location and simulations share. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from lightning_dlrover.planner.cluster.scaling import Scaling
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["HOST_RESOURCES", "RESOURCES", "Allocation", "Device", "Job", "Profile", "Running", "State"]
+# The speed of an elastic job as a policy knows it: steps/s by number of devices and nodes, and how sure that is.
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Predicted speeds.
+
+    Args:
+        steps_per_s: of the whole job, with its global batch; shape ``(n,)``. 0: it cannot run so.
+        spread: standard deviation of the logarithm of each, shape ``(n,)``; 0: measured there, or known.
+    """
+
+    steps_per_s: NDArray[np.float64]
+    spread: NDArray[np.float64]
+
+
+class Scaling(Protocol):
+    """Predicts the speed of one job. Its global batch does not depend on the number of its devices."""
+
+    def speeds(self, num_devices: NDArray[np.integer[Any]], num_nodes: NDArray[np.integer[Any]]) -> Speeds:
+        """Return the speeds with so many devices on so many nodes, spread as evenly as can be.
+
+        Args:
+            num_devices: above 0, shape ``(n,)``.
+            num_nodes: from 1 to `num_devices`, shape ``(n,)``.
+        """
+        ...
+
+
+# Jobs, devices and the state of a cluster, as data that policies decide on.
+#
+# Two scopes of a resource: those of `HOST_RESOURCES` belong to a node, and all jobs on any device of it share them; the
+# others belong to one device. Memory is hard: an allocation never exceeds it. Limits of other resources are soft: exceeding
+# them slows jobs down, and a policy may refuse to.
 
 HOST_RESOURCES = ("cores", "memory_bandwidth", "input")
 """Resources that all devices of a node share. A device of the node that lists a limit states the node's limit."""
@@ -192,3 +222,88 @@ def _check_resources(where: str, amounts: Mapping[str, float]) -> None:
             raise ValueError(f"{where} name {name!r}, which is no resource; known are {', '.join(RESOURCES)}")
         if not (math.isfinite(amount) and amount >= 0):
             raise ValueError(f"{where} hold {amount} of {name!r}; an amount is finite and not negative")
+
+
+# The interface of a policy, and the settings of policies.
+
+Floats = NDArray[np.float64]
+
+
+class Policy(Protocol):
+    """A pure function: the same state gives the same allocation. It keeps nothing between calls."""
+
+    def __call__(self, state: State) -> Allocation:
+        """Return the devices of every job that shall run from now on."""
+        ...
+
+
+class SpeedPredictor(Protocol):
+    """Predicts the speed of jobs beside each other. `slowdown.SlowdownModel` is one."""
+
+    def relative_speeds(self, groups: Sequence[Sequence[Job]], device: Device) -> list[Floats]:
+        """Return the speed of each job of each group, all on one device, over its speed alone there.
+
+        Args:
+            groups: jobs that have a profile for the device's kind; a job of several workers appears once for each.
+        Returns:
+            For each group an array of shape ``(len(group),)``; 1 is the speed alone.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """Predicts that no job disturbs another."""
+
+    def relative_speeds(self, groups: Sequence[Sequence[Job]], device: Device) -> list[Floats]:
+        return [np.ones(len(group)) for group in groups]
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """Settings of the policies in the registry; each uses those that it needs.
+
+    Args:
+        max_wait_s: a job that has waited longer goes before all others, and a device is kept free for it.
+        seed: for policies that choose at random. Equal seeds choose alike.
+        most_together: most workers of different jobs on one device, where its places allow more.
+        owner_weights: importance of the jobs of each owner; 1 for an owner that is absent.
+        may_pause: whether a running elastic job may be put back to wait. Its devices may change anyway.
+        least_gain: a device that adds less than this fraction of a device's speed at its job's best efficiency stays free.
+    """
+
+    speeds: SpeedPredictor = Undisturbed()
+    max_wait_s: float = 3600.0
+    seed: int = 0
+    most_together: int = 4
+    owner_weights: Mapping[str, float] = field(default_factory=dict)
+    may_pause: bool = True
+    least_gain: float = 0.05
+
+
+# The discipline of every queue of jobs: the order of turns, and the bound on waiting.
+#
+# Policies that place, policies that size, pools and `dlrover colocate` share it. What fits, they decide each for itself.
+
+
+class Queued(Protocol):
+    """A job in a queue."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def priority(self) -> int: ...
+
+    @property
+    def submitted_s(self) -> float: ...
+
+
+def turn_of(job: Queued) -> tuple[int, float, str]:
+    """Return the key that sorts jobs by priority, then by submission; names break ties, so no order depends on the caller's."""
+    return -job.priority, job.submitted_s, job.name
+
+
+def is_overdue(waits_since_s: float, now_s: float, max_wait_s: float) -> bool:
+    """Return whether a job has waited for longer than the bound."""
+    return now_s - waits_since_s > max_wait_s

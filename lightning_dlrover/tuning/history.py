@@ -1,8 +1,4 @@
-"""History of jobs: their descriptors, measurements, plans and outcomes.
-
-A SQLite file unless another database is configured. Several jobs may write it concurrently. Each write updates one job in one
-transaction. Jobs continue without a history: callers catch `HistoryError` and log it.
-"""
+"""The history of jobs on this host, and the earlier measurements with which a job starts."""
 
 from __future__ import annotations
 
@@ -10,9 +6,11 @@ import contextlib
 import csv
 import dataclasses
 import json
+import logging
 import math
 import os
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +19,24 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 import psutil
 
 from lightning_dlrover import variables
-from lightning_dlrover.codec import from_fields
-from lightning_dlrover.home import home
-from lightning_dlrover.perf.samples import StepProfile, impossible_figure
-from lightning_dlrover.planner.plan import Decision, Outcome, Settings
-from lightning_dlrover.planner.space import settings_of
-from lightning_dlrover.planner.warm_start import Descriptor, PastJob, nearest
-from lightning_dlrover.rdzv.job.events import DecisionMade, WindowMeasured, record_of
-from lightning_dlrover.rdzv.job.records import EventRecord, RecordError
+from lightning_dlrover.codec import RecordError, from_fields
+from lightning_dlrover.files import home
+from lightning_dlrover.rdzv.job.events import DecisionMade, OutcomeJudged, PlannerEvent, WindowMeasured, events_of, record_of
+from lightning_dlrover.rdzv.job.records import EventRecord
+from lightning_dlrover.tuning.candidates import Descriptor, PastJob, descriptor_of, nearest
+from lightning_dlrover.tuning.plan import Decision, Objective, Outcome, Settings, resources_of, settings_of
+from lightning_dlrover.tuning.population import Population
+from lightning_dlrover.tuning.profile_log import LOG_EVERY_S
+from lightning_dlrover.tuning.samples import StepProfile, configuration_of, impossible_figure
+from lightning_dlrover.tuning.step_time import population_of
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine, MetaData, Table
 
-__all__ = ["HistoryError", "JobEntry", "JobHistory", "export_windows", "history_url"]
+# History of jobs: their descriptors, measurements, plans and outcomes.
+#
+# A SQLite file unless another database is configured. Several jobs may write it concurrently. Each write updates one job in
+# one transaction. Jobs continue without a history: callers catch `HistoryError` and log it.
 
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 10.0
@@ -504,3 +507,179 @@ def _readable(record_type: Any, found: Sequence[Any]) -> Iterator[Any]:
     for data in found:
         with contextlib.suppress(RecordError, ValueError, TypeError):
             yield from_fields(record_type, data, "the job history")
+
+
+# Remember the windows, decisions and outcomes of one job, on its rank 0.
+
+log = logging.getLogger(__name__)
+
+MAX_STAYS = 50  # decisions without a change to keep in memory; each is soon recorded elsewhere
+
+# Maximum seconds between the last logged window of one rank 0 and the first of the next, unless the job was ended meanwhile.
+LONGEST_HANDOVER_S = LOG_EVERY_S + 60.0
+
+
+@dataclass(frozen=True)
+class Past:
+    """The history's records of this job."""
+
+    windows: Sequence[StepProfile] = ()
+    decisions: Sequence[Decision] = ()
+    outcomes: Sequence[Outcome] = ()
+
+
+class JobMemory:
+    """Rank 0's records of the job."""
+
+    def __init__(self) -> None:
+        self.windows: list[StepProfile] = []  # oldest first, the newest few of each settings
+        self.decisions: list[Decision] = []
+        self.outcomes: list[Outcome] = []
+        self._spans: list[tuple[StepProfile, float]] = []  # one window for each stretch of equal settings, seconds
+
+    @classmethod
+    def of(cls, events: Sequence[EventRecord], past: Past) -> JobMemory:
+        memory = cls()
+        windows = {window.at: window for window in past.windows}
+        decisions = {decision.decision_id: decision for decision in past.decisions}
+        outcomes = {found.decision_id: found for found in past.outcomes}
+        for _, event in events_of(events, PlannerEvent):
+            try:
+                if isinstance(event, WindowMeasured):
+                    window = from_fields(StepProfile, event.document, "a profile")
+                    if problem := impossible_figure(window):
+                        raise ValueError(f"{problem[0]} of a profile {problem[1]}")
+                    windows[window.at] = window
+                elif isinstance(event, DecisionMade):
+                    decision = Decision.from_data(event.document)
+                    decisions[decision.decision_id] = decision
+                elif isinstance(event, OutcomeJudged):
+                    found = from_fields(Outcome, event.document, "an outcome")
+                    outcomes[found.decision_id] = found
+            except (TypeError, ValueError, KeyError) as error:
+                log.warning("an event of the job's past cannot be read: %s", error)
+        for window in sorted(windows.values(), key=lambda w: w.at):
+            memory.add(window)
+        for decision in sorted(decisions.values(), key=lambda d: d.decision_id):
+            memory.decide(decision)
+        memory.outcomes += outcomes.values()
+        return memory
+
+    @property
+    def next_id(self) -> int:
+        return max((d.decision_id for d in self.decisions), default=0) + 1
+
+    @property
+    def trial(self) -> Decision | None:
+        """The newest decision, if it is a trial without an outcome yet."""
+        last = self.decisions[-1] if self.decisions else None
+        if last is None or not last.explored or not last.is_change:
+            return None
+        return last if all(o.decision_id != last.decision_id for o in self.outcomes) else None
+
+    def add(self, window: StepProfile) -> None:
+        def place(of: StepProfile) -> tuple[Settings, int]:
+            return settings_of(of), of.global_batch
+
+        last = self.windows[-1] if self.windows else None
+        own_s = window.num_steps * window.step_time_s
+        passed_s = max(own_s, window.at - last.at) if last is not None and window.at else own_s
+        if last is not None and last.worker_id != window.worker_id:
+            # A job that was ended and resumed days later has cost nothing in between.
+            passed_s = min(passed_s, own_s + LONGEST_HANDOVER_S)
+        if self._spans and place(self._spans[-1][0]) == place(window):
+            self._spans[-1] = window, self._spans[-1][1] + passed_s
+        else:
+            self._spans.append((window, passed_s))
+        self.windows = [*self.windows, window]
+        alike = [i for i, each in enumerate(self.windows) if place(each) == place(window)]
+        if len(alike) > MAX_WINDOWS_PER_SETTINGS:
+            del self.windows[alike[0]]
+
+    def decide(self, decision: Decision) -> None:
+        """Keep a decision: all changes, and the newest decisions without a change, of which there is no end."""
+        self.decisions.append(decision)
+        stays = [i for i, each in enumerate(self.decisions) if not each.is_change]
+        if len(stays) > MAX_STAYS:
+            del self.decisions[stays[0]]
+
+    def spent(self, objective: Objective, node_cores: float) -> float | None:
+        """Return the money spent so far; None: unknown."""
+        total = 0.0
+        for window, seconds in self._spans:
+            used = resources_of(configuration_of(window, node_cores), max(window.peak_memory_bytes, window.memory_bytes))
+            price = objective.prices.per_hour(used)
+            if price is None:
+                return None
+            total += price * seconds / 3600
+        return total
+
+
+# Read and write the history of jobs for a running one, which goes on without it.
+
+HISTORY_EVERY_S = 30.0
+
+
+class HistoryAccess:
+    """Access to the job history for a running job. A failure is logged once, and training goes on.
+
+    Args:
+        url: the history's database; None: nothing is read or written.
+    """
+
+    def __init__(self, url: str | None, node_cores: float) -> None:
+        self._history = JobHistory(url) if url else None
+        self._node_cores = node_cores
+        self._has_failed = False
+        self._written_at = time.monotonic()
+        self._found: dict[str, Sequence[PastJob]] = {}
+        self._populations: dict[str, Population | None] = {}
+
+    @property
+    def is_due(self) -> bool:
+        return self._history is not None and time.monotonic() - self._written_at >= HISTORY_EVERY_S
+
+    def record(self, key: str, began_at: float, end: Literal["running", "finished", "failed"], memory: JobMemory) -> None:
+        if self._history is None or not memory.windows:
+            return
+        self._written_at = time.monotonic()
+        descriptor = descriptor_of(memory.windows[-1], self._node_cores)
+        entry = JobEntry(key, key.rpartition("@")[0], began_at, time.time(), end, descriptor)
+        with self._surviving("nothing of this job is remembered"):
+            self._history.record(entry, memory.windows, memory.decisions, memory.outcomes)
+
+    def past(self, key: str) -> Past:
+        if self._history is not None:
+            with self._surviving("the job's earlier results are read from its events only"):
+                return Past(self._history.windows(key), self._history.decisions(key), self._history.outcomes(key))
+        return Past()
+
+    def similar(self, profile: StepProfile, key: str) -> Sequence[PastJob]:
+        """Return similar past jobs. The query runs once a job because its model does not change."""
+        if self._history is None:
+            return ()
+        if key not in self._found:
+            self._found[key] = ()
+            with self._surviving("this job starts without the results of earlier jobs"):
+                self._found[key] = self._history.similar(descriptor_of(profile, self._node_cores), but=key)
+        return self._found[key]
+
+    def population(self, profile: StepProfile, key: str) -> Population | None:
+        """Return the common properties of other jobs on this hardware. The query and the fits run once a job."""
+        if self._history is None:
+            return None
+        if key not in self._populations:
+            self._populations[key] = None
+            with self._surviving("this job starts without the results of earlier jobs"):
+                others = self._history.on_hardware_of(descriptor_of(profile, self._node_cores), but=key)
+                self._populations[key] = population_of(others, self._node_cores)
+        return self._populations[key]
+
+    @contextlib.contextmanager
+    def _surviving(self, consequence: str) -> Iterator[None]:
+        try:
+            yield
+        except HistoryError as error:
+            if not self._has_failed:
+                log.warning("%s, training goes on: %s", consequence, error)
+            self._has_failed = True

@@ -1,41 +1,428 @@
-"""Predict when a worker's memory reaches its limit, and choose a remedy before that. Pure.
-
-Memory grows with the steps made: table rows touched for the first time, or a list that keeps growing. The forecast therefore
-extrapolates over steps, by the median slope of all pairs of windows and its interval. A few odd windows do not move that median
-(Theil, 1950; Sen, JASA 63(324), 1968).
-
-The right remedy depends on the part that grows, and only a trial shows which it is. A leak ends with its process: a replacement
-starts small. State that is handed over starts as large as it was and needs a larger node, if the job may request one. If that
-state is split over the workers, more of them need less each. Where none of these helps, or nothing starts workers, a checkpoint
-saves the progress.
-"""
+"""Models of a worker's memory: its peak, its margin, its allocators and its growth over time. Pure."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_dlrover.perf.samples import AGENT_BYTES, StepProfile
+from lightning_dlrover.tuning.samples import (
+    AGENT_BYTES,
+    Columns,
+    Configuration,
+    Floats,
+    StepProfile,
+    configuration_of,
+    windows_by_configuration,
+)
 
-Floats = NDArray[np.float64]
+# Memory that an allocator holds while a program allocates and frees.
+#
+# Live bytes alone underestimate it: an allocator rounds sizes up, and freed memory stays with the process, in holes that
+# the next request may not fit into.
 
-__all__ = [
-    "Act",
-    "GrowthSituation",
-    "MemoryForecast",
-    "Remedy",
-    "choose_remedy",
-    "forecast_memory",
-    "inherited_forecast",
-    "least_workers",
-    "node_memory_bytes",
-]
+MIB = 1 << 20
+
+Event = tuple[int, int]
+"""Handle of an allocation and its bytes; 0 bytes free it."""
+
+
+class Allocator(Protocol):
+    """An allocator in its current state."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that other programs cannot use."""
+        ...
+
+    def allocate(self, handle: int, num_bytes: int) -> None: ...
+
+    def free(self, handle: int) -> None: ...
+
+
+class Footprint:
+    """An allocator's peaks while it serves events, one after the other."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        self.live_bytes = 0  # allocated and not yet freed
+        self.peak_live_bytes = 0
+        self.peak_held_bytes = 0
+        self.peak_at = 0  # number of events until the peak of the live bytes, inclusive
+        self._allocator = allocator
+        self._sizes: dict[int, int] = {}
+        self._num_events = 0
+
+    def add(self, event: Event) -> None:
+        """Serve one event.
+
+        Raises:
+            ValueError: it frees a handle that is not allocated, allocates one that is, or has a negative size.
+        """
+        handle, num_bytes = event
+        if num_bytes < 0 or (num_bytes == 0) != (handle in self._sizes):
+            raise ValueError(
+                f"event {self._num_events} gives handle {handle} {num_bytes} bytes, and it is "
+                f"{'' if handle in self._sizes else 'not '}allocated: allocate each handle once, with more than 0 bytes, "
+                "before its free"
+            )
+        self._num_events += 1
+        if num_bytes:
+            self._sizes[handle] = num_bytes
+            self.live_bytes += num_bytes
+            self._allocator.allocate(handle, num_bytes)
+        else:
+            self.live_bytes -= self._sizes.pop(handle)
+            self._allocator.free(handle)
+        self.peak_held_bytes = max(self.peak_held_bytes, self._allocator.held_bytes)
+        if self.live_bytes > self.peak_live_bytes:
+            self.peak_live_bytes, self.peak_at = self.live_bytes, self._num_events
+
+
+@dataclass
+class _Space:
+    """One range of addresses, used from its start, with free chunks in between."""
+
+    used: dict[int, int] = field(default_factory=dict)  # address: bytes
+    by_size: list[tuple[int, int]] = field(default_factory=list)  # free chunks: bytes, address
+    starts: dict[int, int] = field(default_factory=dict)  # free chunks by address: bytes
+    ends: dict[int, int] = field(default_factory=dict)  # free chunks by the address behind them: address
+
+    def best_fit(self, num_bytes: int) -> tuple[int, int] | None:
+        """Return address and bytes of the smallest free chunk of at least `num_bytes`."""
+        place = bisect_left(self.by_size, (num_bytes, -1))
+        return None if place == len(self.by_size) else (self.by_size[place][1], self.by_size[place][0])
+
+    def take(self, address: int, num_bytes: int, split_above: int) -> None:
+        """Use a free chunk; a rest of more than `split_above` bytes stays free."""
+        size = self.remove(address)
+        if size - num_bytes > split_above:
+            self.add(address + num_bytes, size - num_bytes)
+            size = num_bytes
+        self.used[address] = size
+
+    def give(self, address: int) -> int:
+        """Free a used chunk, merge it with free neighbours, and return the address of the result."""
+        size = self.used.pop(address)
+        if address in self.ends:
+            before = self.ends[address]
+            size += self.remove(before)
+            address = before
+        if address + size in self.starts:
+            size += self.remove(address + size)
+        self.add(address, size)
+        return address
+
+    def add(self, address: int, num_bytes: int) -> None:
+        insort(self.by_size, (num_bytes, address))
+        self.starts[address] = num_bytes
+        self.ends[address + num_bytes] = address
+
+    def remove(self, address: int) -> int:
+        size = self.starts.pop(address)
+        del self.ends[address + size]
+        self.by_size.pop(bisect_left(self.by_size, (size, address)))
+        return size
+
+
+class CudaCache:
+    """torch's caching allocator with its default settings (c10/cuda/CUDACachingAllocator.cpp, torch 2.13).
+
+    Sizes are multiples of 512 bytes. Requests up to 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB;
+    larger ones get a segment of their own, a multiple of 2 MiB. Freed segments stay reserved.
+    """
+
+    ROUND_BYTES = 512
+    SMALL_BYTES = 1 * MIB
+    SMALL_SEGMENT_BYTES = 2 * MIB
+    LARGE_SEGMENT_BYTES = 20 * MIB
+    MIN_LARGE_BYTES = 10 * MIB
+    LARGE_ROUND_BYTES = 2 * MIB
+
+    def __init__(self) -> None:
+        self._reserved = 0
+        self._small, self._large = _Space(), _Space()
+        self._places: dict[int, tuple[_Space, int]] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        return self._reserved
+
+    def allocate(self, handle: int, num_bytes: int) -> None:
+        size = -(-num_bytes // self.ROUND_BYTES) * self.ROUND_BYTES
+        is_small = size <= self.SMALL_BYTES
+        space = self._small if is_small else self._large
+        if (found := space.best_fit(size)) is None:
+            segment = self._segment_bytes(size)
+            # One unused address between segments keeps their chunks apart.
+            space.add(2 * self._reserved + 1, segment)
+            found = (2 * self._reserved + 1, segment)
+            self._reserved += segment
+        space.take(found[0], size, self.ROUND_BYTES - 1 if is_small else self.SMALL_BYTES)
+        self._places[handle] = (space, found[0])
+
+    def free(self, handle: int) -> None:
+        space, address = self._places.pop(handle)
+        space.give(address)
+
+    def _segment_bytes(self, size: int) -> int:
+        if size <= self.SMALL_BYTES:
+            return self.SMALL_SEGMENT_BYTES
+        if size < self.MIN_LARGE_BYTES:
+            return self.LARGE_SEGMENT_BYTES
+        return -(-size // self.LARGE_ROUND_BYTES) * self.LARGE_ROUND_BYTES
+
+
+# Safety margin of memory estimates, learned from the errors of earlier ones.
+
+# Margin without records, as a share of the estimate. Where blocks lie in the heap is chance: the peak of one MLP, of the models
+# that the estimator was tuned on, was 1.33 times its estimate in one run of three, and 0.94 times in another.
+DEFAULT_SHARE = 0.35
+MIN_SHARE = 0.02  # the peaks of two equal runs differ by about this much
+RISK = 0.05  # probability that a job needs more than its estimate and margin
+MAX_RECORDS = 500  # the newest count: an estimator changes, and so do jobs
+
+
+@dataclass(frozen=True)
+class MemoryMargin:
+    """One-sided bound on the relative error of the next estimate; create it with `of`.
+
+        margin = MemoryMargin.of([(estimate_bytes, measured_bytes), ...])
+        margin.bytes_for(900 << 20)
+
+    Split conformal prediction (Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, 2005; Papadopoulos et al.,
+    ECML 2002): the ceil((n + 1)(1 - risk))-th smallest of n past errors bounds the next error with probability 1 - risk, if
+    past and next jobs come in any order with equal probability.
+    """
+
+    share: float  # relative to the estimate
+    num_records: int
+
+    @classmethod
+    def of(cls, records: Iterable[tuple[int, int]] = (), risk: float = RISK) -> MemoryMargin:
+        """Return the margin that earlier jobs teach.
+
+        With too few records for a bound (fewer than 19 at a risk of 0.05), it is the default, or the largest error if that is
+        more.
+        Args:
+            records: estimate without its margin and measured peak, bytes, oldest first.
+        Raises:
+            ValueError: a figure is not positive, or the risk is outside (0, 1).
+        """
+        if not 0 < risk < 1:
+            raise ValueError(f"risk={risk!r} of too small a margin is outside (0, 1): 0.05 is usual")
+        pairs = [*records][-MAX_RECORDS:]
+        for index, (estimate, measured) in enumerate(pairs):
+            if estimate <= 0 or measured <= 0:
+                raise ValueError(
+                    f"memory record {index} of {len(pairs)} has estimate {estimate!r} and measured peak {measured!r} bytes: "
+                    "leave out jobs without both figures"
+                )
+        errors = sorted(measured / estimate - 1 for estimate, measured in pairs)
+        needed = math.ceil(1 / risk) - 1
+        if len(errors) >= needed:
+            found = errors[math.ceil((len(errors) + 1) * (1 - risk)) - 1]
+        else:
+            found = max([DEFAULT_SHARE, *errors])
+        return cls(max(MIN_SHARE, found), len(errors))
+
+    def bytes_for(self, estimate_bytes: int) -> int:
+        """Return the margin of an estimate."""
+        return math.ceil(self.share * estimate_bytes)
+
+
+# Peak memory of a worker and its loader workers, or of its GPU, with its uncertainty.
+#
+# The prediction is a sum of named terms with non-negative coefficients, fitted by least squares in relative error, as in
+# `prior.py` for time. The planner decides on remedies.
+
+MIB_AS_FLOAT = float(1 << 20)
+NORMAL_WIDTH = 1.645  # standard deviations to either side that hold nine values of ten of a normal error
+MIN_SIGMA = 0.03  # allocators keep freed memory, so the peaks of two equal runs differ by about this much
+UNTESTED_SIGMA = 0.15  # uncertainty of terms fitted to too few configurations to hold any out
+MIN_TESTED_CONFIGURATIONS = 4
+MAX_FOLDS = 10
+PULL = 0.03  # weight of a default, as a share of the peak: defaults decide only where samples do not
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """The highest resident set of a worker with its loader workers, or memory of its GPU, and its 90 % interval.
+
+    Example:
+        >>> prediction = MemoryPrediction(peak_bytes=900 * 2**20, low_bytes=800 * 2**20, high_bytes=1100 * 2**20)
+        >>> prediction.high_bytes <= 2**30  # may not fit into 1 GiB
+        False
+    """
+
+    peak_bytes: int
+    low_bytes: int
+    high_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryTerm:
+    """One cause of memory: bytes = coefficient x `amount`; the coefficient is fitted and never negative."""
+
+    name: str
+    source: str
+    amount: Callable[[Columns], Floats]
+    default: float  # coefficient in the absence of samples
+
+
+MEMORY_TERMS: tuple[MemoryTerm, ...] = (
+    MemoryTerm(
+        "process", "interpreter, libraries, and the data set held in memory", lambda c: np.ones(len(c)), 400 * MIB_AS_FLOAT
+    ),
+    MemoryTerm(
+        "dense_state",
+        "parameters, gradients, optimizer state and reduction buckets: 3 to 6 times the bytes of the dense parameters "
+        "(ZeRO, Rajbhandari et al., SC 2020, section 3.1)",
+        lambda c: c.dense_bytes,
+        4.0,
+    ),
+    MemoryTerm(
+        "activations",
+        "what forward keeps for backward, once for each sample of the local batch (ZeRO, section 3.2)",
+        lambda c: c.local_batch,
+        0.0,
+    ),
+    MemoryTerm(
+        "loader_processes",
+        "pages that a loader worker does not share with its worker",
+        lambda c: c.loader_workers,
+        50 * MIB_AS_FLOAT,
+    ),
+    MemoryTerm(
+        "prefetched_batches",
+        "each loader worker prepares prefetch_factor batches ahead (torch.utils.data.DataLoader: 2 by default)",
+        lambda c: c.loader_workers * np.where(c.prefetch_factor > 0, c.prefetch_factor, 2.0) * c.local_batch,
+        0.0,
+    ),
+    MemoryTerm(
+        "tables",
+        "table shards with their optimizer state, spread over the workers",
+        lambda c: c.embedding_bytes / c.num_workers,
+        1.5,
+    ),
+)
+
+
+GPU_TERMS = tuple(term for term in MEMORY_TERMS if term.name in ("dense_state", "activations", "tables"))
+"""Causes of memory on a worker's GPU; activations are those of one pass."""
+
+
+def on_gpu(samples: Sequence[StepProfile]) -> list[StepProfile]:
+    """Return the windows with a figure of the GPU's memory, as windows of that memory and of the samples of one pass."""
+    found = []
+    for sample in samples:
+        if sample.gpu_memory_bytes > 0:
+            share = configuration_of(sample).local_batch
+            at_once = min(share, sample.pass_limit or share)
+            window = replace(sample, local_batch=at_once, global_batch=at_once * sample.num_workers)
+            found.append(replace(window, peak_memory_bytes=sample.gpu_memory_bytes, memory_bytes=0))
+    return found
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Peak memory of one worker of one job; create it with `fit`.
+
+    Example:
+        >>> from lightning_dlrover.tuning import configuration_of
+        >>> model = MemoryModel.fit(windows)  # step profiles of one job
+        >>> prediction = model.predict(configuration_of(windows[0]))
+        >>> prediction.low_bytes < prediction.peak_bytes < prediction.high_bytes
+        True
+    """
+
+    terms: Sequence[MemoryTerm]
+    coefficients: Floats  # coefficients of the terms, in their order
+    sigma: float  # deviation of the log error in a configuration that was not measured
+    reach: Floats  # largest measured amount of each term
+
+    @classmethod
+    def fit(cls, samples: Sequence[StepProfile], terms: Sequence[MemoryTerm] = MEMORY_TERMS) -> MemoryModel:
+        """Fit a model to the windows of one job; windows without a peak count with the resident set at their end.
+
+        Args:
+            terms: `GPU_TERMS` for windows by `on_gpu`.
+
+        Raises:
+            ValueError: no sample holds a figure above 0, or one holds a negative one.
+        """
+        for index, sample in enumerate(samples):
+            for name in ("peak_memory_bytes", "memory_bytes"):
+                if getattr(sample, name) < 0:
+                    raise ValueError(
+                        f"cannot fit a memory model: sample {index} (worker {sample.worker_id!r}, round {sample.round_number}, "
+                        f"first step {sample.first_step}) has {name}={getattr(sample, name)!r}; leave this window out"
+                    )
+        used = [sample for sample in samples if _peak_bytes(sample) > 0]
+        if not used:
+            raise ValueError(
+                f"cannot fit a memory model: none of {len(samples)} samples has peak_memory_bytes or memory_bytes above 0; "
+                "wait for the first profile window of the job"
+            )
+        groups = windows_by_configuration(used, 0.0)
+        amounts = _amounts(Columns.of([*groups]), terms)
+        peaks = np.array([max(_peak_bytes(sample) for sample in group) for group in groups.values()], dtype=np.float64)
+        sigma = UNTESTED_SIGMA
+        if len(groups) >= MIN_TESTED_CONFIGURATIONS:
+            order = np.random.default_rng(0).permutation(len(groups))
+            num_folds = min(MAX_FOLDS, len(groups))
+            errors = []
+            for fold in range(num_folds):
+                test, train = order[fold::num_folds], np.delete(order, np.s_[fold::num_folds])
+                errors.append(np.log(peaks[test] / (amounts[test] @ _fit(amounts[train], peaks[train], terms))))
+            sigma = math.sqrt(np.square(np.concatenate(errors)).mean() * (1 + 2 / len(groups)))
+        return cls(terms, _fit(amounts, peaks, terms), max(sigma, MIN_SIGMA), amounts.max(axis=0))
+
+    def predict(self, configuration: Configuration) -> MemoryPrediction:
+        """Predict the peak in `configuration`; amounts beyond the measured ones widen the interval."""
+        amounts = _amounts(Columns.of([configuration]), self.terms)[0]
+        peak = max(1.0, float(amounts @ self.coefficients))
+        beyond = float(np.maximum(0.0, amounts - self.reach) @ self.coefficients) / peak
+        width = math.exp(NORMAL_WIDTH * math.hypot(self.sigma, UNTESTED_SIGMA * beyond))
+        return MemoryPrediction(round(peak), round(peak / width), round(peak * width))
+
+
+def _peak_bytes(sample: StepProfile) -> int:
+    return max(sample.peak_memory_bytes, sample.memory_bytes)
+
+
+def _amounts(columns: Columns, terms: Sequence[MemoryTerm]) -> Floats:
+    return np.stack([term.amount(columns) for term in terms], axis=1)
+
+
+def _fit(amounts: Floats, peaks: Floats, terms: Sequence[MemoryTerm]) -> Floats:
+    """Return the coefficients, of shape ``(num_terms,)``."""
+    from scipy.optimize import nnls  # import takes 0.3 s, which a reader of profiles need not pay
+
+    rows = amounts / peaks[:, None]
+    scale = np.sqrt((rows**2).mean(axis=0))
+    seen = scale > 0
+    coefficients = np.array([term.default for term in terms])
+    pull = PULL * np.eye(int(seen.sum()))
+    target = np.concatenate([np.ones(len(peaks)), PULL * coefficients[seen] * scale[seen]])
+    coefficients[seen] = nnls(np.vstack([rows[:, seen] / scale[seen], pull]), target)[0] / scale[seen]
+    return coefficients
+
+
+# Predict when a worker's memory reaches its limit, and choose a remedy before that. Pure.
+#
+# Memory grows with the steps made: table rows touched for the first time, or a list that keeps growing. The forecast
+# therefore extrapolates over steps, by the median slope of all pairs of windows and its interval. A few odd windows do not
+# move that median (Theil, 1950; Sen, JASA 63(324), 1968).
+#
+# The right remedy depends on the part that grows, and only a trial shows which it is. A leak ends with its process: a
+# replacement starts small. State that is handed over starts as large as it was and needs a larger node, if the job may
+# request one. If that state is split over the workers, more of them need less each. Where none of these helps, or nothing
+# starts workers, a checkpoint saves the progress.
 
 NUM_SETTLING = 2
 """Number of first windows of a round that are left out, because buffers are allocated then."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BusyTime", "handle_of", "known", "load_nvml"]
 
 T = TypeVar("T")
 

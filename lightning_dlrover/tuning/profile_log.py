@@ -1,22 +1,97 @@
-"""Choose the measured windows to write to etcd: every lasting change at once, and few otherwise.
-
-Each worker of a job produces a window every two seconds, for weeks. Writing all of them would fill an etcd that many jobs
-share. On a machine with other load the windows of an unchanged job differ as well, so a change counts only if two windows in a
-row show it, and `write_budget.py` bounds what is left of the noise. Pure: no clock, no connection.
-"""
+"""The measurements and decisions that a job publishes, within a budget of writes."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_dlrover.codec import to_json
-from lightning_dlrover.learn.write_budget import FIRST_WINDOWS, PROFILES, WINDOWS, WriteBudget, stored_bytes
-from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.planner.space import settings_of
+from lightning_dlrover.tuning.plan import Candidate, Decision, settings_of
+from lightning_dlrover.tuning.samples import StepProfile
 
-__all__ = ["PublishedProfile", "WindowLog", "merged", "rounded"]
+# Bound what a job writes to etcd while nothing but its measurements changes. Pure: no clock, no connection.
+#
+# etcd keeps each superseded value until it is compacted, and refuses all writes once it is full. So each kind of record
+# that noise can cause has a budget. Rank 0 writes all five kinds, 3 MB a day at most, and every other worker its profiles
+# alone. Beyond that only real changes cost bytes: rounds, losses, checkpoints, plans that are carried out.
+
+OVERHEAD_BYTES = 300
+"""Bytes of a key, its revision and its lease in etcd's database, and of the entry that marks the removal of the key."""
+
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Bytes that may be written in any time: `burst_bytes`, and `bytes_per_day` for each day of it."""
+
+    bytes_per_day: int
+    burst_bytes: int
+
+    def within(self, seconds: float) -> float:
+        """Return the maximum bytes in so many seconds."""
+        return self.burst_bytes + self.bytes_per_day * seconds / DAY_S
+
+
+PROFILES = Rate(bytes_per_day=400_000, burst_bytes=3_500)
+"""A worker's profiles, each a kilobyte, apart from the first one of each round and setting."""
+
+WINDOWS = Rate(bytes_per_day=800_000, burst_bytes=3_500)
+"""Rank 0's windows in the history, apart from the first ones and the last one of each round and setting."""
+
+FIRST_WINDOWS = Rate(bytes_per_day=200_000, burst_bytes=60_000)
+"""Rank 0's first windows of each round and setting that are logged singly."""
+
+DECISIONS = Rate(bytes_per_day=400_000, burst_bytes=40_000)
+"""Rank 0's decisions, each six kilobytes, that change nothing, and plans that are only recommended."""
+
+PROGRESS = Rate(bytes_per_day=1_000_000, burst_bytes=150_000)
+"""Rank 0's records of the job's progress, each half a kilobyte: every 8 s for the first 45 minutes, then every 40 s."""
+
+
+class WriteBudget:
+    """A token bucket of bytes, full at first."""
+
+    def __init__(self, rate: Rate) -> None:
+        self._rate = rate
+        self._left = float(rate.burst_bytes)
+        self._at: float | None = None
+
+    def take(self, num_bytes: int, now: float) -> bool:
+        """Return whether so many bytes may be written. If so, they count as written.
+
+        Args:
+            now: seconds of a monotonic clock.
+        """
+        self._refill(now)
+        if num_bytes > self._left:
+            return False
+        self._left -= num_bytes
+        return True
+
+    def charge(self, num_bytes: int, now: float) -> None:
+        """Count bytes that are written in any case. They leave less for others, but never a debt."""
+        self._refill(now)
+        self._left = max(0.0, self._left - num_bytes)
+
+    def _refill(self, now: float) -> None:
+        passed_s = max(0.0, now - self._at) if self._at is not None else 0.0
+        self._at = now
+        self._left = min(float(self._rate.burst_bytes), self._left + self._rate.bytes_per_day * passed_s / DAY_S)
+
+
+def stored_bytes(payload: bytes) -> int:
+    """Return the bytes that a value takes in etcd until it is compacted."""
+    return len(payload) + OVERHEAD_BYTES
+
+
+# Choose the measured windows to write to etcd: every lasting change at once, and few otherwise.
+#
+# Each worker of a job produces a window every two seconds, for weeks. Writing all of them would fill an etcd that many jobs
+# share. On a machine with other load the windows of an unchanged job differ as well, so a change counts only if two windows
+# in a row show it, and `profile_log.py` bounds what is left of the noise. Pure: no clock, no connection.
 
 SETTLED_S = 30.0
 """Seconds after which the first window of a round and setting, in which steps may be slower, is replaced by another one."""
@@ -186,3 +261,62 @@ def _difference(before: float, now: float) -> int:
     if abs(now - before) <= CHANGE * max(abs(before), abs(now)):
         return 0
     return 1 if now > before else -1
+
+
+# Choose the planner's decisions to write to etcd: every one that is carried out, and few others.
+#
+# The planner decides every few seconds, mostly to stay, and a decision with its candidates is several kilobytes. Pure: no
+# clock, no connection.
+
+REPEAT_EVERY_S = 1800.0
+"""Minimum seconds between records of decisions that neither are carried out nor differ from the one before."""
+
+
+class DecisionLog:
+    """Rank 0's decisions that become events of the job's history."""
+
+    def __init__(self) -> None:
+        self._last: Decision | None = None
+        self._was_carried_out = False
+        self._recorded_at = 0.0
+        self._budget = WriteBudget(DECISIONS)
+
+    def is_due(self, decision: Decision, num_bytes: int, now: float, *, is_carried_out: bool) -> bool:
+        """Whether a decision is to be recorded. If so, it counts as recorded.
+
+        Args:
+            num_bytes: bytes that it takes in etcd.
+            now: seconds of a monotonic clock.
+            is_carried_out: whether it changes the job; otherwise it stays, or only recommends.
+        """
+        if is_carried_out or self._was_carried_out:  # the decision after a change ends it, for people as for the planner
+            self._budget.charge(num_bytes, now)
+        else:
+            last = self._last
+            is_repeated = last is not None and (last.current, last.chosen) == (decision.current, decision.chosen)
+            if is_repeated and now - self._recorded_at < REPEAT_EVERY_S:
+                return False
+            if not self._budget.take(num_bytes, now):
+                return False
+        self._last, self._was_carried_out, self._recorded_at = decision, is_carried_out, now
+        return True
+
+    def may_recommend(self, num_bytes: int, now: float) -> bool:
+        """Whether a plan may be written that only recommends. If so, it counts as written.
+
+        With noise two numbers of workers are the better one in turn.
+        """
+        return self._budget.take(num_bytes, now)
+
+
+def rounded_candidates(decision: Decision) -> Decision:
+    """Return the decision with its candidates' figures rounded to their precision, because its record is stored in etcd."""
+
+    def short(value: Any) -> Any:
+        return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+    def shortened(candidate: Candidate) -> Candidate:
+        figures = {f.name: short(getattr(candidate, f.name)) for f in dataclasses.fields(candidate)}
+        return Candidate(**figures)
+
+    return dataclasses.replace(decision, candidates=tuple(map(shortened, decision.candidates)))

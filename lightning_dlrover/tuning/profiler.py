@@ -1,21 +1,27 @@
-"""Measure the time and the resources of training steps. Decides nothing and writes nothing.
-
-The training thread only adds a few numbers per step. Processes and devices are examined when a window is closed.
-"""
+"""Measure a worker's steps while it trains: times of their parts, memory, and a description of the work."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import sys
 import time
-from collections.abc import Sequence
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, Protocol
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop
 
-from lightning_dlrover.observe.descriptors import Descriptors
-from lightning_dlrover.observe.gpu_memory import GpuPeak, gpu_limit_bytes
-from lightning_dlrover.observe.nvml import BusyTime
-from lightning_dlrover.observe.resources import (
+from lightning_dlrover.tuning.nvml import BusyTime
+from lightning_dlrover.tuning.resources import (
     CpuUse,
     MemoryWatch,
     available_cores,
@@ -23,10 +29,343 @@ from lightning_dlrover.observe.resources import (
     memory_limit_bytes,
     own_memory_limit_bytes,
 )
-from lightning_dlrover.observe.step_times import Part, StepParts, StepTimes, marks_of
-from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
+from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
 
-__all__ = ["Model", "ProfileKey", "StepProfiler"]
+# Properties of a model that do not depend on its hardware: work per sample, bytes sent, and bytes held.
+#
+# Each process observes one forward pass: `with watch: training_step(...)`.
+
+FORWARD_AND_BACKWARD = 3
+"""Ratio of both passes' FLOPs to the forward pass's. Backward computes two products for each one (Kaplan et al., 2020,
+section 2.1)."""
+
+
+@dataclass(frozen=True)
+class Descriptors:
+    """One sample's share of the work of a forward and backward pass, outside and inside of tables; 0 where unknown."""
+
+    dense_flops: int = 0
+    lookups_per_sample: float = 0.0
+
+
+class ForwardWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the FLOPs and the looked-up rows of the computation inside its block, once.
+
+    Operations without a formula in torch count nothing, and errors of a formula never reach the observed code. Code compiled by
+    `torch.compile` runs unobserved, so nothing is known where Dynamo is in use.
+
+    Args:
+        module: the model; its sharded tables are observed, too.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        self.lookups = 0
+        self._module = module
+        self._hooks = ExitStack()
+
+    def descriptors(self, num_samples: int) -> Descriptors:
+        """Return the descriptors of one of the samples in the observed pass."""
+        if uses_dynamo(self._module):
+            return Descriptors()
+        return Descriptors(FORWARD_AND_BACKWARD * self.flops // num_samples, self.lookups / num_samples)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return whether Dynamo compiles within the block. Otherwise it skips each frame it meets there permanently."""
+        return True
+
+    def __enter__(self) -> ForwardWatch:
+        self.flops = self.lookups = 0  # a failed step is repeated
+        for part in self._module.modules():
+            if tables := _sharded_tables(part):
+                handle = part.register_forward_pre_hook(lambda _, inputs, tables=tables: self._look_up(tables, inputs))
+                self._hooks.callback(handle.remove)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._hooks.close()
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # With manual optimization the block includes the backward pass, which has a graph task.
+        if torch._C._current_graph_task_id() == -1:
+            with suppress(Exception):  # a formula may not fit these arguments; the user's step must go on
+                self._count(func, args, kwargs, result)
+        return result
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        packet = getattr(func, "_overloadpacket", func)
+        name = getattr(packet, "__name__", "")
+        if (formula := flop_registry.get(packet)) is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
+        elif name.startswith("_scaled_dot_product") and "backward" not in name:  # CPU kernels, absent from torch's registry
+            self.flops += sdpa_flop(*args[:3])
+        elif name == "embedding" or name.startswith("_embedding_bag"):
+            self.lookups += args[1].numel()
+
+    def _look_up(self, tables: list[Any], inputs: tuple[Any, ...]) -> None:
+        with suppress(Exception):  # torchrec itself reports wrong features
+            for features in inputs:
+                rows = dict(zip(features.keys(), features.length_per_key(), strict=True))
+                self.lookups += sum(rows.get(name, 0) for table in tables for name in table.feature_names)
+
+
+def uses_dynamo(module: nn.Module) -> bool:
+    """Return whether parts of `module` are compiled, or Dynamo has met any code of this process."""
+    if any(getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod") for part in module.modules()):
+        return True
+    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
+    return convert_frame is not None and bool(convert_frame.input_codes.seen)
+
+
+def embedding_bytes(module: nn.Module) -> int:
+    """Return the bytes of all tables in `module`, including those on other workers."""
+    total = 0
+    for part in module.modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            total += part.weight.nbytes
+        total += sum(t.num_embeddings * t.embedding_dim * _item_bytes(t) for t in _sharded_tables(part))
+    return total
+
+
+def dense_gradient_bytes(module: nn.Module, sharded: Collection[str]) -> int:
+    """Return the bytes of the gradients that data-parallel workers reduce in every step.
+
+    Args:
+        sharded: names of parameters that differ between workers. Tables with sparse gradients do not count either, because
+            only their looked-up rows are sent.
+    """
+    sparse = {id(p) for m in module.modules() if getattr(m, "sparse", False) for p in m.parameters(recurse=False)}
+    return sum(p.nbytes for n, p in module.named_parameters() if p.requires_grad and n not in sharded and id(p) not in sparse)
+
+
+def _sharded_tables(part: nn.Module) -> list[Any]:
+    """Return torchrec's table configurations if `part` is one of its sharded collections; torchrec need not be installed."""
+    if not type(part).__name__.startswith("Sharded"):
+        return []
+    return list(getattr(part, "_embedding_bag_configs", None) or getattr(part, "_embedding_configs", None) or ())
+
+
+def _item_bytes(table: Any) -> int:
+    kinds = {"FP16": 2, "BF16": 2, "INT8": 1, "UINT8": 1}
+    return kinds.get(getattr(getattr(table, "data_type", None), "name", ""), torch.float32.itemsize)
+
+
+# Memory that this process has on its GPU. The only place that reads and resets torch's peaks, of which there is one set.
+
+CUDA_CONTEXT_BYTES = 500 << 20
+"""Context and loaded kernels: 300 to 500 MB (PyTorch forum; RMixer's code charges 310 MB)."""
+
+_most_reserved: defaultdict[int, int] = defaultdict(int)  # before the last reset, by index of the device
+_readers: weakref.WeakSet[GpuPeak] = weakref.WeakSet()
+
+
+def gpu_limit_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU that tensors of one process can fill; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).total_memory - CUDA_CONTEXT_BYTES
+
+
+def gpu_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of a GPU that this process has now, and those that it had at the most.
+
+    Both are 0 for a CPU, and before this process uses CUDA.
+    """
+    if not _is_in_use(device):
+        return 0, 0
+    reserved, most = torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
+    return CUDA_CONTEXT_BYTES + reserved, CUDA_CONTEXT_BYTES + max(most, _most_reserved[_index(device)])
+
+
+class GpuPeak:
+    """Reads the most bytes of tensors on a GPU again and again. Several readers do not disturb each other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._most = 0
+        _readers.add(self)
+        self.take()
+
+    def take(self) -> int:
+        """Return the peak since the last call; 0 for a CPU, and before this process uses CUDA."""
+        device = self._device
+        if _is_in_use(device):
+            index = _index(device)
+            _most_reserved[index] = max(_most_reserved[index], torch.cuda.max_memory_reserved(device))
+            peak = torch.cuda.max_memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            for reader in _readers:
+                if _is_in_use(reader._device) and _index(reader._device) == index:
+                    reader._most = max(reader._most, peak)
+        most, self._most = self._most, 0
+        return most
+
+
+def _is_in_use(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+# Time of a step, by its parts, on the timeline of the device that computes it.
+#
+# A step is a row of marks: moments at which one part ends and another begins. On a CPU a mark is a moment of the host's
+# clock. On a GPU it is a CUDA event on the stream that computes, because the host runs ahead of it. The host never waits
+# for an event: a step is read once the device has reached all of its marks, usually when the next step begins.
+#
+# What the parts of a step on a GPU contain:
+#
+# - `communication` is the time in which the stream stands still for other workers: from the last gradient until DDP's
+#   reductions
+#   have ended, and waits of the script's collectives. Reductions that the backward pass hides are part of `backward`.
+#   NCCL runs a collective without `async_op` on the computing stream itself, so that one counts as the pass that contains it.
+# - Time in which the device has nothing to do, because the host is late, belongs to the part that it waits for.
+
+Part = Literal["between", "forward", "backward", "communication", "optimizer"]
+"""`between`: from one step's end to the next one's begin. `optimizer`: everything else in a step."""
+
+
+class Mark(Protocol):
+    """A moment on a device's timeline."""
+
+    def is_reached(self) -> bool:
+        """Whether the device has come so far. Does not wait for it."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Return the seconds between two marks of one device, both reached."""
+
+
+class HostMark:
+    """The moment at which it is created."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def is_reached(self) -> bool:
+        return True
+
+    def seconds_since(self, earlier: HostMark) -> float:
+        return self._at - earlier._at
+
+
+class CudaMark:
+    """The moment at which a device's current stream has done all work that it was given so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(device))
+
+    def is_reached(self) -> bool:
+        return bool(self._event.query())
+
+    def seconds_since(self, earlier: CudaMark) -> float:
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+def marks_of(device: torch.device) -> Callable[[], Mark]:
+    """Return what creates marks on the timeline of a device."""
+    return partial(CudaMark, device) if device.type == "cuda" else HostMark
+
+
+@dataclass
+class StepParts:
+    """One step's marks, each with the part that begins there; the last one is the step's end."""
+
+    data_wait_s: float  # seconds in which the host waited for its batch
+    waited_s: float  # seconds in which the host waited for other workers
+    _marks: list[tuple[Part, Mark]] = field(default_factory=list)
+    _seconds: dict[Part, float] | None = None
+
+    def seconds(self) -> dict[Part, float] | None:
+        """Return the seconds of each part; None while the device has not reached the step's end."""
+        if self._seconds is None and all(mark.is_reached() for _, mark in reversed(self._marks)):
+            sums: dict[Part, float] = dict.fromkeys(("between", "forward", "backward", "communication", "optimizer"), 0.0)
+            for (part, begin), (_, end) in itertools.pairwise(self._marks):
+                sums[part] += max(0.0, end.seconds_since(begin))
+            self._seconds = sums
+            self._marks.clear()
+        return self._seconds
+
+
+class StepTimes:
+    """Marks of the step that runs. Records nothing before `start`."""
+
+    def __init__(self) -> None:
+        self.data_wait_s = 0.0
+        self.late_s = 0.0
+        """Seconds of waiting for other workers, in all steps read so far, that only the device has waited."""
+        self._new_mark: Callable[[], Mark] | None = None
+        self._part: Part = "between"
+        self._waits_from: Part = "between"  # part that a wait for other workers interrupts
+        self._waited_s = 0.0
+        self._marks: list[tuple[Part, Mark]] = []
+        self._unread: deque[StepParts] = deque()  # the device has not reached their ends yet
+
+    def start(self, new_mark: Callable[[], Mark]) -> None:
+        """Record marks until `stop`. `end_step` must be called after each step."""
+        self.stop()
+        self._new_mark = new_mark
+
+    def stop(self) -> None:
+        """Record nothing any more, and forget what was not read."""
+        self._new_mark = None
+        self._marks = []
+        self._unread.clear()
+
+    @contextmanager
+    def measure(self, part: Part) -> Iterator[None]:
+        """Count the time of a block, without the parts measured within, as time of a part of the step."""
+        if self._part == "between":
+            self._read()
+        outer = self._part
+        self._switch(part)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def wait_begins(self) -> None:
+        """Count the time from now on as communication, within the passes of a step."""
+        if self._part in ("forward", "backward"):
+            self._waits_from = self._part
+            self._switch("communication")
+
+    def wait_ends(self, waited_s: float) -> None:
+        """Return to the interrupted pass. The host has waited for `waited_s`."""
+        if self._part == "communication":
+            self._waited_s += waited_s
+            self._switch(self._waits_from)
+
+    def end_step(self) -> StepParts:
+        """Return the step that has ended, and begin the next one."""
+        # Nothing was recorded since the step's last mark, where the time between two steps began.
+        step = StepParts(self.data_wait_s, self._waited_s, self._marks)
+        self._unread.append(step)
+        self._marks = self._marks[-1:]
+        self.data_wait_s = self._waited_s = 0.0
+        return step
+
+    def _switch(self, part: Part) -> None:
+        self._part = part
+        if self._new_mark is not None:
+            self._marks.append((part, self._new_mark()))
+
+    def _read(self) -> None:
+        while self._unread and (seconds := self._unread[0].seconds()) is not None:
+            self.late_s += max(0.0, seconds["communication"] - self._unread.popleft().waited_s)
+
+
+# Measure the time and the resources of training steps. Decides nothing and writes nothing.
+#
+# The training thread only adds a few numbers per step. Processes and devices are examined when a window is closed.
 
 MAX_SETTLING_STEPS = 20
 """Maximum number of steps at the start of a window that use batches prepared before it."""

@@ -14,22 +14,8 @@ from pathlib import Path
 import psutil
 
 from lightning_dlrover import variables
-from lightning_dlrover.observe.cgroups import CGROUPS, PROC, cgroup_folders, is_of_one_node
-from lightning_dlrover.perf.samples import AGENT_BYTES
-
-__all__ = [
-    "CpuUse",
-    "MachineLoad",
-    "MemoryUse",
-    "MemoryWatch",
-    "available_bytes",
-    "available_cores",
-    "cpu_use",
-    "forget_peak",
-    "memory_limit_bytes",
-    "own_memory_limit_bytes",
-    "status_bytes",
-]
+from lightning_dlrover.host import CGROUPS, PROC, cgroup_folders, is_of_one_node
+from lightning_dlrover.tuning.samples import AGENT_BYTES
 
 SAMPLE_S = 0.5
 

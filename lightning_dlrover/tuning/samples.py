@@ -1,10 +1,12 @@
-"""Configurations, and the same figures of many of them as columns, on which all models of this package compute."""
+"""Measured steps: one sample per window, their columns for a fit, and the threads that a fit may use."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -12,9 +14,102 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.perf.samples import StepProfile
+# One window of training steps: the unit that is published, stored, learned from and drawn.
 
-__all__ = ["Columns", "Configuration", "Floats", "configuration_of", "windows_by_configuration"]
+AGENT_BYTES = 160 * 2**20
+"""Memory of a node that its elastic agent takes; the worker and its loader workers get the rest."""
+
+STEP_PARTS = ("data_wait", "forward", "backward", "communication", "optimizer", "other")
+"""Parts of a step. The fields `StepProfile.<part>_s` of all of them add up to `step_time_s`."""
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Means over `num_steps` consecutive steps of one worker within one round.
+
+    Published under `profiles/{worker_id}` (a recent window of each worker); rank 0's windows, merged while nothing changes, are
+    also kept in the job's events as kind "profile".
+
+    Example:
+        >>> parts = dict(data_wait_s=0.01, forward_s=0.03, backward_s=0.05, communication_s=0.0, optimizer_s=0.01, other_s=0.0)
+        >>> window = StepProfile(
+        ...     worker_id="w0", round_number=1, global_rank=0, num_workers=2, num_nodes=1, first_step=0, num_steps=20,
+        ...     global_batch=512, local_batch=256, loader_workers=0, intra_op_threads=1, cores=4.0, device="cpu",
+        ...     step_time_s=0.1, samples_per_s=5120.0, memory_bytes=2**28, cpu_percent=100.0, **parts,
+        ... )
+        >>> f"{window.samples_per_s * window.step_time_s:.0f} samples a step"
+        '512 samples a step'
+    """
+
+    worker_id: str
+    round_number: int
+    global_rank: int
+    num_workers: int
+    num_nodes: int
+    first_step: int  # batches done by the job before this window
+    num_steps: int
+    global_batch: int  # samples per step, all workers together
+    local_batch: int  # samples per step on this worker
+    loader_workers: int
+    intra_op_threads: int
+    cores: float  # cores this worker may use
+    device: str  # cpu, or the accelerator's name
+    step_time_s: float
+    data_wait_s: float
+    forward_s: float
+    backward_s: float  # excludes communication that backward does not hide
+    communication_s: float  # waits for other workers in both passes; on a GPU, those of the stream that computes
+    optimizer_s: float
+    other_s: float
+    samples_per_s: float  # throughput of the whole job
+    memory_bytes: int  # resident set of the worker, its loader workers included
+    cpu_percent: float  # percent of one core, loader workers included
+    dense_bytes: int = 0  # gradient bytes reduced per step
+    gpu_memory_bytes: int = 0  # most bytes of tensors at once in the window
+    gpu_percent: float = 0.0  # percent of the time in which a kernel of any process ran, mean of the window
+    at: float = 0.0  # seconds since the epoch, end of the window
+    prefetch_factor: int = 0  # batches that each loader worker prepares ahead
+    peak_memory_bytes: int = 0  # highest resident set of the worker and its loader workers seen in the window; 0: unknown
+    memory_limit_bytes: int = 0  # limit on the worker with its loader workers; 0: none known
+    dense_flops: int = 0  # per sample, forward and backward, outside of tables; 0: unknown
+    embedding_bytes: int = 0  # bytes of all tables of the job
+    lookups_per_sample: float = 0.0  # rows that a sample reads from the tables
+    fullest_node: int = 0  # workers on the fullest node; 0: unknown, taken as spread evenly
+    emptiest_node: int = 0  # workers on the emptiest node; 0: unknown, taken as spread evenly
+    gpu_limit_bytes: int = 0  # limit on `gpu_memory_bytes`; 0: none known
+    pass_limit: int = 0  # most samples that a worker computes at once, more in parts; 0: a share is never computed in parts
+
+
+def impossible_figure(sample: StepProfile) -> tuple[str, str] | None:
+    """Return the first figure in `sample` that is impossible for a training step, and the rule it breaks; else None."""
+    parts = [f"{part}_s" for part in STEP_PARTS]
+    counts = ("num_workers", "num_nodes", "global_batch", "local_batch")
+    not_negative = (
+        *("loader_workers", "intra_op_threads", "dense_bytes", "prefetch_factor", "dense_flops", "embedding_bytes"),
+        *("lookups_per_sample", "fullest_node", "emptiest_node"),
+    )
+    problems = (
+        *((n, "must be a finite time above 0") for n in ("step_time_s",) if not 0 < sample.step_time_s < math.inf),
+        *((n, "must be a finite time, 0 or more") for n in parts if not 0 <= getattr(sample, n) < math.inf),
+        *((n, "must be 1 or more") for n in counts if not getattr(sample, n) >= 1),
+        *((n, "must be finite, 0 or more") for n in not_negative if not 0 <= getattr(sample, n) < math.inf),
+        *((n, "must be finite and above 0") for n in ("cores",) if not 0 < sample.cores < math.inf),
+    )
+    return problems[0] if problems else None
+
+
+@dataclass(frozen=True)
+class OwnTimes:
+    """Time that each worker needed by itself in a few consecutive steps of one round: means per step, by global rank."""
+
+    num_steps: int
+    step_time_s: float
+    compute_s: tuple[float, ...]
+    data_s: tuple[float, ...]
+    queued_s: tuple[float, ...]  # additional time in which the worker was ready but had no core
+
+
+# Configurations, and the same figures of many of them as columns, on which all models of this package compute.
 
 Floats = NDArray[np.float64]
 
@@ -182,3 +277,87 @@ class Columns:
 
     def __len__(self) -> int:
         return len(self.num_workers)
+
+
+# Means of the measurements in each configuration, on which models are fitted.
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Means of the measurements in each of some configurations; arrays of shape ``(num_configurations,)``."""
+
+    step_s: Floats  # geometric mean
+    compute_s: Floats  # nan where parts were not measured
+    data_s: Floats
+    weight: Floats
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[StepProfile]], weights: Sequence[float]) -> Measured:
+        """Return one row for each group of windows of one configuration.
+
+        A hundred windows of one size show no more of the shape than ten, so every configuration counts alike.
+        """
+        parts = [np.mean([_shares(sample) for sample in group], axis=0) for group in groups]
+        step_s = np.array([np.exp(np.mean(np.log([sample.step_time_s for sample in group]))) for group in groups])
+        shares = np.array(parts).reshape(-1, 2)
+        return cls(step_s, shares[:, 0] * step_s, shares[:, 1] * step_s, np.asarray(weights, dtype=np.float64))
+
+    @property
+    def shares(self) -> Floats:
+        """Shares of the step, as `PARTS`; of shape ``(num_configurations, 3)``, nan where parts were not measured."""
+        compute, data = self.compute_s / self.step_s, self.data_s / self.step_s
+        return np.stack([compute, data, np.maximum(0.0, 1 - compute - data)], axis=1)
+
+    @property
+    def work_s(self) -> Floats:
+        """Seconds of computing, and the whole step where that was not measured."""
+        return np.where(np.isfinite(self.compute_s), self.compute_s, self.step_s)
+
+    def rows(self, index: NDArray[Any]) -> Measured:
+        return Measured(self.step_s[index], self.compute_s[index], self.data_s[index], self.weight[index])
+
+
+def _shares(sample: StepProfile) -> tuple[float, float]:
+    """Return compute and data as shares of the step; nan where the parts do not add up to it."""
+    compute_s = sample.forward_s + sample.backward_s + sample.optimizer_s + sample.other_s
+    whole_s = compute_s + sample.data_wait_s + sample.communication_s
+    if abs(whole_s - sample.step_time_s) > 0.05 * sample.step_time_s:
+        return np.nan, np.nan
+    return compute_s / whole_s, sample.data_wait_s / whole_s
+
+
+# Restricts numerical libraries to the calling thread.
+#
+# Beside a training job every core is busy. Threads that waited for each other at a barrier made a fit of 0.4 s take seconds
+# of processor time, or half a minute.
+
+
+def one_openmp_thread() -> AbstractContextManager[Any]:
+    """Limit scikit-learn's trees, once they are imported; the calling thread's own setting is restored afterwards."""
+    limits: AbstractContextManager[Any] = _openmp().limit(limits=1)
+    return limits
+
+
+def one_blas_thread() -> AbstractContextManager[Any]:
+    """Limit numpy's and scipy's linear algebra; torch has its own."""
+    limits: AbstractContextManager[Any] = _openblas().limit(limits=1)
+    return limits
+
+
+# Cached, because finding the loaded libraries takes 5 ms. threadpoolctl comes with scikit-learn, which uses it the same way.
+
+
+@functools.cache
+def _openmp() -> Any:
+    from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
+
+    return ThreadpoolController().select(user_api="openmp")
+
+
+@functools.cache
+def _openblas() -> Any:
+    import scipy.optimize  # noqa: F401  (brings an OpenBLAS of its own)
+    from threadpoolctl import ThreadpoolController
+
+    # torch may use other libraries (MKL), too, and their threads belong to training.
+    return ThreadpoolController().select(internal_api="openblas")

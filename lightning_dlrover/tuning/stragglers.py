@@ -23,13 +23,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.perf.samples import OwnTimes
-from lightning_dlrover.planner.plan import seconds_text
+from lightning_dlrover.tuning.plan import seconds_text
+from lightning_dlrover.tuning.samples import OwnTimes
 
 Floats = NDArray[np.float64]
 
-
-__all__ = ["Replacement", "Straggler", "find_straggler", "judge_replacement"]
 
 SPANS = (12, 24, 48)
 """Numbers of newest steps by which a worker is judged; longer spans are tried where times vary much."""

@@ -14,10 +14,10 @@ from cluster_policies import compare
 from jobs import BenchmarkError
 from measured_clusters import write_speeds, write_trace
 
-from lightning_dlrover.perf.traces import TraceError
-from lightning_dlrover.planner.cluster import elastic_jobs, work
-from lightning_dlrover.planner.cluster.elastic_jobs import Cluster
-from lightning_dlrover.simulate.study import read_inputs
+from lightning_dlrover.lab.simulate import simulator, traces
+from lightning_dlrover.lab.simulate.simulator import Cluster
+from lightning_dlrover.lab.simulate.study import read_inputs
+from lightning_dlrover.lab.simulate.traces import TraceError
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEEDS = Path(os.environ.get("DLROVER_SHARED_DATA", ROOT.parent / "shared" / "data")) / "step_traces"
@@ -27,8 +27,8 @@ SPEEDS = Path(os.environ.get("DLROVER_SHARED_DATA", ROOT.parent / "shared" / "da
 def test_every_policy_is_compared_on_every_workload(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(work.SAMPLES, "toy", 64 * 50)
-    monkeypatch.setitem(work.RESTART_S, "toy", 20.0)
+    monkeypatch.setitem(traces.SAMPLES, "toy", 64 * 50)
+    monkeypatch.setitem(traces.RESTART_S, "toy", 20.0)
     for number in (1, 2, 3):
         write_trace(tmp_path / f"workload-{number}.csv", num_jobs=3, gap_s=20.0 * number)
     speeds = write_speeds(tmp_path / "speeds", per_node=4)
@@ -37,9 +37,9 @@ def test_every_policy_is_compared_on_every_workload(
     gavel.write_text("job,num_devices,total_steps,arrival_s\nLM (batch size 5),1,600,0\nLM (batch size 5),2,6000,30\n")
     (tmp_path / "throughputs.csv").write_text("device,job,num_devices,steps_per_s\nv100,LM (batch size 5),1,2\n")
     monkeypatch.setitem(cluster_workloads.LIKE, "LM", "toy")
-    monkeypatch.setattr(work, "USUAL_BATCHES", {"toy": (64,)})
-    for module in (elastic_jobs, cluster_workloads):
-        monkeypatch.setattr(module, "USUAL_BATCHES", work.USUAL_BATCHES)
+    monkeypatch.setattr(traces, "USUAL_BATCHES", {"toy": (64,)})
+    for module in (simulator, cluster_workloads):
+        monkeypatch.setattr(module, "USUAL_BATCHES", traces.USUAL_BATCHES)
     figures = compare(
         tmp_path,
         speeds,
@@ -65,7 +65,7 @@ def test_every_policy_is_compared_on_every_workload(
 def test_other_loads_and_sources_keep_the_jobs_and_change_their_arrivals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(work.SAMPLES, "toy", 64 * 50)
+    monkeypatch.setitem(traces.SAMPLES, "toy", 64 * 50)
     speeds = write_speeds(tmp_path / "speeds", per_node=4)
     inputs, (trace,) = read_inputs([write_trace(tmp_path / "workload-1.csv", 3)], speeds, Cluster(2, 4))
     assert [job.at_s for job in cluster_workloads.at_load(trace, 2.0).submissions] == [0, 30, 60]

@@ -11,11 +11,11 @@ from etcd_load import parts_of
 from etcd_load_bytes import Load, Moment, Revision, cost_of, revisions_of
 from jobs import BenchmarkError
 
-from lightning_dlrover.learn.write_budget import FIRST_WINDOWS, PROFILES, WINDOWS
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import Keys
+from lightning_dlrover.tuning.profile_log import FIRST_WINDOWS, PROFILES, WINDOWS
 
 DAY_S = 86_400.0
 MB = 10**6

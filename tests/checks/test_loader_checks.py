@@ -24,13 +24,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_dlrover.checks.loaders import (
-    Batching,
-    UnsupportedLoaderError,
-    batching_of,
-    check_data_loader,
-    check_step_signature,
-)
+from lightning_dlrover.checks import Batching, UnsupportedLoaderError, batching_of, check_data_loader, check_step_signature
 from lightning_dlrover.data import Shard
 from lightning_dlrover.data import stream as streamed
 

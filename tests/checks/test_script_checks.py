@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-from lightning_dlrover.checks.script import (
+from lightning_dlrover.checks import (
     BackwardCheck,
     UnsupportedScriptError,
     check_capture,

@@ -10,9 +10,9 @@ from history_rows import decision, entry, window
 from run_cli import RunCli
 
 from lightning_dlrover.cli.main import main
-from lightning_dlrover.learn.history import JobHistory
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, PlanRecord, RoundRecord, WorkerRecord, encode
+from lightning_dlrover.tuning.history import JobHistory
 
 
 @pytest.fixture

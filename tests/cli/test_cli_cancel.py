@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from run_cli import RunCli
 
-from lightning_dlrover.brain.ticket import PoolTicket, TicketError
+from lightning_dlrover.pool.admission import PoolTicket, TicketError
+from lightning_dlrover.pool.view import MemberRecord, PoolKeys
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.job.pool_records import MemberRecord, PoolKeys
+from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError
 from lightning_dlrover.rdzv.job.records import ControllerRecord, JobRecord, Keys, NodesRecord, decode, encode
 from lightning_dlrover.report.status import JobPlace
 
@@ -61,7 +61,7 @@ def test_job_whose_etcd_does_not_answer_is_not_reported_as_ended(
     def no_answer(*_: object, **__: object) -> None:
         raise EtcdUnavailableError("no answer")
 
-    monkeypatch.setattr("lightning_dlrover.cli.cancel.connect", no_answer)
+    monkeypatch.setattr("lightning_dlrover.cli.control.connect", no_answer)
     folder = Path("runs/job")
     folder.mkdir(parents=True)
     JobPlace("job", "h:1").write(folder, target, "mark")

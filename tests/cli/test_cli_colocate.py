@@ -16,10 +16,9 @@ from colocated_jobs import SEATED
 from waiting import eventually
 
 from lightning_dlrover import variables
-from lightning_dlrover.cli import colocate_options
 from lightning_dlrover.cli.main import main
-from lightning_dlrover.colocate.usage import marked
-from lightning_dlrover.planner.cluster import policies
+from lightning_dlrover.colocate import plugin, policies
+from lightning_dlrover.colocate.devices import marked
 
 
 def queue_of(tmp_path: Path, jobs: Sequence[dict[str, object]]) -> Path:
@@ -88,7 +87,7 @@ def test_job_whose_memory_no_device_has_is_refused_with_both_figures(
 
 
 def test_parser_offers_every_policy() -> None:
-    assert set(colocate_options.POLICIES) == set(policies.POLICIES)
+    assert set(plugin.POLICIES) == set(policies.POLICIES)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from run_cli import RunCli
 
 from lightning_dlrover.cli.errors import EXIT_USAGE
-from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.tuning.samples import StepProfile
 
 
 def test_list_shows_all_jobs_newest_first(history: str, dlrover: RunCli) -> None:

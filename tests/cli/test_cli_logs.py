@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from run_cli import RunCli
 
-from lightning_dlrover.components.targets.logs import LogFile
+from lightning_dlrover.components.targets.target import LogFile
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import ControllerRecord, JobRecord, Keys, PlanRecord, encode
@@ -72,7 +72,7 @@ def test_output_that_cannot_be_read_is_followed_on_for_a_while(
         return new_lines(file, whole)
 
     monkeypatch.setattr(LogFile, "new_lines", read)
-    monkeypatch.setattr("lightning_dlrover.cli.logs._OUTPUT_S", patience_s)
+    monkeypatch.setattr("lightning_dlrover.cli.show._OUTPUT_S", patience_s)
     found, output, errors = dlrover("logs", "-f", "--endpoint", etcd.endpoint, "--key-prefix", keys.prefix, keys.run_id)
     assert found == code, errors
     assert errors.count("output cannot be read now ([Errno 116] Stale file handle); trying again for") == 1

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from run_cli import RunCli
 
-from lightning_dlrover.cli import values
+from lightning_dlrover.cli import options
 from lightning_dlrover.cli.main import command_function, main
 from lightning_dlrover.cli.parser import build_parser
-from lightning_dlrover.cli.plugin_commands import Command
+from lightning_dlrover.cli.plugins import Command
 from lightning_dlrover.components import elastic
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import Keys
@@ -225,14 +225,14 @@ def test_arguments_after_the_script_are_not_ours() -> None:
 
 @pytest.mark.parametrize("text, seconds", [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("1d", 86400)])
 def test_times_have_units(text: str, seconds: float) -> None:
-    assert values.duration(text) == seconds
+    assert options.duration(text) == seconds
 
 
 def test_lease_is_at_least_etcds_shortest() -> None:
-    assert values.lease("2s") == 2.0
+    assert options.lease("2s") == 2.0
     for text in ("1s", "2.5s"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a lease of etcd: give whole seconds"):
-            values.lease(text)
+            options.lease(text)
 
 
 def test_number_of_workers_may_stand_after_options() -> None:

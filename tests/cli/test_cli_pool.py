@@ -13,19 +13,18 @@ import pytest
 from pool_jobs import PooledJobs
 from run_cli import RunCli
 
-from lightning_dlrover.brain.brain import Brain, PoolTimeouts
-from lightning_dlrover.brain.decisions import Rules
-from lightning_dlrover.brain.what_if import Prospect
-from lightning_dlrover.cli import what_if
-from lightning_dlrover.cli.pool_options import owner_weight, pool_budget, quota
-from lightning_dlrover.planner.cluster.pool.resources import Resources
+from lightning_dlrover.pool import commands
+from lightning_dlrover.pool.brain import Brain, PoolTimeouts
+from lightning_dlrover.pool.budget import Resources
+from lightning_dlrover.pool.decisions import Prospect, Rules
+from lightning_dlrover.pool.plugin import owner_weight, pool_budget, quota
+from lightning_dlrover.pool.view import PoolKeys
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.events import SizeGiven, TrainingStalled, record_of
 from lightning_dlrover.rdzv.job.journal import Journal
-from lightning_dlrover.rdzv.job.pool_records import PoolKeys
 from lightning_dlrover.rdzv.job.records import Keys
-from lightning_dlrover.report.sizes import given_sizes, sizes_text
+from lightning_dlrover.report.timeline import given_sizes, sizes_text
 
 CURVED = [10.0, 14.0, 16.0, 17.0]
 
@@ -103,7 +102,7 @@ def test_what_if_shows_time_and_interval_of_another_size(dlrover: RunCli, etcd: 
 )
 def test_difference_is_sure_only_where_intervals_do_not_overlap(then: tuple[float, float, float], text: str) -> None:
     now = Prospect(1, 10.0, 100.0, 90.0, 110.0, None, True)
-    [line] = what_if._difference(now, Prospect(2, 20.0, *then, None, False))
+    [line] = commands._difference(now, Prospect(2, 20.0, *then, None, False))
     assert text in line
 
 

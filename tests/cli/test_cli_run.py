@@ -11,22 +11,19 @@ import psutil
 import pytest
 from run_cli import RunCli
 
-from lightning_dlrover.cli import run, run_output
+from lightning_dlrover.cli import run
 from lightning_dlrover.cli.errors import EXIT_USAGE
 from lightning_dlrover.cli.main import main
-from lightning_dlrover.cli.own_etcd import own_etcd
 from lightning_dlrover.cli.parser import build_parser
-from lightning_dlrover.cli.run_folder import run_folder
-from lightning_dlrover.cli.run_hooks import requested_ticket
+from lightning_dlrover.cli.plugins import requested_ticket
+from lightning_dlrover.cli.run import Announcer, own_etcd, run_folder, write_final_report
 from lightning_dlrover.cli.run_options import objective
-from lightning_dlrover.cli.run_output import Announcer, write_final_report
 from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
 from lightning_dlrover.components.targets.target import NodeSpec
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, encode
-from lightning_dlrover.report.event_log import EVENTS_FILE
-from lightning_dlrover.report.status import JobPlace
+from lightning_dlrover.report.status import EVENTS_FILE, JobPlace
 
 
 @pytest.mark.parametrize(
@@ -249,7 +246,7 @@ def test_job_has_finished_though_its_report_cannot_be_drawn(
     def fails(*_: object) -> None:
         raise RuntimeError("no font\x1b[2J")
 
-    monkeypatch.setattr(run_output, "write_report", fails)
+    monkeypatch.setattr(run, "write_report", fails)
     data = {"number": 1, "members": ["w"], "kind": "start", "planned": True, "reason": "it starts"}
     (tmp_path / EVENTS_FILE).write_bytes(encode(EventRecord("round", 1.0, "it starts", data)) + b"\n")
     write_final_report("job", tmp_path)

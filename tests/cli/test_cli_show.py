@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from run_cli import RunCli
 
-from lightning_dlrover.cli.run_folder import run_folder
+from lightning_dlrover.cli.run import run_folder
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.events import FitFinished, JobFailed, RoundFormed, SnapshotCompleted, SnapshotFailed, record_of

@@ -13,9 +13,9 @@ import pytest
 from measured_clusters import write_speeds, write_trace
 from waiting import eventually
 
-from lightning_dlrover.cli import lab_options
 from lightning_dlrover.cli.main import main
-from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES
+from lightning_dlrover.lab import plugin
+from lightning_dlrover.pool.policies import ELASTIC_POLICIES
 
 
 def command(tmp_path: Path, *more: str) -> list[str]:
@@ -128,7 +128,7 @@ def test_folder_that_cannot_be_made_is_named_with_its_option(tmp_path: Path, cap
 
 
 def test_parser_offers_every_policy_of_the_registry() -> None:
-    assert set(lab_options.ELASTIC_POLICIES) == set(ELASTIC_POLICIES)
+    assert set(plugin.ELASTIC_POLICIES) == set(ELASTIC_POLICIES)
 
 
 @pytest.mark.long

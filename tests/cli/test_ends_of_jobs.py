@@ -15,8 +15,8 @@ from waiting import eventually
 
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError
 from lightning_dlrover.rdzv.job.records import ControllerRecord, Keys, NodeRecord, decode, encode
 
 Run = Callable[..., tuple[int, str]]

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from lightning_dlrover.cli.own_etcd import own_etcd
-from lightning_dlrover.cli.signals import Interrupted
+from lightning_dlrover.cli.errors import Interrupted
+from lightning_dlrover.cli.run import own_etcd
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.etcd.stubs import etcdrpc, grpc
+from lightning_dlrover.rdzv.etcd.connection import etcdrpc, grpc
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError
 from lightning_dlrover.report.status import JobPlace
 
 SLURM = argparse.Namespace(target="slurm", etcd_host="127.0.0.1")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lightning_dlrover.cli.signals import Interrupted, signals_as_exceptions
+from lightning_dlrover.cli.errors import Interrupted, signals_as_exceptions
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 

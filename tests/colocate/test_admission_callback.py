@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from waiting import eventually
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy, variables
-from lightning_dlrover.observe.admission_client import AdmissionReport, Answer, read_reports, write_answer
+from lightning_dlrover.colocate.admission_client import AdmissionReport, Answer, read_reports, write_answer
 
 NUM_STEPS = 30
 

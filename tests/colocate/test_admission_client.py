@@ -8,7 +8,7 @@ import pytest
 from waiting import eventually
 
 from lightning_dlrover import variables
-from lightning_dlrover.observe.admission_client import (
+from lightning_dlrover.colocate.admission_client import (
     AdmissionClient,
     AdmissionReport,
     Answer,

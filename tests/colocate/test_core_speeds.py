@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlrover.planner.cluster import Device, Job, Profile
-from lightning_dlrover.planner.cluster.core_speeds import CoreSpeeds
-from lightning_dlrover.planner.cluster.cores import CoreUse, expected, thread_shares
-from lightning_dlrover.planner.cluster.slowdown import Observation
+from lightning_dlrover.colocate.slowdown import CoreSpeeds, CoreUse, Observation, expected, thread_shares
+from lightning_dlrover.tuning.cluster import Device, Job, Profile
 
 CPU = Device("cpu", "cpu", "node", 16 * 10**9, {"cores": 2.0}, 8)
 USES = {"compute": (1.9, 0.0, 0.1), "memory": (1.5, 0.0, 0.6), "input": (0.25, 0.8, 0.0), "mixed": (1.2, 0.2, 0.2)}

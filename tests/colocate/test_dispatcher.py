@@ -15,12 +15,11 @@ from waiting import eventually, run_until
 
 from lightning_dlrover import variables
 from lightning_dlrover.colocate import dispatcher as dispatcher_module
+from lightning_dlrover.colocate.admission_client import Answer, write_answer
+from lightning_dlrover.colocate.devices import families, is_program, marked
 from lightning_dlrover.colocate.dispatcher import Rules
-from lightning_dlrover.colocate.jobs_file import JobSpec
-from lightning_dlrover.colocate.journal import FILE_NAME, Ended, Journal, Profiled, read_records
-from lightning_dlrover.colocate.supervised_job import OUTPUT
-from lightning_dlrover.colocate.usage import families, is_program, marked
-from lightning_dlrover.observe.admission_client import Answer, write_answer
+from lightning_dlrover.colocate.journal import FILE_NAME, Ended, JobSpec, Journal, Profiled, read_records
+from lightning_dlrover.colocate.running import OUTPUT
 
 TIMEOUT_S = 60.0
 

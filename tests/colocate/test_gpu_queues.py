@@ -15,12 +15,11 @@ from fake_nvml import FakeNvml
 from waiting import eventually
 
 from lightning_dlrover import variables
-from lightning_dlrover.colocate import gpus, run_queue
+from lightning_dlrover.colocate import devices, run_queue
 from lightning_dlrover.colocate import queue as queue_module
 from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules
-from lightning_dlrover.colocate.jobs_file import JobSpec
-from lightning_dlrover.colocate.journal import Ended, Journal, Profiled, Started, read_records
-from lightning_dlrover.colocate.summary import summary_text
+from lightning_dlrover.colocate.journal import Ended, JobSpec, Journal, Profiled, Started, read_records
+from lightning_dlrover.colocate.report import summary_text
 
 MIB = 1 << 20
 RULES = Rules(probe_s=0.2, grace_s=1.0)
@@ -30,7 +29,7 @@ RULES = Rules(probe_s=0.2, grace_s=1.0)
 def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     made = FakeNvml(tmp_path / "gpu", (4096 * MIB,))
     (tmp_path / "gpu" / "0").mkdir(parents=True)
-    monkeypatch.delenv(gpus.VISIBLE, raising=False)
+    monkeypatch.delenv(devices.VISIBLE, raising=False)
     monkeypatch.setattr(queue_module, "load_nvml", lambda: made)
     return made
 

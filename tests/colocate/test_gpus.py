@@ -10,9 +10,9 @@ import pytest
 from fake_nvml import FakeNvml
 from waiting import eventually
 
-from lightning_dlrover.colocate import gpus as gpus_module
-from lightning_dlrover.colocate.gpus import GpuSums, GpuUse, GpuWatch, JobOnGpu, bytes_of_jobs, find_gpus
-from lightning_dlrover.planner.cluster.jobs import RESOURCES
+from lightning_dlrover.colocate import devices as gpus_module
+from lightning_dlrover.colocate.devices import GpuSums, GpuUse, GpuWatch, JobOnGpu, bytes_of_jobs, find_gpus
+from lightning_dlrover.tuning.cluster import RESOURCES
 
 GIB = 1 << 30
 

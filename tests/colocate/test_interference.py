@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightning_dlrover.colocate.interference import ALONE_S, GPU_SETTLE_S, WARMUP_STEPS, Alone, CoRunner, InterferenceMeter
+from lightning_dlrover.colocate.admission_client import REPORT_S
 from lightning_dlrover.colocate.journal import Profiled, Rates
-from lightning_dlrover.colocate.places import CPU
-from lightning_dlrover.colocate.watched import MEASURE_S, Moment
-from lightning_dlrover.observe.admission_client import REPORT_S
+from lightning_dlrover.colocate.running import MEASURE_S, Moment
+from lightning_dlrover.colocate.scheduler import ALONE_S, GPU_SETTLE_S, WARMUP_STEPS, Alone, CoRunner, InterferenceMeter
+from lightning_dlrover.colocate.tenants import CPU
 
 
 class Pretended:
@@ -87,7 +87,7 @@ def test_first_steps_do_not_count() -> None:
 
 
 class Reporting:
-    """A job that reports as `observe/admission_client.py` does: at the end of a step, `REPORT_S` or more after its last
+    """A job that reports as `colocate/admission_client.py` does: at the end of a step, `REPORT_S` or more after its last
     report."""
 
     def __init__(self, name: str, step_s: float, began_s: float = 0.0) -> None:

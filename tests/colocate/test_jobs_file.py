@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlrover.colocate.jobs_file import JobsFileError, JobSpec, read_jobs
+from lightning_dlrover.colocate.journal import JobsFileError, JobSpec, read_jobs
 
 
 def written(tmp_path: Path, text: str) -> Path:

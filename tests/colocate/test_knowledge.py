@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dlrover.colocate.jobs_file import JobSpec
-from lightning_dlrover.colocate.journal import Ended
-from lightning_dlrover.colocate.knowledge import Knowledge
+from lightning_dlrover.colocate.journal import Ended, JobSpec
+from lightning_dlrover.colocate.scheduler import Knowledge
 
 GIB = 1 << 30
 SPEC = JobSpec("job", ("train",), "/", device="gpu")

@@ -8,8 +8,8 @@ import networkx
 import numpy as np
 import pytest
 
-from lightning_dlrover.planner.cluster.matching import EXACT_NODES, best_partition, match
-from lightning_dlrover.planner.cluster.policy import Floats
+from lightning_dlrover.colocate.packing import EXACT_NODES, best_partition, match
+from lightning_dlrover.tuning.cluster import Floats
 
 
 def random_weights(rng: np.random.Generator, num_nodes: int) -> Floats:

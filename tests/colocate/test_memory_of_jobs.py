@@ -5,7 +5,6 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlrover.colocate.memory import free_bytes, memory_actions
 from lightning_dlrover.colocate.tenants import (
     Action,
     Admit,
@@ -20,6 +19,8 @@ from lightning_dlrover.colocate.tenants import (
     Start,
     Tenant,
     after,
+    free_bytes,
+    memory_actions,
 )
 
 GIB = 1 << 30

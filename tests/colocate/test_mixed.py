@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlrover.planner.cluster import Device, Job, PolicySettings, Profile, Running, State
-from lightning_dlrover.planner.cluster.mixed import FACTOR, Left, factor_of, for_cores, speed_on_cores, speed_on_gpu
-from lightning_dlrover.planner.cluster.policies import make_policy
+from lightning_dlrover.colocate.policies import make_policy
+from lightning_dlrover.colocate.slowdown import FACTOR, Left, factor_of, for_cores, speed_on_cores, speed_on_gpu
+from lightning_dlrover.tuning.cluster import Device, Job, PolicySettings, Profile, Running, State
 
 GB = 10**9
 DEVICES = (Device("gpu", "gpu", "a", 16 * GB, {"gpu": 1.0}, 4), Device("cpu", "cpu", "b", 64 * GB, {"cores": 8.0}, 2))

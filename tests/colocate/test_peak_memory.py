@@ -9,11 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dlrover.observe.peak_memory import LoaderShape, MemoryEstimate, Unknown, estimate_peak, step_of
-from lightning_dlrover.observe.peak_memory.child import ChildError, run_in_child
-from lightning_dlrover.observe.peak_memory.torch_names import NAMES
-from lightning_dlrover.perf.memory_margin import MemoryMargin
+from lightning_dlrover.colocate.peak_memory import (
+    NAMES,
+    ChildError,
+    LoaderShape,
+    MemoryEstimate,
+    Unknown,
+    estimate_peak,
+    run_in_child,
+    step_of,
+)
 from lightning_dlrover.private_names import missing_names
+from lightning_dlrover.tuning.memory import MemoryMargin
 
 MIB = 1 << 20
 

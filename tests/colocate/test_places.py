@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_dlrover.colocate.gpus import Gpu
-from lightning_dlrover.colocate.places import LocalDevice, places_of
+from lightning_dlrover.colocate.devices import Gpu
+from lightning_dlrover.colocate.tenants import LocalDevice, places_of
 
 GIB = 1 << 30
 

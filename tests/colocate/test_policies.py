@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from lightning_dlrover.planner.cluster import Device, Job, PolicySettings, Profile, Running, State
-from lightning_dlrover.planner.cluster.packing import why_never
-from lightning_dlrover.planner.cluster.policies import POLICIES, make_policy
+from lightning_dlrover.colocate.packing import why_never
+from lightning_dlrover.colocate.policies import POLICIES, make_policy
+from lightning_dlrover.tuning.cluster import Device, Job, PolicySettings, Profile, Running, State
 
 GB = 10**9
 LIMITS = {"cores": 2.0, "gpu": 1.0}

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlrover.colocate.jobs_file import JobSpec
 from lightning_dlrover.colocate.journal import (
     Added,
     Ended,
+    JobSpec,
     Journal,
     JournalError,
     Opened,

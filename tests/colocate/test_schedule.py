@@ -8,13 +8,22 @@ from colocated_jobs import MIB, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlrover.colocate.gpus import Gpu
-from lightning_dlrover.colocate.jobs_file import JobSpec
-from lightning_dlrover.colocate.journal import Ended, Profiled
-from lightning_dlrover.colocate.knowledge import Knowledge
-from lightning_dlrover.colocate.memory import memory_actions
-from lightning_dlrover.colocate.schedule import AHEAD, Scheduler
-from lightning_dlrover.colocate.tenants import Action, End, Holding, Memory, Pause, Resume, Start, Tenant, Waiting, after
+from lightning_dlrover.colocate.devices import Gpu
+from lightning_dlrover.colocate.journal import Ended, JobSpec, Profiled
+from lightning_dlrover.colocate.scheduler import AHEAD, Knowledge, Scheduler
+from lightning_dlrover.colocate.tenants import (
+    Action,
+    End,
+    Holding,
+    Memory,
+    Pause,
+    Resume,
+    Start,
+    Tenant,
+    Waiting,
+    after,
+    memory_actions,
+)
 
 PLACE = place(memory_mib=8000, most_jobs=4)
 

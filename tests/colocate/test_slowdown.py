@@ -8,8 +8,8 @@ from itertools import combinations_with_replacement
 
 import pytest
 
-from lightning_dlrover.planner.cluster import Device, Job, Profile
-from lightning_dlrover.planner.cluster.slowdown import Observation, SlowdownModel
+from lightning_dlrover.colocate.slowdown import Observation, SlowdownModel
+from lightning_dlrover.tuning.cluster import Device, Job, Profile
 
 GPU = Device("gpu0", "gpu", "node", 16 * 10**9, {"gpu": 1.0, "pcie": 1.0}, 4)
 CPU = Device("cpu", "cpu", "node", 16 * 10**9, {"cores": 2.0}, 4)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dlrover.colocate.jobs_file import JobSpec
-from lightning_dlrover.colocate.journal import Added, Ended, Opened, Profiled, Record, Span, Started
-from lightning_dlrover.colocate.page import _kinds
-from lightning_dlrover.colocate.summary import summarize, summary_text
+from lightning_dlrover.colocate.journal import Added, Ended, JobSpec, Opened, Profiled, Record, Span, Started
+from lightning_dlrover.colocate.report import _kinds, summarize, summary_text
 
 
 def queue(seconds: float, alone: tuple[float, ...], num_steps: int = 100) -> list[Record]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from waiting import eventually
 
-from lightning_dlrover.colocate.supervised_job import Outcome, SupervisedJob
-from lightning_dlrover.colocate.usage import families
+from lightning_dlrover.colocate.devices import families
+from lightning_dlrover.colocate.running import Outcome, SupervisedJob
 
 Keep = Callable[..., SupervisedJob]
 
@@ -112,7 +112,7 @@ def test_job_ends_with_a_killed_dispatcher(tmp_path: Path) -> None:
     program = f"""
 import os, sys, time
 from pathlib import Path
-from lightning_dlrover.colocate.supervised_job import SupervisedJob
+from lightning_dlrover.colocate.running import SupervisedJob
 job = SupervisedJob(("sh", "-c", {FAMILY + "sleep 100"!r}), Path({str(tmp_path)!r}), "/", dict(os.environ))
 print(job.supervisor_pid, flush=True)
 time.sleep(100)

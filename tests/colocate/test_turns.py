@@ -6,11 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from lightning_dlrover.planner.cluster import Device, Job, PolicySettings, Profile, Running, State
-from lightning_dlrover.planner.cluster.core_speeds import CoreSpeeds
-from lightning_dlrover.planner.cluster.policies.turns import turns
-from lightning_dlrover.planner.cluster.slowdown import Observation
-from lightning_dlrover.planner.cluster.waiting import with_bounded_wait
+from lightning_dlrover.colocate.packing import with_bounded_wait
+from lightning_dlrover.colocate.policies import turns
+from lightning_dlrover.colocate.slowdown import CoreSpeeds, Observation
+from lightning_dlrover.tuning.cluster import Device, Job, PolicySettings, Profile, Running, State
 
 CPU = Device("cpu", "cpu", "node", 16 * 10**9, {"cores": 2.0}, 8)
 WAIT_S = 100.0

@@ -22,17 +22,11 @@ from fake_target import FakeTarget
 from waiting import TooLateError, run_until
 
 from lightning_dlrover.components.control.controller import Controller
-from lightning_dlrover.components.control.reconcile import (
-    CancelNode,
-    FailurePolicy,
-    FinishJob,
-    Limits,
-)
+from lightning_dlrover.components.control.reconcile import CancelNode, FailurePolicy, FinishJob, Limits
 from lightning_dlrover.components.targets.target import NodeSize, TargetError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdUnavailableError
 from lightning_dlrover.rdzv.job.records import (
     AgentRecord,
     DrainRecord,

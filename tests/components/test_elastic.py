@@ -21,11 +21,10 @@ from torchx.runner import Runner, get_runner
 from lightning_dlrover import __version__
 from lightning_dlrover.cli.options import TIMEOUTS
 from lightning_dlrover.cli.parser import build_parser
-from lightning_dlrover.components import elastic
-from lightning_dlrover.components.escaped import ESCAPED
+from lightning_dlrover.components import ESCAPED, elastic
 from lightning_dlrover.components.targets.local import node_app
 from lightning_dlrover.components.targets.target import NodeSpec
-from lightning_dlrover.rdzv.agents.config import HandlerConfig
+from lightning_dlrover.rdzv.agents.rendezvous import HandlerConfig
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -16,10 +16,7 @@ import pytest
 from waiting import eventually
 
 from lightning_dlrover import variables as names
-from lightning_dlrover.components.control.post_mortem import (
-    PostMortem,
-    examine,
-)
+from lightning_dlrover.components.control.nodes import PostMortem, examine
 from lightning_dlrover.components.node import AGENTS_OPTION, notice_file
 
 POLITE = """

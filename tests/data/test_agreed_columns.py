@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.data import DataError, Source, parquet, stream
-from lightning_dlrover.data.counted_files import cache_file
+from lightning_dlrover.data.file_source import cache_file
 
 NUM_ROWS = 10
 

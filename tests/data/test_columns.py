@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_dlrover.data import Shard, stream
-from lightning_dlrover.data.columns import MAX_SENT_BYTES, Columns
+from lightning_dlrover.data.rows import MAX_SENT_BYTES, Columns
 
 pa = pytest.importorskip("pyarrow")
 

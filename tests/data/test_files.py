@@ -24,8 +24,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.data import DataError, Source, file_source, files, parquet, parquet_source, stream
-from lightning_dlrover.data.counted_files import cache_file
 from lightning_dlrover.data.dataset import Positions
+from lightning_dlrover.data.file_source import cache_file
 
 
 @pytest.fixture(autouse=True)

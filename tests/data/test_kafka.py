@@ -24,12 +24,11 @@ pytest.importorskip("confluent_kafka", reason="needs confluent-kafka, of the ext
 from kafka_brokers import NUM_PARTITIONS, MockCluster, Tansu
 from stream_schedules import SEED, SimulatedJob, Tally, follow, random_schedule
 
-from lightning_dlrover.data import DataError, Skipped, Stream, kafka, kafka_consumer, kafka_source, locations, stream
+from lightning_dlrover.data import DataError, Skipped, Stream, kafka, kafka_source, locations, stream
 from lightning_dlrover.data.kafka_source import Kafka, Partition
 from lightning_dlrover.data.lane_plan import BLOCK_ROWS
-from lightning_dlrover.data.source import Ranges
-from lightning_dlrover.data.windows import num_rows
-from lightning_dlrover.live.data_fingerprint import difference, fingerprint_data
+from lightning_dlrover.data.source import Ranges, num_rows
+from lightning_dlrover.live.data_agreement import difference, fingerprint_data
 from lightning_dlrover.live.loader import ElasticLoader
 
 
@@ -89,7 +88,7 @@ def test_time_bounds_what_is_read(brokers: MockCluster, monkeypatch: pytest.Monk
         asked.append(time_ms)
         return dict.fromkeys(partitions, 30) | {3: None}
 
-    monkeypatch.setattr(kafka_consumer.KafkaConsumer, "at_time", at_time)
+    monkeypatch.setattr(kafka_source.KafkaConsumer, "at_time", at_time)
     source = numbers(brokers, start=datetime(2026, 11, 23, 12, tzinfo=timezone.utc))
     assert ranges(source)["numbers/0"] == (30, 100)
     assert ranges(source)["numbers/3"] == (0, 0)
@@ -250,7 +249,7 @@ def test_deleted_messages_are_an_error_that_names_them(brokers: MockCluster) -> 
 
 
 def test_broker_that_gives_no_answer_for_a_while_delays_a_read(brokers: MockCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_consumer, "ATTEMPT_S", 0.3)
+    monkeypatch.setattr(kafka_source, "ATTEMPT_S", 0.3)
     source = numbers(brokers)
     shard = source.shards()[0]
     assert next(source.read(shard, 0)) == 0
@@ -266,7 +265,7 @@ def test_broker_that_gives_no_answer_for_a_while_delays_a_read(brokers: MockClus
 
 
 def test_broker_that_is_gone_is_named_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_consumer, "ATTEMPT_S", 0.3)
+    monkeypatch.setattr(kafka_source, "ATTEMPT_S", 0.3)
     monkeypatch.setattr(locations, "GIVE_UP_S", 1.5)
     with MockCluster(["numbers"]) as brokers:
         brokers.produce_numbers("numbers", 30)

@@ -21,7 +21,7 @@ from sequences import SETTINGS
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_dlrover.data import Shard, files, parquet, stream
-from lightning_dlrover.data.own_copies import own_copies
+from lightning_dlrover.data.rows import own_copies
 from lightning_dlrover.live.loader import ElasticLoader
 
 NUM_ROWS, GLOBAL_BATCH = 44, 8

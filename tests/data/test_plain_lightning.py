@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
-from lightning_dlrover.checks.loaders import UnsupportedLoaderError
+from lightning_dlrover.checks import UnsupportedLoaderError
 from lightning_dlrover.data import DataError, Shard, Stream, stream
 from lightning_dlrover.live.loader import ElasticLoader
 

@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dlrover.data import DataError, Shard, Stream, files, parquet, stream
 from lightning_dlrover.data.lane_plan import LanePlan, Layout
-from lightning_dlrover.data.read_ahead import ReadingThreads
-from lightning_dlrover.data.reader import LaneReader
+from lightning_dlrover.data.reader import LaneReader, ReadingThreads
 
 DEADLINE_S = 60.0
 

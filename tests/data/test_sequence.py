@@ -35,19 +35,19 @@ from sequences import (
 )
 from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 
-from lightning_dlrover.checks.loaders import UnsupportedLoaderError
-from lightning_dlrover.data import one_pass
+from lightning_dlrover.checks import UnsupportedLoaderError
+from lightning_dlrover.data import iterable
 from lightning_dlrover.data.source import DataError
+from lightning_dlrover.live.data_agreement import settings_for
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.sequence_order import UNKNOWN, SequenceSettings
-from lightning_dlrover.live.sequences import settings_for
-from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.live.order import UNKNOWN, SequenceSettings
+from lightning_dlrover.rdzv.transport import transfer
 
 
 @pytest.fixture(autouse=True)
 def _snapshots_at_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_pass, "SNAPSHOT_S", 0.0)
-    monkeypatch.setattr(one_pass, "MAX_SNAPSHOT_SHARE", math.inf)
+    monkeypatch.setattr(iterable, "SNAPSHOT_S", 0.0)
+    monkeypatch.setattr(iterable, "MAX_SNAPSHOT_SHARE", math.inf)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 8, 16, 17, 20, 23])
@@ -154,7 +154,7 @@ def test_time_that_serializing_takes_is_limited(monkeypatch: pytest.MonkeyPatch)
         return bytes(dumps(state))
 
     monkeypatch.setattr(transfer, "dumps", dumps_large_state)
-    monkeypatch.setattr(one_pass, "MAX_SNAPSHOT_SHARE", 0.02)
+    monkeypatch.setattr(iterable, "MAX_SNAPSHOT_SHARE", 0.02)
     assert shares(make(Stateful(200))) == chunks(200)
     assert num_taken == 1  # the next one comes after 10 s
 

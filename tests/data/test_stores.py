@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_dlrover.data import DataError, counted_files, files, locations, parquet, parquet_source, stream
+from lightning_dlrover.data import DataError, file_source, files, locations, parquet, parquet_source, stream
 
 pytest.importorskip("aiohttp")
 
@@ -317,7 +317,7 @@ def test_footers_of_many_files_are_read_in_parallel_with_one_request_each(store:
     store.delay_s = 0.1
     shards = parquet(store.url + path).shards()
     assert [shard.rows for shard in shards] == [10] * 64
-    assert store.max_at_once > counted_files.NUM_THREADS / 4
+    assert store.max_at_once > file_source.NUM_THREADS / 4
     assert {store.requests["GET", name] for name in store.files} == {1}
     assert {store.requests["HEAD", name] for name in store.files} == {1}
 

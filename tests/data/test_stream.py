@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from stream_schedules import Action, Numbered, SimulatedJob, Tally, follow, rows_of
 from torch.utils.data import DataLoader
 
-from lightning_dlrover.checks.loaders import UnsupportedLoaderError
+from lightning_dlrover.checks import UnsupportedLoaderError
 from lightning_dlrover.data import DataError, Shard, Stream, files, parquet, stream
 from lightning_dlrover.data.dataset import OBJECTS_PER_BLOCK
 from lightning_dlrover.data.lane_plan import LanePlan, Layout, share

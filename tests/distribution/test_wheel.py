@@ -22,7 +22,7 @@ from small_job import run_small_job
 from versions import results
 
 from lightning_dlrover import __version__
-from lightning_dlrover.releases import minor
+from lightning_dlrover.private_names import minor
 
 ONLY_FOR_THE_REPOSITORY = {".gitignore", ".pre-commit-config.yaml", "rdzv", "components"}
 """Tracked files that the source distribution leaves out. The last two are links to folders of the package."""

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from lightning_dlrover.perf import StepProfile
+from lightning_dlrover.tuning import StepProfile
 
 FACES = [
     "lightning_dlrover",
     "lightning_dlrover.rdzv",
     "lightning_dlrover.data",
-    "lightning_dlrover.perf",
-    "lightning_dlrover.planner",
+    "lightning_dlrover.tuning",
     "lightning_dlrover.colocate",
 ]
 

@@ -14,16 +14,13 @@ from full_etcd import commit, etcd_with
 from secure_etcd import secure_etcd
 from waiting import eventually
 
-from lightning_dlrover.doctor.etcd import check_embedded, check_endpoints
-from lightning_dlrover.doctor.host import check_clock
-from lightning_dlrover.finding import Finding
+from lightning_dlrover.doctor.report import check_clock, check_embedded, check_endpoints
+from lightning_dlrover.output import Finding
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.errors import EtcdFullError
-from lightning_dlrover.rdzv.etcd.inspection import inspect
+from lightning_dlrover.rdzv.etcd.connection import etcdrpc, grpc
+from lightning_dlrover.rdzv.etcd.health import inspect, judge
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
-from lightning_dlrover.rdzv.etcd.stubs import etcdrpc, grpc
-from lightning_dlrover.rdzv.etcd.verdict import judge
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdFullError
 
 PREFIX = "/dlrover"
 
@@ -200,6 +197,6 @@ def test_missing_embedded_etcd_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     def none() -> str:
         raise EtcdServerError("no etcd was found")
 
-    monkeypatch.setattr("lightning_dlrover.doctor.etcd.find_binary", none)
+    monkeypatch.setattr("lightning_dlrover.doctor.report.find_binary", none)
     [missing] = check_embedded()
     assert (missing.verdict, missing.text) == ("error", "no etcd was found")

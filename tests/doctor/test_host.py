@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from lightning_dlrover.doctor import host
-from lightning_dlrover.finding import Finding
+from lightning_dlrover.doctor import report
+from lightning_dlrover.output import Finding
 
 GIB = 1 << 30
 
@@ -56,7 +56,7 @@ def test_nearly_full_shared_memory_is_named() -> None:
 
 
 def test_missing_shared_memory_is_an_error(tmp_path: Path) -> None:
-    missing = host.check_shared_memory(tmp_path / "none")
+    missing = report.check_shared_memory(tmp_path / "none")
     assert (missing.verdict, missing.text.split()[-1]) == ("error", "it")
 
 
@@ -72,7 +72,7 @@ def test_few_open_files_are_named(limit: int, verdict: str) -> None:
 
 
 def test_low_hard_limit_of_files_is_named() -> None:
-    assert "hard limit of 512" in host.check_files(512, 512).next_move
+    assert "hard limit of 512" in report.check_files(512, 512).next_move
 
 
 def test_limited_addresses_are_named() -> None:
@@ -84,13 +84,13 @@ def test_limited_addresses_are_named() -> None:
 
 @pytest.mark.parametrize(("available", "verdict"), [(GIB // 4, "error"), (GIB * 3 // 4, "warning"), (4 * GIB, "ok")])
 def test_little_memory_is_named(available: int, verdict: str) -> None:
-    [found] = host.check_memory(available, 2.0, resource.RLIM_INFINITY)
+    [found] = report.check_memory(available, 2.0, resource.RLIM_INFINITY)
     assert found.verdict == verdict
 
 
 @pytest.mark.parametrize(("left", "verdict"), [(20, "error"), (300, "warning"), (5000, "ok")])
 def test_few_processes_are_named(left: int, verdict: str) -> None:
-    found = host.check_processes(left, "control group /sys/fs/cgroup/x")
+    found = report.check_processes(left, "control group /sys/fs/cgroup/x")
     assert found.verdict == verdict
     assert ("--pids-limit" in found.next_move) is (verdict != "ok")
 
@@ -101,18 +101,18 @@ def test_limit_of_a_control_group_is_read(tmp_path: Path) -> None:
     (tmp_path / "pod").mkdir()
     (tmp_path / "pod/pids.max").write_text("100\n")
     (tmp_path / "pod/pids.current").write_text("58\n")
-    assert host._processes_left(tmp_path, tmp_path) == (42, f"control group {tmp_path / 'pod'}")
+    assert report._processes_left(tmp_path, tmp_path) == (42, f"control group {tmp_path / 'pod'}")
 
 
 def test_ordinary_machine_has_no_trouble() -> None:
     found = [
-        *host.check_memory(8 * GIB, 2.0, resource.RLIM_INFINITY),
-        host.check_files(1024, 4096),
-        host.check_processes(None),
-        host.check_name(None, "laptop", lambda name: "127.0.1.1"),
-        *host.check_interfaces(None, {}),
-        host.check_port({}),
-        host.check_clock(None),
+        *report.check_memory(8 * GIB, 2.0, resource.RLIM_INFINITY),
+        report.check_files(1024, 4096),
+        report.check_processes(None),
+        report.check_name(None, "laptop", lambda name: "127.0.1.1"),
+        *report.check_interfaces(None, {}),
+        report.check_port({}),
+        report.check_clock(None),
     ]
     assert {each.verdict for each in found} == {"ok"}
 
@@ -159,14 +159,14 @@ def test_name_that_does_not_resolve_is_named() -> None:
     ],
 )
 def test_interface_that_does_not_exist_is_named(variable: str, value: str, verdict: str) -> None:
-    [found] = host.check_interfaces(None, {variable: value}, {"lo": [], "eth0": []})
+    [found] = report.check_interfaces(None, {variable: value}, {"lo": [], "eth0": []})
     assert found.verdict == verdict
     assert (f"unset {variable}" in found.next_move) is (verdict == "error")
 
 
 def test_name_with_the_address_of_another_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "own_address", lambda: "198.51.100.7")  # an address reserved for documentation
-    [found] = host.check_interfaces(None, {})
+    monkeypatch.setattr(report, "own_address", lambda: "198.51.100.7")  # an address reserved for documentation
+    [found] = report.check_interfaces(None, {})
     assert found.verdict == "error"
     assert "does not reach its own address 198.51.100.7" in found.text
     assert "/etc/hosts" in found.next_move
@@ -175,20 +175,20 @@ def test_name_with_the_address_of_another_host_is_named(monkeypatch: pytest.Monk
 def test_port_in_use_is_named_with_its_holder() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        found = host.check_port({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-        assert host.check_port({"MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "x"}).verdict == "ok"
+        found = report.check_port({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        assert report.check_port({"MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "x"}).verdict == "ok"
     assert found.verdict == "warning"
     assert f"MASTER_PORT {port} is in use by python" in found.text
     assert "unset MASTER_PORT" in found.next_move
-    assert host.check_port({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}).verdict == "ok"
+    assert report.check_port({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}).verdict == "ok"
 
 
 @pytest.mark.parametrize(("ahead_s", "verdict"), [(60.0, "warning"), (-60.0, "warning"), (0.4, "ok"), (-2.0, "ok")])
 def test_clock_that_is_off_is_named(ahead_s: float, verdict: str) -> None:
-    found = host.check_clock(ahead_s, 0.5)
+    found = report.check_clock(ahead_s, 0.5)
     assert found.verdict == verdict
     assert ("synchronize" in found.next_move) is (verdict != "ok")
 
 
 def test_clock_before_the_installation_is_an_error() -> None:
-    assert host.check_clock(None, now=1.0e9).verdict == "error"
+    assert report.check_clock(None, now=1.0e9).verdict == "error"

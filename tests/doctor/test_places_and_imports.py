@@ -9,7 +9,7 @@ import pytest
 from kubernetes_cluster import kubernetes_cluster
 
 from lightning_dlrover.doctor.imports import Imported, check_gpus, check_imports, import_all
-from lightning_dlrover.doctor.places import check_kubernetes, check_slurm
+from lightning_dlrover.doctor.report import check_kubernetes, check_slurm
 
 
 def commands(folder: Path, **scripts: str) -> dict[str, str]:

@@ -17,13 +17,13 @@ import psutil
 import pytest
 from waiting import eventually
 
-from lightning_dlrover.checks.arguments import check_arguments
+from lightning_dlrover.checks import check_arguments
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.doctor.dry_run import Notes, note_problem
-from lightning_dlrover.doctor.script import check_script
-from lightning_dlrover.finding import Finding
+from lightning_dlrover.doctor.report import check_script
+from lightning_dlrover.output import Finding
+from lightning_dlrover.rdzv.job.folders import name_of_job, short, users_folder
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, Keys
-from lightning_dlrover.rdzv.job.snapshot_folders import name_of_job, short, users_folder
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlrover.doctor.versions import check_versions, installed_versions, is_safe_to_import
-from lightning_dlrover.finding import Finding
+from lightning_dlrover.doctor.report import check_versions, installed_versions, is_safe_to_import
+from lightning_dlrover.output import Finding
 
 FITTING = {
     "torch": "2.13.0+cpu",

@@ -32,19 +32,10 @@ from lightning_dlrover.data import Stream
 from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live.order import epoch_order
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.operations import Put
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, Put
 from lightning_dlrover.rdzv.job.journal import Journal
-from lightning_dlrover.rdzv.job.records import (
-    DrainRecord,
-    EventRecord,
-    Keys,
-    RoundRecord,
-    StacksRecord,
-    decode,
-    encode,
-)
-from lightning_dlrover.rdzv.live.requests import read_stacks
+from lightning_dlrover.rdzv.job.records import DrainRecord, EventRecord, Keys, RoundRecord, StacksRecord, decode, encode
+from lightning_dlrover.rdzv.membership.worker_records import read_stacks
 
 T = TypeVar("T")
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import grpc  # type: ignore[import-untyped]
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError
 from lightning_dlrover.rdzv.job.events import RoundFormed, WorkerLost, content_of
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, RoundRecord, decode
 

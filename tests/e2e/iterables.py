@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_dlrover.data.one_pass import EpochKey, OwnRandom
+from lightning_dlrover.data.iterable import EpochKey, OwnRandom
 
 
 class Opaque(IterableDataset[Any]):

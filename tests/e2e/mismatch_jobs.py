@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from toy_job import SEED, Recorder, Rows, ToyModel, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
-from lightning_dlrover.rdzv.group import meeting
-from lightning_dlrover.rdzv.group.meeting import MismatchError
+from lightning_dlrover.rdzv import desync
+from lightning_dlrover.rdzv.desync import MismatchError
 
 STEP = 5
 """Batch at which the last rank does something else than the others."""
@@ -250,14 +250,14 @@ class Communicating(ToyModel):
         for late in range(size):
             for name, run in operations(self.trainer.global_rank, size):
                 if late == self.trainer.global_rank:
-                    time.sleep(5 * meeting.QUIET_S)  # the others publish what they wait for
+                    time.sleep(5 * desync.QUIET_S)  # the others publish what they wait for
                 run()
                 self.recorder.write("ran", name=name)
 
 
 def train_correctly(recorder: Recorder, way: Way) -> None:
     """Workers with watchers that look often, and so often see old counts of each other."""
-    meeting.TICK_S, meeting.QUIET_S = 0.002, 0.005
+    desync.TICK_S, desync.QUIET_S = 0.002, 0.005
     L.seed_everything(SEED, verbose=False)
     strategy = DLRoverStrategy(global_batch_size=8, check_interval_s=CHECK_INTERVAL_S)
     trainer = make_trainer(recorder.place.folder, strategy=strategy, max_epochs=1, limit_val_batches=0)

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from nccl_stand_in import Quirks, StandIn
 from toy_job import Recorder, Script, ToyModel, ToySettings, train_toy
 
-from lightning_dlrover.live import resilient
-from lightning_dlrover.rdzv.group import aborts, forming, torch_names, world
-from lightning_dlrover.rdzv.group.ending import RoundEnd
-from lightning_dlrover.rdzv.group.gloo import RoundSockets
-from lightning_dlrover.rdzv.group.torch_names import is_in_backward
+from lightning_dlrover.live import recovery
+from lightning_dlrover.rdzv.group import forming, world
+from lightning_dlrover.rdzv.transport import process_groups, torch_names
+from lightning_dlrover.rdzv.transport.process_groups import RoundEnd, RoundSockets
+from lightning_dlrover.rdzv.transport.torch_names import is_in_backward
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def shut_down_instead_of_abort() -> None:
 
 
 def use_gradients_without_a_wait() -> None:
-    resilient.wait_for_device = aborts.wait_for_device = lambda device: None  # type: ignore[attr-defined]
+    recovery.wait_for_device = process_groups.wait_for_device = lambda device: None  # type: ignore[attr-defined]
 
 
 def leave_the_watchdog_on() -> None:
@@ -165,7 +165,7 @@ def abort_in_the_callers_thread() -> None:
 
 
 def use_aborted_results_outside_of_steps() -> None:
-    resilient.ResilientCollectives._checked = lambda self, run: run()  # type: ignore[method-assign]
+    recovery.ResilientCollectives._checked = lambda self, run: run()  # type: ignore[method-assign]
 
 
 def connect_in_the_first_collective() -> None:

@@ -20,10 +20,10 @@ from torchrec.optim import RowWiseAdagrad
 from toy_job import SEED, Recorder, Rows, ToyModel, fingerprint, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
-from lightning_dlrover.live import checkpoints, job_checkpoints
+from lightning_dlrover.live import checkpoints, handover
 from lightning_dlrover.live.order import epoch_order
-from lightning_dlrover.rdzv.job.snapshot_folders import ROOT
-from lightning_dlrover.tables import elastic, neighbours, snapshot, snapshots
+from lightning_dlrover.rdzv.job.folders import ROOT
+from lightning_dlrover.tables import elastic, snapshot_store, snapshots
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 KINDS = ("row_wise", "table_wise", "column_wise", "data_parallel")
@@ -205,7 +205,7 @@ def table_trainer(recorder: Recorder, settings: TableSettings) -> L.Trainer:
 def train_tables(recorder: Recorder, settings: TableSettings) -> TableModel:
     """Train a model with sharded tables."""
     add_moments(recorder)
-    job_checkpoints.STALE_S = settings.stale_s
+    handover.STALE_S = settings.stale_s
     L.seed_everything(SEED, verbose=False)
     trainer, model = table_trainer(recorder, settings), TableModel(recorder, settings)
     loader = DataLoader(Rows(settings.num_rows), settings.batch_size, shuffle=True)
@@ -284,11 +284,11 @@ def add_moments(recorder: Recorder) -> None:
     around(recorder, elastic.ElasticTables, "roll_back")
     around(recorder, snapshots.Snapshots, "enter")
     around(recorder, snapshots.Snapshots, "_take")
-    around(recorder, neighbours.Neighbours, "replicate")
+    around(recorder, snapshots.Neighbours, "replicate")
     snapshots.MAX_STALL = 1e6  # take every snapshot at its interval, however busy the machine is
     voted = snapshots.Snapshots.voted
-    exchange, put, commit = elastic.exchange, snapshot.PartWriter.put, snapshot.PartWriter.commit  # type: ignore[attr-defined]
-    swap, replicate = neighbours.swap, neighbours.Neighbours.replicate  # type: ignore[attr-defined]
+    exchange, put, commit = elastic.exchange, snapshot_store.PartWriter.put, snapshot_store.PartWriter.commit  # type: ignore[attr-defined]
+    swap, replicate = snapshots.swap, snapshots.Neighbours.replicate  # type: ignore[attr-defined]
     swaps = itertools.count()
 
     def watched_exchange(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -329,10 +329,10 @@ def add_moments(recorder: Recorder) -> None:
     checkpoints.save_tables = watched_save  # type: ignore[assignment, attr-defined]
     snapshots.Snapshots.voted = watched_voted  # type: ignore[assignment, method-assign]
     elastic.exchange = watched_exchange  # type: ignore[attr-defined]
-    neighbours.swap = watched_swap  # type: ignore[assignment, attr-defined]
-    neighbours.Neighbours.replicate = watched_replicate  # type: ignore[assignment, method-assign]
-    snapshot.PartWriter.put = watched_put  # type: ignore[method-assign]
-    snapshot.PartWriter.commit = watched_commit  # type: ignore[method-assign]
+    snapshots.swap = watched_swap  # type: ignore[assignment, attr-defined]
+    snapshots.Neighbours.replicate = watched_replicate  # type: ignore[assignment, method-assign]
+    snapshot_store.PartWriter.put = watched_put  # type: ignore[method-assign]
+    snapshot_store.PartWriter.commit = watched_commit  # type: ignore[method-assign]
 
 
 def around(recorder: Recorder, owner: type, name: str) -> None:

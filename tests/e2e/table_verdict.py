@@ -16,8 +16,8 @@ from torch import Tensor
 from toy_job import SEED
 
 from lightning_dlrover.live.order import epoch_order
+from lightning_dlrover.rdzv.job.folders import ROOT, short
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
-from lightning_dlrover.rdzv.job.snapshot_folders import ROOT, short
 
 TOLERANCE = 1e-3
 """Relative tolerance of losses. Worlds of different sizes add in a different order."""

@@ -20,11 +20,7 @@ from history import Change, History
 from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.job.records import (
-    AgentRound,
-    Keys,
-    decode,
-)
+from lightning_dlrover.rdzv.job.records import AgentRound, Keys, decode
 
 NUM_AT_ONCE = 4
 DEADLINE_S = 90.0

@@ -16,12 +16,7 @@ from dlrover_process import REPOSITORY, Dlrover
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.job.records import (
-    ControllerRecord,
-    JobRecord,
-    Keys,
-    encode,
-)
+from lightning_dlrover.rdzv.job.records import ControllerRecord, JobRecord, Keys, encode
 
 SECONDS = 30.0
 """Seconds within which an immediate error must appear on a busy machine."""

@@ -104,7 +104,7 @@ def test_an_endpoint_that_does_not_answer_is_an_error_within_seconds(make_job: M
         assert worker.wait() == 1
         assert time.monotonic() - began < 20
         assert endpoint in worker.output
-        assert worker.output.rstrip().splitlines()[-1].startswith("lightning_dlrover.rdzv.etcd.errors.EtcdUnavailableError")
+        assert worker.output.rstrip().splitlines()[-1].startswith("lightning_dlrover.rdzv.etcd.types.EtcdUnavailableError")
 
 
 def test_jobs_whose_names_share_a_prefix_do_not_meet(make_job: MakeJob, client: EtcdClient) -> None:

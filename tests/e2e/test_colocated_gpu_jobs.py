@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_dlrover.colocate import run_queue
-from lightning_dlrover.colocate.jobs_file import JobSpec
-from lightning_dlrover.colocate.journal import Ended, Profiled, read_records
+from lightning_dlrover.colocate.journal import Ended, JobSpec, Profiled, read_records
 
 pytestmark = pytest.mark.gpu
 

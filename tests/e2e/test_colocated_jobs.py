@@ -10,11 +10,10 @@ import pytest
 from colocated_jobs import MIB, dispatcher, place, seated
 from waiting import eventually, run_until
 
+from lightning_dlrover.colocate.devices import families, tree_use
 from lightning_dlrover.colocate.dispatcher import LOOK_S
-from lightning_dlrover.colocate.jobs_file import JobSpec
-from lightning_dlrover.colocate.journal import Ended, Journal, read_records
-from lightning_dlrover.colocate.usage import families, tree_use
-from lightning_dlrover.colocate.watched import WatchedJob
+from lightning_dlrover.colocate.journal import Ended, JobSpec, Journal, read_records
+from lightning_dlrover.colocate.running import WatchedJob
 
 SCRIPT = Path(__file__).with_name("growing_script.py")
 FASTER_WITH_TWO = ("--global-batch", "8", "--sample-s", "0.03", "--step-s", "0.002", "--only-resizes")

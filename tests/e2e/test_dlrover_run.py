@@ -16,7 +16,7 @@ import pytest
 from dlrover_process import Dlrover, Run
 from secure_etcd import PASSWORD, secure_etcd
 
-from lightning_dlrover.perf.samples import AGENT_BYTES
+from lightning_dlrover.tuning.samples import AGENT_BYTES
 
 SCRIPT = Path(__file__).with_name("tiny_loop.py")
 LIGHTNING_SCRIPT = Path(__file__).with_name("tiny_script.py")

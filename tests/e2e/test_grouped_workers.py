@@ -25,8 +25,8 @@ from warm_tree import run_program
 from lightning_dlrover import variables
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.group.left_state import ROOT
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, WorkerRecord, decode
+from lightning_dlrover.rdzv.transport.transfer import ROOT
 
 SCRIPT = Path(__file__).with_name("grouped_script.py")
 LOOP = SCRIPT.with_name("grouped_loop.py")

@@ -24,11 +24,10 @@ from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
 from test_torchx import COMPONENT, torchx
 from waiting import eventually
 
-from lightning_dlrover.components.targets.kubernetes_pod import PLAIN_JOBS, VOLCANO_JOBS, secret_name
+from lightning_dlrover.components.targets.kubernetes import PLAIN_JOBS, VOLCANO_JOBS, secret_name
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError
 from lightning_dlrover.rdzv.job.records import Keys
 from lightning_dlrover.report.status import JOB_FILE, read_job_file
 

@@ -11,8 +11,8 @@ from dlrover_process import Dlrover
 from test_dlrover_run import wait_for_first_round, wait_for_workers
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.folders import name_of_job, remove_snapshots, short, users_folder
 from lightning_dlrover.rdzv.job.records import Keys
-from lightning_dlrover.rdzv.job.snapshot_folders import name_of_job, remove_snapshots, short, users_folder
 
 SCRIPT = Path(__file__).with_name("table_script.py")
 

@@ -14,11 +14,7 @@ from harness import Job, violations
 from toy_job import ToySettings
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.job.records import (
-    Keys,
-    PlanRecord,
-    encode,
-)
+from lightning_dlrover.rdzv.job.records import Keys, PlanRecord, encode
 
 MakeJob = Callable[..., Job]
 

@@ -15,12 +15,12 @@ from dlrover_process import Dlrover, Run
 from pool_audit import PoolAudit
 from waiting import eventually
 
+from lightning_dlrover.pool.view import GrantRecord, PoolKeys
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.events import DecisionMade, events_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable
-from lightning_dlrover.rdzv.job.pool_records import GrantRecord, PoolKeys
 from lightning_dlrover.rdzv.job.records import Keys, PlanRecord
 
 SCRIPT = Path(__file__).with_name("tiny_script.py")

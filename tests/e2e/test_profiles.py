@@ -11,12 +11,9 @@ pytest.importorskip("torchrec", reason="one of the two models has sharded tables
 from harness import Job
 from profiled_job import DENSE_FLOPS, LOOKUPS, TABLE_BYTES, Profiled, train_profiled
 
-from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.job.records import (
-    Keys,
-    decode,
-)
+from lightning_dlrover.rdzv.job.records import Keys, decode
+from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
 
 MakeJob = Callable[..., Job]
 

@@ -18,7 +18,7 @@ from dlrover_process import Dlrover
 from harness import Job, Worker
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.live.member import EXIT_ALL_DRAINED
+from lightning_dlrover.rdzv.membership.member import EXIT_ALL_DRAINED
 
 pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 import torch

@@ -12,7 +12,7 @@ from pathlib import Path
 from dlrover_process import Dlrover
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.report.event_log import read_event_file
+from lightning_dlrover.report.status import read_event_file
 
 SCRIPT = Path(__file__).with_name("tiny_loop.py")
 LIMIT = 4  # KiB

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from toy_job import SEED, Recorder, Rows, ToyModel, make_trainer
 
-from lightning_dlrover import DLRoverCallback, DLRoverStrategy
+from lightning_dlrover import DLRoverCallback, DLRoverStrategy, watchdog
 from lightning_dlrover.variables import UNSAFE_STACKS
-from lightning_dlrover.watch import watchdog
 
 
 @dataclass(frozen=True)

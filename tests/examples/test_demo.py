@@ -17,12 +17,7 @@ from demo import Demo, DemoError
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.job.records import (
-    Keys,
-    RoundRecord,
-    WorkerRecord,
-    encode,
-)
+from lightning_dlrover.rdzv.job.records import Keys, RoundRecord, WorkerRecord, encode
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from warm_process import run_warm
 
 from lightning_dlrover.tables.sharded import ShardedTables
-from lightning_dlrover.tables.torchrec_parts import check_torchrec
+from lightning_dlrover.tables.torchrec_adapter import check_torchrec
 
 torchrec = pytest.importorskip("torchrec")
 

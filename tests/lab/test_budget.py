@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from characterize_points import SCOPE, visit
 
-from lightning_dlrover.characterize.budget import Aim, in_order, next_point, seconds_left
-from lightning_dlrover.characterize.point import Point, Visit
-from lightning_dlrover.characterize.studies import all_studies
+from lightning_dlrover.lab.characterize.points import Point, Visit, all_studies
+from lightning_dlrover.lab.characterize.run import Aim, in_order, next_point, seconds_left
 
 AIM = Aim(min_visits=2, max_visits=4, spread=0.1)
 POINTS = [Point("p", batch=n) for n in (1, 2, 3)]

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_dlrover.characterize.store import FILE_NAME, read_store
 from lightning_dlrover.cli.main import main
+from lightning_dlrover.lab.characterize.results import FILE_NAME, read_store
 
 TIMEOUT_S = 90.0
 
@@ -34,7 +34,7 @@ def workers_of(out: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "cwd"]):
         line = process.info["cmdline"] or []
-        if "lightning_dlrover.characterize.worker" in line and process.info["cwd"] == str(out.parent) and _runs(process):
+        if "lightning_dlrover.lab.characterize.worker" in line and process.info["cwd"] == str(out.parent) and _runs(process):
             found.append(process)
     return found
 

@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 from measured_clusters import write_speeds
 
-from lightning_dlrover.planner.cluster import Allocation, State
-from lightning_dlrover.planner.cluster.elastic_jobs import Cluster, ElasticWorkload, Lengths, elastic_workload
-from lightning_dlrover.planner.cluster.elastic_run import fairness_ratios, run_elastic
-from lightning_dlrover.planner.cluster.knowledge import GUESS_SPREAD, NOISE
-from lightning_dlrover.planner.cluster.measured_speeds import read_applications
-from lightning_dlrover.planner.cluster.scaling import Scaling, Speeds
-from lightning_dlrover.planner.cluster.workloads import Submission, WorkloadError
+from lightning_dlrover.lab.simulate.knowledge import GUESS_SPREAD, NOISE, fairness_ratios, run_elastic
+from lightning_dlrover.lab.simulate.simulator import Cluster, ElasticWorkload, Lengths, elastic_workload
+from lightning_dlrover.lab.simulate.traces import Submission, WorkloadError, read_applications
+from lightning_dlrover.tuning.cluster import Allocation, Scaling, Speeds, State
 
 WORK = {"toy": 64 * 200}
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from fake_nvml import FakeNvml, use_gpu
 
-from lightning_dlrover.characterize import energy
-from lightning_dlrover.characterize.energy import EnergyMeter
+from lightning_dlrover.lab.characterize import measure
+from lightning_dlrover.lab.characterize.measure import EnergyMeter
 
 
 def test_energy_is_that_of_the_gpu_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml(tmp_path, (1, 1, 1))
-    monkeypatch.setattr(energy, "load_nvml", lambda: nvml)
+    monkeypatch.setattr(measure, "load_nvml", lambda: nvml)
     use_gpu(monkeypatch, "2abc")
     nvml.joules = [1.0, 2.0, 3.0]
     meter = EnergyMeter.of_machine(cuda=True, powercap=tmp_path)
@@ -25,6 +25,6 @@ def test_energy_is_that_of_the_gpu_in_use(tmp_path: Path, monkeypatch: pytest.Mo
 def test_slice_of_a_gpu_has_no_energy_because_the_counter_is_the_whole_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(energy, "load_nvml", lambda: FakeNvml(tmp_path))
+    monkeypatch.setattr(measure, "load_nvml", lambda: FakeNvml(tmp_path))
     use_gpu(monkeypatch, "slice-of-0abc")
     assert not EnergyMeter.of_machine(cuda=True, powercap=tmp_path).is_available

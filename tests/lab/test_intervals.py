@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_dlrover.characterize.intervals import half_widths, sensitivity
+from lightning_dlrover.lab.characterize.points import half_widths, sensitivity
 
 
 def test_interval_takes_two_visits_of_some_point() -> None:

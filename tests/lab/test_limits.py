@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlrover.characterize.limits import measure_limit
+from lightning_dlrover.lab.characterize.measure import measure_limit
 
 
 @pytest.mark.gpu

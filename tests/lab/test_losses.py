@@ -7,11 +7,8 @@ from itertools import islice
 
 import pytest
 
-from lightning_dlrover.planner.cluster import Device, Job, Profile, State
-from lightning_dlrover.planner.cluster.jobs import Allocation
-from lightning_dlrover.planner.cluster.losses import Fragility, NodeLoss, draw_losses
-from lightning_dlrover.planner.cluster.outcome import Finished
-from lightning_dlrover.planner.cluster.simulator import Arrival, simulate
+from lightning_dlrover.lab.simulate.simulator import Arrival, Finished, Fragility, NodeLoss, draw_losses, simulate
+from lightning_dlrover.tuning.cluster import Allocation, Device, Job, Profile, State
 
 DEVICES = (Device("d0", "core", "n0", 1), Device("d1", "core", "n1", 1))
 JOB = Job("job", {"core": Profile(0, 1.0)}, steps_left=100)

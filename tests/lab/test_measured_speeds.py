@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from measured_clusters import COMPUTE_S, toy_time_s, write_speeds
 
-from lightning_dlrover.perf.traces import TraceError
-from lightning_dlrover.planner.cluster.measured_speeds import MeasuredApplication, even_placement, read_applications
+from lightning_dlrover.lab.simulate.traces import MeasuredApplication, TraceError, even_placement, read_applications
 
-TRACES = Path(__file__).resolve().parents[4] / "shared" / "data" / "step_traces"
+TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "step_traces"
 
 
 @pytest.fixture

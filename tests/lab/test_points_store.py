@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 from characterize_points import visit
 
-from lightning_dlrover.characterize import store as store_module
-from lightning_dlrover.characterize.machine import Machine
-from lightning_dlrover.characterize.point import Limit, Point
-from lightning_dlrover.characterize.store import FILE_NAME, Store, StoreError, read_store
+from lightning_dlrover.lab.characterize import results as store_module
+from lightning_dlrover.lab.characterize.points import Limit, Machine, Point
+from lightning_dlrover.lab.characterize.results import FILE_NAME, Store, StoreError, read_store
 
 MACHINE = Machine("host", "a processor", 2.0, 24, "", "2.13")
 VISIT = visit(Point("p"), 1.0, 2.0)

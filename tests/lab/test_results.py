@@ -8,24 +8,23 @@ from typing import Literal
 import pytest
 from characterize_points import SCOPE, visit
 
-from lightning_dlrover.characterize.compare import compare_text
-from lightning_dlrover.characterize.compare_page import write_comparison
-from lightning_dlrover.characterize.energy import EnergyMeter
-from lightning_dlrover.characterize.export import write_tables
-from lightning_dlrover.characterize.findings import Evidence, findings
-from lightning_dlrover.characterize.history import record_in_history
-from lightning_dlrover.characterize.machine import Machine
-from lightning_dlrover.characterize.page import write_page
-from lightning_dlrover.characterize.point import Limit, Point, Visit
-from lightning_dlrover.characterize.results import Result, agreement, results_of
-from lightning_dlrover.characterize.store import Header, Measurements
-from lightning_dlrover.characterize.studies import WORKLOADS, Study, all_studies
-from lightning_dlrover.characterize.work import descriptor
-from lightning_dlrover.learn.history import JobHistory
-from lightning_dlrover.perf.samples import STEP_PARTS, impossible_figure
-from lightning_dlrover.planner.plan import Settings
-from lightning_dlrover.planner.space import Limits
-from lightning_dlrover.planner.warm_start import nearest, suggest
+from lightning_dlrover.lab.characterize.findings import Evidence, findings
+from lightning_dlrover.lab.characterize.measure import EnergyMeter
+from lightning_dlrover.lab.characterize.page import compare_text, write_comparison, write_page
+from lightning_dlrover.lab.characterize.points import WORKLOADS, Limit, Machine, Point, Study, Visit, all_studies, descriptor
+from lightning_dlrover.lab.characterize.results import (
+    Header,
+    Measurements,
+    Result,
+    agreement,
+    record_in_history,
+    results_of,
+    write_tables,
+)
+from lightning_dlrover.tuning.candidates import nearest, suggest
+from lightning_dlrover.tuning.history import JobHistory
+from lightning_dlrover.tuning.plan import Limits, Settings
+from lightning_dlrover.tuning.samples import STEP_PARTS, impossible_figure
 
 POINT = Point("p", batch=100)
 MACHINE = Machine("host", "a processor", 2.0, 24, "", "2.13")

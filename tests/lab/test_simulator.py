@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_dlrover.planner.cluster import Allocation, Device, Job, Policy, PolicySettings, Profile, State
-from lightning_dlrover.planner.cluster.policies import POLICIES, make_policy
-from lightning_dlrover.planner.cluster.simulator import Arrival, Costs, SimulationError, simulate
+from lightning_dlrover.colocate.policies import POLICIES, make_policy
+from lightning_dlrover.lab.simulate.simulator import Arrival, Costs, SimulationError, simulate
+from lightning_dlrover.tuning.cluster import Allocation, Device, Job, Policy, PolicySettings, Profile, State
 
 GB = 10**9
 

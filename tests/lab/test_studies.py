@@ -5,8 +5,15 @@ from dataclasses import replace
 import pytest
 from characterize_points import SCOPE
 
-from lightning_dlrover.characterize.studies import STUDIES, WORKLOADS, all_studies
-from lightning_dlrover.characterize.work import layers, lookup_bytes, mlp_flops, table_bytes
+from lightning_dlrover.lab.characterize.points import (
+    STUDIES,
+    WORKLOADS,
+    all_studies,
+    layers,
+    lookup_bytes,
+    mlp_flops,
+    table_bytes,
+)
 
 
 @pytest.mark.parametrize("size", ["quick", "full"])

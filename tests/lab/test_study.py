@@ -15,13 +15,28 @@ import pytest
 from measured_clusters import write_speeds, write_trace
 from waiting import eventually
 
-from lightning_dlrover.planner.cluster import Job, Policy, Profile, State
-from lightning_dlrover.planner.cluster.elastic_jobs import Cluster
-from lightning_dlrover.planner.cluster.workloads import WorkloadError
-from lightning_dlrover.simulate import run
-from lightning_dlrover.simulate.records import BY_MODEL, FILE_NAME, LIVE, Results, ResultsError, Simulated
-from lightning_dlrover.simulate.run import registered_policy, run_study
-from lightning_dlrover.simulate.study import Cost, Inputs, PolicyMaker, Question, Trace, answer, questions, read_inputs
+from lightning_dlrover.lab.simulate import study
+from lightning_dlrover.lab.simulate.simulator import Cluster
+from lightning_dlrover.lab.simulate.study import (
+    BY_MODEL,
+    FILE_NAME,
+    LIVE,
+    Cost,
+    Inputs,
+    PolicyMaker,
+    Question,
+    Results,
+    ResultsError,
+    Simulated,
+    Trace,
+    answer,
+    questions,
+    read_inputs,
+    registered_policy,
+    run_study,
+)
+from lightning_dlrover.lab.simulate.traces import WorkloadError
+from lightning_dlrover.tuning.cluster import Job, Policy, Profile, State
 
 CLUSTER = Cluster(2, 2)
 SAMPLES = {"toy": 64 * 100}
@@ -142,7 +157,7 @@ def stops_or_fails(folder: Path, name: str, seed: int) -> Policy:
 
 def test_a_process_that_does_not_end_is_killed_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process does not act on the signal that ends it."""
-    monkeypatch.setattr(run, "END_WITHIN_S", 0.2)
+    monkeypatch.setattr(study, "END_WITHIN_S", 0.2)
     inputs, traces = inputs_of(tmp_path)
     asked = questions(traces, ["as-requested", "srtf"], [1.0], [0])
     make_policy = functools.partial(stops_or_fails, tmp_path)

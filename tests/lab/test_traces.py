@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from test_model import window
 
-from lightning_dlrover.perf import configuration_of
-from lightning_dlrover.perf.__main__ import main
-from lightning_dlrover.perf.traces import TraceError, read_trace
+from lightning_dlrover.lab.evaluate import main
+from lightning_dlrover.lab.simulate.traces import TraceError, read_trace
+from lightning_dlrover.tuning import configuration_of
 
 
 def written(folder: Path, text: str, name: str = "trace.csv") -> Path:

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlrover.characterize.measure import Effort
-from lightning_dlrover.characterize.point import Point
-from lightning_dlrover.characterize.users_model import check_users_model, measure_users_model
+from lightning_dlrover.lab.characterize.measure import Effort, check_users_model, measure_users_model
+from lightning_dlrover.lab.characterize.points import Point
 
 SCRIPT = """
 import lightning as L

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlrover.planner.cluster.work import RESTART_S, SAMPLES, USUAL_BATCHES, WorkError, read_work
+from lightning_dlrover.lab.simulate.traces import RESTART_S, SAMPLES, USUAL_BATCHES, WorkError, read_work
 
 
 def test_all_tables_hold_the_same_applications() -> None:

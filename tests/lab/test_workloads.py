@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dlrover.planner.cluster.workloads import SHAKE_S, Submission, WorkloadError, read_submissions, shaken
+from lightning_dlrover.lab.simulate.traces import SHAKE_S, Submission, WorkloadError, read_submissions, shaken
 
 HEAD = "time,name,application,num_replicas,batch_size"
 KNOWN = ("ncf", "bert")

@@ -11,14 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dlrover.live.batch_parts import (
-    UnsplittableBatchError,
-    num_rows,
-    part_of,
-    part_sizes,
-    whole_output,
-    whole_value,
-)
+from lightning_dlrover.live.steps import UnsplittableBatchError, num_rows, part_of, part_sizes, whole_output, whole_value
 
 Pair = namedtuple("Pair", ["x", "y"])
 

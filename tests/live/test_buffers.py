@@ -9,9 +9,9 @@ import torch
 from live_parts import a_worker
 from torch import nn
 
-from lightning_dlrover.live.redo import Before
-from lightning_dlrover.rdzv.group import buffers
-from lightning_dlrover.rdzv.group.buffers import BufferCopies
+from lightning_dlrover.live.recovery import Before
+from lightning_dlrover.rdzv.transport import transfer
+from lightning_dlrover.rdzv.transport.transfer import BufferCopies
 
 
 class Model(nn.Module):
@@ -82,7 +82,7 @@ def test_model_without_buffers_needs_no_copies() -> None:
 
 
 def test_large_buffer_is_left_out_with_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(buffers, "MAX_COPIED_BYTES", 8)
+    monkeypatch.setattr(transfer, "MAX_COPIED_BYTES", 8)
     model = Model()
     copies = BufferCopies(model)
     for _ in range(2):

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset
 
-from lightning_dlrover.live import data_fingerprint
-from lightning_dlrover.live.data_fingerprint import (
+from lightning_dlrover.live import data_agreement
+from lightning_dlrover.live.data_agreement import (
     DataFingerprint,
     LoaderFingerprint,
     Sketch,
@@ -32,7 +32,7 @@ from lightning_dlrover.live.data_fingerprint import (
     sketch,
 )
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.rdzv.live.member import MembershipError
+from lightning_dlrover.rdzv.membership.member import MembershipError
 
 
 class Images(Dataset[Any]):
@@ -196,7 +196,7 @@ def test_samples_that_raise_are_left_to_training() -> None:
 
 
 def test_slow_samples_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_fingerprint, "PROBING_S", 0.0)
+    monkeypatch.setattr(data_agreement, "PROBING_S", 0.0)
     images = Images()
     assert data_of(images).train[0].sketches == [None] * 3
     assert images.num_fetched == 1

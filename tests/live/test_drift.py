@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dlrover.live.drift import (
+from lightning_dlrover.live.agreement import (
     PERIOD_STEPS,
     Item,
     checksum,

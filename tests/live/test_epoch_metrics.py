@@ -14,14 +14,8 @@ from torch import Tensor, nn
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, PearsonCorrCoef, SumMetric
 from torchmetrics.classification import BinaryAUROC, BinaryF1Score, BinaryPrecision, BinaryRecall, MulticlassAccuracy
 
-from lightning_dlrover.live.epoch_metrics import (
-    add_partial,
-    ignore_advice_to_reduce,
-    partial_values,
-    reset_metrics,
-    restore_partial,
-)
-from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.live.metrics import add_partial, ignore_advice_to_reduce, partial_values, reset_metrics, restore_partial
+from lightning_dlrover.rdzv.transport import transfer
 
 NUM_SAMPLES = 60
 

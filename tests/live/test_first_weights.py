@@ -23,8 +23,8 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.optim import RowWiseAdagrad
 
 from lightning_dlrover import DLRoverStrategy
-from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.checkpoint import CheckpointError
+from lightning_dlrover.tables.exchange import Block
 
 ROWS = {"a": 6000, "b": 30, "c": 50}  # more rows than are drawn from one seed
 DIM = 8

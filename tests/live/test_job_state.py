@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from live_parts import JOINER, a_formation, a_worker, hellos
 
-from lightning_dlrover.rdzv.group import transfer
-from lightning_dlrover.rdzv.live.member import LeftOutError
+from lightning_dlrover.rdzv.membership.member import LeftOutError
+from lightning_dlrover.rdzv.transport import transfer
 
 
 @pytest.mark.parametrize("name, is_closed", [("w0", True), ("w1", False)])

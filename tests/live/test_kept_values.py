@@ -12,10 +12,10 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_dlrover.live.kept_values import KeptValues, Layout, Table, Version, row_bytes, values_in
+from lightning_dlrover.live.metrics import KeptValues, Layout, Table, Version, row_bytes, values_in
+from lightning_dlrover.live.order import FitPosition
 from lightning_dlrover.live.ports import Job, Round, TrainerPort
-from lightning_dlrover.live.position import FitPosition
-from lightning_dlrover.rdzv.live.member import Formation
+from lightning_dlrover.rdzv.membership.member import Formation
 
 CPU = torch.device("cpu")
 

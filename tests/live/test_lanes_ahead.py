@@ -16,8 +16,8 @@ from waiting import eventually
 
 from lightning_dlrover.data import Shard, stream
 from lightning_dlrover.data.source import DataError
-from lightning_dlrover.live import lanes_ahead
-from lightning_dlrover.live.lanes_ahead import LanePrefetcher
+from lightning_dlrover.live import fit_parts
+from lightning_dlrover.live.fit_parts import LanePrefetcher
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.ports import Batches, Job, Round
 
@@ -118,7 +118,7 @@ def pids_of(loader: ElasticLoader) -> set[int]:
 
 
 def test_read_ahead_that_never_ends_is_an_error_that_names_the_source(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes_ahead, "CLOSE_S", 0.2)
+    monkeypatch.setattr(fit_parts, "CLOSE_S", 0.2)
     go_on = threading.Event()
 
     class Hanging(ElasticLoader):

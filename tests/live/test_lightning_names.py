@@ -16,9 +16,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_dlrover
-from lightning_dlrover.live import ddp_names, lightning_names, listed_names
-from lightning_dlrover.live.listed_names import NAMES, later_names
-from lightning_dlrover.packages import PACKAGES, default_package, submodule
+from lightning_dlrover.lightning_compat import PACKAGES, default_package, submodule
+from lightning_dlrover.live import lightning_adapter, private_api
+from lightning_dlrover.live.private_api import NAMES, later_names
 from lightning_dlrover.private_names import MissingNamesError, missing_names
 
 
@@ -151,10 +151,10 @@ def test_missing_names_are_named_together(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delattr(fit_loop._FitLoop, "_should_accumulate")
     monkeypatch.delattr(fit_loop, "_select_data_fetcher")
     monkeypatch.setitem(NAMES, "loops.fit_loop", ("_select_data_fetcher",))
-    listed_names.check.cache_clear()
+    private_api.check.cache_clear()
     with pytest.raises(MissingNamesError) as refused:
-        listed_names.check(PACKAGES[0])
-    listed_names.check.cache_clear()
+        private_api.check(PACKAGES[0])
+    private_api.check.cache_clear()
     release = importlib.metadata.version("lightning")
     assert str(refused.value).startswith(
         f"lightning {release} lacks lightning.pytorch.loops.fit_loop._FitLoop._should_accumulate, "
@@ -167,23 +167,23 @@ def test_names_of_later_features_are_needed_since_their_release(installed: str, 
     package = PACKAGES[0]
     monkeypatch.setattr(importlib.import_module("lightning.pytorch"), "__version__", installed)
     monkeypatch.delattr(submodule(package, "callbacks"), "WeightAveraging", raising=False)
-    listed_names.check.cache_clear()
+    private_api.check.cache_clear()
     try:
         if installed.startswith("2.5"):
-            listed_names.check(package)
+            private_api.check(package)
         else:
             with pytest.raises(MissingNamesError, match=r"callbacks\.WeightAveraging"):
-                listed_names.check(package)
+                private_api.check(package)
     finally:
-        listed_names.check.cache_clear()
+        private_api.check.cache_clear()
 
 
 def test_strategy_refuses_a_release_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(submodule(default_package(), "loops.fit_loop")._FitLoop, "_should_accumulate")
-    listed_names.check.cache_clear()
+    private_api.check.cache_clear()
     with pytest.raises(MissingNamesError, match="_should_accumulate"):
         lightning_dlrover.DLRoverStrategy()
-    listed_names.check.cache_clear()
+    private_api.check.cache_clear()
 
 
 # --- the files that use them --------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def private_texts(tree: ast.AST) -> set[str]:
 
 
 def test_every_private_name_is_in_the_lists_above() -> None:
-    for module in (lightning_names, ddp_names, listed_names):
+    for module in (lightning_adapter, lightning_adapter, private_api):
         tree = ast.parse(inspect.getsource(module))
         assert {*private_names(tree)} | private_texts(tree) <= LISTED | OF_OTHERS
 

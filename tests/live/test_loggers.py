@@ -10,8 +10,8 @@ from typing import Any
 import pytorch_lightning
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from lightning_dlrover.live import loggers
-from lightning_dlrover.live.loggers import _adopt_csv_log, _leave_comet
+from lightning_dlrover.live import state
+from lightning_dlrover.live.state import _adopt_csv_log, _leave_comet
 
 
 class Own(Logger):
@@ -35,16 +35,16 @@ class Own(Logger):
 
 def test_next_version_is_rank_0s(tmp_path: Path) -> None:
     first, other = CSVLogger(tmp_path), pytorch_lightning.loggers.CSVLogger(tmp_path)
-    runs = loggers.capture_runs([first])
+    runs = state.capture_runs([first])
     (tmp_path / "lightning_logs" / "version_0").mkdir(parents=True)
-    loggers.adopt_runs([other], runs)
+    state.adopt_runs([other], runs)
     assert other.version == first.version == 0
 
 
 def test_logger_of_the_users_own_gets_its_state() -> None:
     first, other = Own(), Own()
     first.run = "a"
-    loggers.adopt_runs([other], loggers.capture_runs([first]))
+    state.adopt_runs([other], state.capture_runs([first]))
     assert other.run == "a"
 
 

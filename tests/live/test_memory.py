@@ -9,13 +9,13 @@ import sys
 import pytest
 import torch
 
-from lightning_dlrover.live import reserve as memory
+from lightning_dlrover.live import replica as memory
 
 ALLOCATE = """
 import resource, sys
 import pytest
 import torch
-from lightning_dlrover.live import reserve as memory
+from lightning_dlrover.live import replica as memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

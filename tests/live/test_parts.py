@@ -9,8 +9,8 @@ import pytest
 import torch
 from live_parts import a_worker
 
-from lightning_dlrover.rdzv.live.member import RoundEndedError
-from lightning_dlrover.watch.watchdog import HangPatience
+from lightning_dlrover.rdzv.membership.member import RoundEndedError
+from lightning_dlrover.watchdog import HangPatience
 
 
 def automatic_worker() -> Any:

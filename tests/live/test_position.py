@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from live_parts import BETWEEN, INSIDE, JOINER, hellos
 
-from lightning_dlrover.live.position import Position, can_meet
+from lightning_dlrover.live.order import Position, can_meet
 
 
 @pytest.mark.parametrize("position", [BETWEEN, INSIDE, replace(INSIDE, collective=7, validation=2)])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.loops.progress import _OptimizationProgress, _OptimizerProgress, _Progress
 
-from lightning_dlrover.live.redo import Counts
+from lightning_dlrover.live.recovery import Counts
 
 
 @pytest.mark.parametrize("make", [_OptimizerProgress, _Progress, _OptimizationProgress])

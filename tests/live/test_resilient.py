@@ -6,7 +6,7 @@ import pytest
 import torch
 from live_parts import a_formation, a_worker, hellos
 
-from lightning_dlrover.live.position import Position
+from lightning_dlrover.live.order import Position
 
 TWO = hellos(Position(5, 5, False, 0, 0, True), Position(5, 5, False, 0, 0, True))
 

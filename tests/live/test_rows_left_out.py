@@ -16,9 +16,8 @@ from spoiled_files import spoil_row_group
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.data import Shard, Skipped, parquet, stream
-from lightning_dlrover.data.left_out import LeftOut
-from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.rows_left_out import MAX_LISTED, SkippedRows
+from lightning_dlrover.data.source import LeftOut
+from lightning_dlrover.live.loader import MAX_LISTED, ElasticLoader, SkippedRows
 
 
 class Gappy:

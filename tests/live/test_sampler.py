@@ -40,12 +40,11 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 from waiting import eventually
 
-from lightning_dlrover.checks.loaders import UnsupportedLoaderError
+from lightning_dlrover.checks import UnsupportedLoaderError
 from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.loader_workers import open_handle
-from lightning_dlrover.live.order import Unconnected, epoch_order
-from lightning_dlrover.live.position import FitPosition
+from lightning_dlrover.live.order import FitPosition, Unconnected, epoch_order
 from lightning_dlrover.live.train_loaders import TrainLoaders
 
 

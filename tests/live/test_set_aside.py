@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_dlrover.live.set_aside import SetAside
+from lightning_dlrover.live.handover import SetAside
 
 
 class Cut:

@@ -13,9 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_dlrover.data import stream
 from lightning_dlrover.data.source import Shard
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.settings import (
-    SettingsInForce,
-)
+from lightning_dlrover.live.train_loaders import SettingsInForce
 from lightning_dlrover.rdzv.job.events import SettingsApplied
 from lightning_dlrover.rdzv.job.records import PlanRecord
 

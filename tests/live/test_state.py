@@ -17,11 +17,8 @@ from lightning.pytorch.callbacks import Callback
 from sklearn.preprocessing import StandardScaler
 
 from lightning_dlrover.live import state
-from lightning_dlrover.live.state import (
-    LoggedValue,
-    is_lightnings,
-)
-from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.live.state import LoggedValue, is_lightnings
+from lightning_dlrover.rdzv.transport import transfer
 
 
 class Size(enum.Enum):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from live_parts import BETWEEN, a_formation, a_worker, hellos
 
-from lightning_dlrover.live import successors
-from lightning_dlrover.rdzv.group import transfer
-from lightning_dlrover.rdzv.group.left_state import HostStateCache
-from lightning_dlrover.rdzv.live.member import RoundEndedError
+from lightning_dlrover.live import handover
+from lightning_dlrover.rdzv.membership.member import RoundEndedError
+from lightning_dlrover.rdzv.transport import transfer
+from lightning_dlrover.rdzv.transport.transfer import HostStateCache
 
 
 @pytest.mark.parametrize("error, is_kept", [(KeyError("best"), False), (RoundEndedError("a worker was lost"), True)])
@@ -28,7 +28,7 @@ def test_a_left_state_that_cannot_be_restored_is_not_met_again(
     live.world.left_state, live.world.has_finished = left, False
     live.checkpoints.unread = lambda: None
     live._state.restore = restore
-    monkeypatch.setattr(successors, "TrainerState", dict)
+    monkeypatch.setattr(handover, "TrainerState", dict)
     with pytest.raises(type(error)):
         live._successors.resume()
     assert left.step() == (7 if is_kept else None)

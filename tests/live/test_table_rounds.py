@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from live_parts import a_worker
 
-from lightning_dlrover.rdzv.group import transfer
-from lightning_dlrover.tables.snapshot import SnapshotError
+from lightning_dlrover.rdzv.transport import transfer
+from lightning_dlrover.tables.snapshot_store import SnapshotError
 
 
 class Own:

@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_dlrover.live.tables_of_trainer import TablesOfTrainer, TablesSettings
+from lightning_dlrover.live.checkpoints import TablesOfTrainer, TablesSettings
 from lightning_dlrover.tables.elastic import ElasticTables
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from live_parts import BETWEEN, INSIDE, JOINER, a_formation, a_worker, hellos
 
-from lightning_dlrover.live.buffers import send_buffers
-from lightning_dlrover.live.position import Position
-from lightning_dlrover.rdzv.group import transfer
+from lightning_dlrover.live.order import Position
+from lightning_dlrover.live.replica import send_buffers
+from lightning_dlrover.rdzv.transport import transfer
 
 THREE = hellos(BETWEEN, BETWEEN, BETWEEN)
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dlrover.checks.script import UnsupportedScriptError
-from lightning_dlrover.live.unused_parameters import UnusedParameters
-from lightning_dlrover.rdzv.group.torch_names import HashStore
+from lightning_dlrover.checks import UnsupportedScriptError
+from lightning_dlrover.live.replica import UnusedParameters
+from lightning_dlrover.rdzv.transport.torch_names import HashStore
 
 
 class Branches(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from live_parts import a_trainer
 
-from lightning_dlrover.live.update import ManualWindow, apply, capture
+from lightning_dlrover.live.recovery import ManualWindow, apply, capture
 
 
 @pytest.mark.parametrize("is_in_next_step", [False, True])

@@ -10,14 +10,13 @@ from typing import Any, cast
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
-from lightning_dlrover.checks.loaders import UnsupportedLoaderError
+from lightning_dlrover.checks import UnsupportedLoaderError
 from lightning_dlrover.data import stream
 from lightning_dlrover.data.source import Ranges, Shard
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.position import FitPosition
-from lightning_dlrover.live.split import global_batch_of_next
+from lightning_dlrover.live.order import FitPosition, global_batch_of_next
 from lightning_dlrover.live.train_loaders import TrainLoaders
-from lightning_dlrover.live.users_loaders import UsersLoaders
+from lightning_dlrover.live.wiring import UsersLoaders
 
 
 class Growing:

@@ -11,10 +11,7 @@ import pytest
 import torch
 from live_parts import BETWEEN, a_formation, a_worker, hellos
 
-from lightning_dlrover.live.validation import (
-    Positions,
-    deal,
-)
+from lightning_dlrover.live.validation import Positions, deal
 
 
 def dealt(missing: list[int], started: list[int], samples_per_batch: int, in_step: bool) -> list[list[Positions]]:

@@ -11,8 +11,8 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_dlrover.live import lightning_names
-from lightning_dlrover.live.wrapped_loops import wrap_restarts
+from lightning_dlrover.live import lightning_adapter
+from lightning_dlrover.live.wiring import wrap_restarts
 
 
 class Batches:
@@ -37,11 +37,11 @@ class Batches:
     def __iter__(self) -> Iterator[torch.Tensor]:
         self.cursor = 0
         if not self.has_length:
-            lightning_names.fetch_nothing_ahead(self.fit_loop)
+            lightning_adapter.fetch_nothing_ahead(self.fit_loop)
         return self
 
     def __next__(self) -> torch.Tensor:
-        fetcher = lightning_names.fetcher_of(self.fit_loop)
+        fetcher = lightning_adapter.fetcher_of(self.fit_loop)
         if not self.has_entered:
             self.has_entered = True
             self.cursor = fetcher.fetched = self.fit_loop.epoch_loop.batch_progress.current.ready
@@ -50,7 +50,7 @@ class Batches:
         self.fetched.append((self.epoch, self.cursor))
         self.cursor += 1
         if not self.has_length and self.cursor == self.lengths[self.epoch]:
-            lightning_names.end_with_next_fetch(self.fit_loop)
+            lightning_adapter.end_with_next_fetch(self.fit_loop)
         return torch.ones(1, 1)
 
 
@@ -92,9 +92,9 @@ def fitted(batches: Batches, model: Model, callbacks: list[Any], ckpt_path: Path
         epochs: Any = fit_loop.epoch_progress.current
         batches.set_epoch(epochs.processed)
         if batches.has_length:
-            lightning_names.recount_batches(trainer)
+            lightning_adapter.recount_batches(trainer)
 
-    lightning_names.surround(fit_loop, "setup_data", set_up)
+    lightning_adapter.surround(fit_loop, "setup_data", set_up)
     wrap_restarts(fit_loop)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

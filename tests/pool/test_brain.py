@@ -12,19 +12,16 @@ from counted_requests import counted
 from pool_jobs import PooledJobs, decision
 from waiting import run_until
 
-from lightning_dlrover.brain import outsiders
-from lightning_dlrover.brain.brain import Brain, BrainBusyError, PoolTimeouts
-from lightning_dlrover.brain.decisions import Rules
-from lightning_dlrover.brain.snapshot import snapshot_of
-from lightning_dlrover.brain.watch import Watch
-from lightning_dlrover.planner.cluster.pool.resources import Resources
+from lightning_dlrover.pool import view as outsiders
+from lightning_dlrover.pool.brain import Brain, BrainBusyError, PoolTimeouts, snapshot_of
+from lightning_dlrover.pool.budget import Resources
+from lightning_dlrover.pool.decisions import Rules
+from lightning_dlrover.pool.view import PoolKeys, Watch
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdUnavailableError
 from lightning_dlrover.rdzv.job.events import DecisionMade, SizeGiven, events_of, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable
-from lightning_dlrover.rdzv.job.pool_records import PoolKeys
 from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, encode
 
 QUICK = PoolTimeouts(lease_s=5.0, settle_s=0.05, gone_s=0.1)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.optimize import LinearConstraint, milp
 
-from lightning_dlrover.planner.cluster.division import ClusterJob, Option, divide
-from lightning_dlrover.planner.plan import Settings
+from lightning_dlrover.pool.commands import ClusterJob, Option, divide
+from lightning_dlrover.tuning.plan import Settings
 
 
 def option(workers: int, rate: float, cost: float | None = None) -> Option:

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from elastic_jobs import Amdahl, Table, cluster, job, numbers, running
 
-from lightning_dlrover.planner.cluster import Job, PolicySettings, Running, State
-from lightning_dlrover.planner.cluster.elastic import make_elastic
-from lightning_dlrover.planner.cluster.elastic.hesrpt import shares
-from lightning_dlrover.planner.cluster.elastic.las import THRESHOLD_DEVICE_S
+from lightning_dlrover.pool.allocation import shares
+from lightning_dlrover.pool.policies import THRESHOLD_DEVICE_S, make_elastic
+from lightning_dlrover.tuning.cluster import Job, PolicySettings, Running, State
 
 NODE = [device.name for device in cluster(1)]
 LINEAR = Table(tuple(float(n) for n in range(1, 65)))

@@ -10,8 +10,8 @@ from elastic_jobs import Amdahl, cluster, job
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlrover.planner.cluster import Job
-from lightning_dlrover.planner.cluster.elastic.placement import place
+from lightning_dlrover.pool.placement import place
+from lightning_dlrover.tuning.cluster import Job
 
 NODES = {device.name: device.node for device in cluster(8)}
 

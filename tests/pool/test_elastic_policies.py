@@ -11,9 +11,9 @@ from elastic_jobs import GB, Amdahl, check_allocation, cluster, job, numbers, ru
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from lightning_dlrover.planner.cluster import Job, PolicySettings, Profile, Running, State
-from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES, make_elastic
-from lightning_dlrover.planner.cluster.simulator import Arrival, simulate
+from lightning_dlrover.lab.simulate.simulator import Arrival, simulate
+from lightning_dlrover.pool.policies import ELASTIC_POLICIES, make_elastic
+from lightning_dlrover.tuning.cluster import Job, PolicySettings, Profile, Running, State
 
 PREEMPTING = [name for name, policy in ELASTIC_POLICIES.items() if policy.preempts]
 

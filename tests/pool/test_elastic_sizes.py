@@ -9,11 +9,10 @@ import numpy as np
 from elastic_jobs import GB, Amdahl, cluster, job, numbers, running
 from numpy.typing import NDArray
 
-from lightning_dlrover.planner.cluster import Profile, State
-from lightning_dlrover.planner.cluster.elastic import make_elastic
-from lightning_dlrover.planner.cluster.elastic.speeds import SpeedTables
-from lightning_dlrover.planner.cluster.scaling import Speeds
-from lightning_dlrover.planner.space import ALL_SIZES_UP_TO, sizes_to_consider
+from lightning_dlrover.pool.allocation import SpeedTables
+from lightning_dlrover.pool.policies import make_elastic
+from lightning_dlrover.tuning.cluster import Profile, Speeds, State
+from lightning_dlrover.tuning.plan import ALL_SIZES_UP_TO, sizes_to_consider
 
 TWO_KINDS = {"gpu": Profile(GB, 2.0), "old": Profile(GB, 1.0)}
 

@@ -9,12 +9,11 @@ import time
 import pytest
 from waiting import eventually
 
-from lightning_dlrover.brain.gpus import GpuClaims
-from lightning_dlrover.brain.ticket import PoolTicket
-from lightning_dlrover.components.targets.machine.shares import MachineShares
+from lightning_dlrover.components.targets.machine import MachineShares
 from lightning_dlrover.components.targets.target import NodeSize, NotTakenError
+from lightning_dlrover.pool.admission import GpuClaims, PoolTicket
+from lightning_dlrover.pool.view import MemberRecord, PoolKeys
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.job.pool_records import MemberRecord, PoolKeys
 from lightning_dlrover.rdzv.job.records import Keys
 
 

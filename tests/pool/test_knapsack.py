@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlrover.planner.cluster.elastic.knapsack import best_columns, by_hulls, exactly
-from lightning_dlrover.planner.cluster.elastic.sia import solved
+from lightning_dlrover.pool.allocation import best_columns, by_hulls, exactly
+from lightning_dlrover.pool.policies import solved
 
 
 def total(values: np.ndarray, columns: np.ndarray) -> float:

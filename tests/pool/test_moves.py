@@ -7,12 +7,9 @@ from dataclasses import astuple, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlrover.planner.cluster.elastic import ELASTIC_POLICIES
-from lightning_dlrover.planner.cluster.pool.elastic_policy import elastic_divider
-from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, Rate, held_by
-from lightning_dlrover.planner.cluster.pool.moves import next_moves
-from lightning_dlrover.planner.cluster.pool.resources import Resources
-from lightning_dlrover.planner.cluster.pool.sizes import Divider, wanted_sizes
+from lightning_dlrover.pool.budget import Divider, PoolJob, Rate, Resources, held_by, next_moves, wanted_sizes
+from lightning_dlrover.pool.decisions import elastic_divider
+from lightning_dlrover.pool.policies import ELASTIC_POLICIES
 
 MAX_WAIT_S = 100.0
 DIVIDERS = {name: elastic_divider(name, MAX_WAIT_S) for name in ELASTIC_POLICIES if name != "pollux"}

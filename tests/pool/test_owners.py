@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool_of_owners import Flood, PoolOfOwners
 
-from lightning_dlrover.brain.decisions import Rules, choose
-from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, Rate
-from lightning_dlrover.planner.cluster.pool.owners import Owners, queue_in_order, weighed
-from lightning_dlrover.planner.cluster.pool.resources import Resources
+from lightning_dlrover.pool.budget import Owners, PoolJob, Rate, Resources, queue_in_order, weighed
+from lightning_dlrover.pool.decisions import Rules, choose
 
 CORE = Resources(1.0)
 LONGEST_S = 10

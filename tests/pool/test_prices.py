@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlrover.planner.cluster.elastic.knapsack import exactly
-from lightning_dlrover.planner.cluster.elastic.prices import prices
+from lightning_dlrover.pool.allocation import exactly, prices
 
 
 def everywhere(speeds: np.ndarray) -> np.ndarray:

@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 from elastic_jobs import Table, cluster, job
 
-from lightning_dlrover.planner.cluster import PolicySettings
-from lightning_dlrover.planner.cluster.elastic import make_elastic
-from lightning_dlrover.planner.cluster.elastic.hesrpt import EXPONENT
-from lightning_dlrover.planner.cluster.elastic_jobs import Cluster, elastic_workload
-from lightning_dlrover.planner.cluster.elastic_run import run_elastic
-from lightning_dlrover.planner.cluster.measured_speeds import read_applications
-from lightning_dlrover.planner.cluster.simulator import Arrival, simulate
-from lightning_dlrover.planner.cluster.workloads import read_submissions
+from lightning_dlrover.lab.simulate.knowledge import run_elastic
+from lightning_dlrover.lab.simulate.simulator import Arrival, Cluster, elastic_workload, simulate
+from lightning_dlrover.lab.simulate.traces import read_applications, read_submissions
+from lightning_dlrover.pool.allocation import EXPONENT
+from lightning_dlrover.pool.policies import make_elastic
+from lightning_dlrover.tuning.cluster import PolicySettings
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("DLROVER_SHARED_DATA", ROOT.parent / "shared" / "data"))
 WORKLOAD = DATA / "job_traces" / "pollux" / "workload-1.csv"
 

@@ -8,12 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlrover.planner.cluster.pool.elastic_policy import elastic_divider
-from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, Rate
-from lightning_dlrover.planner.cluster.pool.owners import Owners
-from lightning_dlrover.planner.cluster.pool.resources import UNLIMITED, Resources
-from lightning_dlrover.planner.cluster.pool.sizes import wanted_sizes, why_never
-from lightning_dlrover.planner.cluster.pool.waits import queue_of
+from lightning_dlrover.pool.budget import UNLIMITED, Owners, PoolJob, Rate, Resources, queue_of, wanted_sizes, why_never
+from lightning_dlrover.pool.decisions import elastic_divider
 
 CORE = Resources(1.0)
 MAX_WAIT_S = 100.0

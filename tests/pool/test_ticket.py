@@ -11,15 +11,15 @@ from collections.abc import Iterator
 import pytest
 from waiting import eventually
 
-from lightning_dlrover.brain.brain import Brain, PoolTimeouts
-from lightning_dlrover.brain.decisions import Rules
-from lightning_dlrover.brain.ticket import PoolTicket, TicketError, member_key
-from lightning_dlrover.planner.cluster.pool.resources import Resources
+from lightning_dlrover.pool.admission import PoolTicket, TicketError, member_key
+from lightning_dlrover.pool.brain import Brain, PoolTimeouts
+from lightning_dlrover.pool.budget import Resources
+from lightning_dlrover.pool.decisions import Rules
+from lightning_dlrover.pool.view import BrainRecord, GrantRecord, MemberRecord, PoolKeys
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.journal import readable
-from lightning_dlrover.rdzv.job.pool_records import BrainRecord, GrantRecord, MemberRecord, PoolKeys
 from lightning_dlrover.rdzv.job.records import AgentRecord, Keys, NodesRecord, PlanRecord, encode
 
 QUICK = PoolTimeouts(settle_s=0.0, gone_s=0.1)

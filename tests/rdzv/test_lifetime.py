@@ -11,13 +11,9 @@ from torchrun_agent import Agent
 from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.operations import Put
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.job.records import (
-    HISTORY_TTL_S,
-    Keys,
-)
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, Put
+from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, Keys
 
 StartAgent = Callable[..., Agent]
 
@@ -54,7 +50,7 @@ def left(client: EtcdClient, keys: Keys) -> set[str]:
 
 def assert_bounded(client: EtcdClient, keys: Keys, ttl_s: float) -> None:
     """Assert that all keys have one lease of the requested length, which no process refreshes any more."""
-    from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
+    from lightning_dlrover.rdzv.etcd.connection import etcdrpc
 
     (lease_id,) = {entry.lease_id for entry in client.get_prefix(keys.root)[1]}
     lease = client.caller.call("look at a lease", "Lease", "LeaseTimeToLive", etcdrpc.LeaseTimeToLiveRequest(ID=lease_id))

@@ -15,12 +15,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from torchrun_agent import Agent
 from waiting import eventually
 
-from lightning_dlrover.rdzv.agents.handler import create_backend
+from lightning_dlrover.rdzv.agents.rendezvous import create_backend
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.connection import etcdrpc
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError
 from lightning_dlrover.rdzv.job.records import Keys
 
 StartAgent = Callable[..., Agent]

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from waiting import eventually
 
-from lightning_dlrover.rdzv.agents.handler import create_backend
+from lightning_dlrover.rdzv.agents.rendezvous import create_backend
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import Keys

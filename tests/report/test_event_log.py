@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, encode
-from lightning_dlrover.report.event_log import EventLog, read_event_file
+from lightning_dlrover.report.status import EventLog, read_event_file
 
 
 def test_resumed_controller_keeps_events_that_etcd_has_dropped(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:

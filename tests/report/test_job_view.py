@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from waiting import eventually
 
-from lightning_dlrover.cli.run_folder import run_folder
+from lightning_dlrover.cli.run import run_folder
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError
 from lightning_dlrover.rdzv.job.records import (
     AgentRecord,
     ControllerRecord,
@@ -25,8 +25,17 @@ from lightning_dlrover.rdzv.job.records import (
     WorkerRecord,
     encode,
 )
-from lightning_dlrover.report.event_log import EventLog, JobNotFoundError, read_event_file
-from lightning_dlrover.report.status import JobPlace, connect_to_job, find_job, read_job, read_nodes, show_status
+from lightning_dlrover.report.status import (
+    EventLog,
+    JobNotFoundError,
+    JobPlace,
+    connect_to_job,
+    find_job,
+    read_event_file,
+    read_job,
+    read_nodes,
+    show_status,
+)
 
 
 @pytest.fixture(autouse=True)

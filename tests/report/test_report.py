@@ -15,19 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 
-from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.planner.plan import Candidate, Decision, Settings
 from lightning_dlrover.rdzv.job.records import EventRecord
-from lightning_dlrover.report.explain import explain_text
-from lightning_dlrover.report.page import (
-    summary_text,
-    write_report,
-)
-from lightning_dlrover.report.pictures import plans_picture, step_parts_picture, throughput_picture
-from lightning_dlrover.report.timeline import (
-    outcome_of,
-    timeline_of,
-)
+from lightning_dlrover.report.page import plans_picture, step_parts_picture, summary_text, throughput_picture, write_report
+from lightning_dlrover.report.timeline import explain_text, outcome_of, timeline_of
+from lightning_dlrover.tuning.plan import Candidate, Decision, Settings
+from lightning_dlrover.tuning.samples import StepProfile
 
 PACKAGE = Path(__file__).resolve().parents[2] / "lightning_dlrover"
 

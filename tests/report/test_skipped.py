@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dlrover.rdzv.job.events import RowsSkipped, StreamOpened, record_of
-from lightning_dlrover.report.skipped import described_skipped, merged, shown_ranges, skipped_rows
+from lightning_dlrover.report.streams import described_skipped, merged, shown_ranges, skipped_rows
 
 OPENED = StreamOpened(
     *(1, 0, "parquet('train')", "/", 2, 100, "digest", 13, 13, False),

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from lightning_dlrover.report.text_table import text_table
+from lightning_dlrover.output import text_table
 
 
 def test_columns_are_as_wide_as_their_longest_cell() -> None:

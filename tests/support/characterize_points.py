@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_dlrover.characterize.point import PARTS, Point, Visit
-from lightning_dlrover.characterize.studies import Scope
+from lightning_dlrover.lab.characterize.points import PARTS, Point, Scope, Visit
 
 SCOPE = Scope("quick", "cpu", cores=2, memory_bytes=16 << 30, has_torchrec=True, has_pyarrow=True)
 

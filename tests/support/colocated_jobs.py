@@ -9,18 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules, end_former
-from lightning_dlrover.colocate.jobs_file import JobSpec
-from lightning_dlrover.colocate.journal import Journal
-from lightning_dlrover.colocate.knowledge import Knowledge
-from lightning_dlrover.colocate.places import LocalDevice
-from lightning_dlrover.colocate.schedule import Scheduler
+from lightning_dlrover.colocate.journal import JobSpec, Journal
+from lightning_dlrover.colocate.scheduler import Knowledge, Scheduler
+from lightning_dlrover.colocate.tenants import LocalDevice
 
 MIB = 1 << 20
 
 SEATED = textwrap.dedent(
     """
     import dataclasses, os, sys, time
-    from lightning_dlrover.observe.admission_client import AdmissionClient, AdmissionReport
+    from lightning_dlrover.colocate.admission_client import AdmissionClient, AdmissionReport
     estimate_mib, used_mib, steps, step_s = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
     seat = AdmissionClient.from_environment(os.environ, 0)
     gpu = int(os.environ.get("GPU_ESTIMATE_MIB", 0)) << 20, int(os.environ.get("GPU_MIB", 0)) << 20

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_dlrover.rdzv.etcd.caller import Caller
-from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
+from lightning_dlrover.rdzv.etcd.connection import Caller
+from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError
 
 Action = Literal["kill", "stop", "delay", "fail", "lose"]
 ACTIONS: tuple[Action, ...] = ("kill", "stop", "delay", "fail", "lose")

@@ -26,7 +26,7 @@ from warm_tree import run_program
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.job.records import EventRecord
-from lightning_dlrover.report.event_log import read_event_file
+from lightning_dlrover.report.status import read_event_file
 
 T = TypeVar("T")
 

@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from waiting import eventually
 
-import lightning_dlrover.rdzv.agents.handler  # noqa: F401 - as above
+import lightning_dlrover.rdzv.agents.rendezvous  # noqa: F401 - as above
 
 _NURSE = "import elastic_agents, frozen_heap; elastic_agents._nurse"
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.planner.cluster import Allocation, Device, Job, Profile, Running, State
-from lightning_dlrover.planner.cluster.scaling import Speeds
+from lightning_dlrover.tuning.cluster import Allocation, Device, Job, Profile, Running, Speeds, State
 
 GB = 10**9
 

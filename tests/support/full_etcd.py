@@ -11,11 +11,10 @@ from pathlib import Path
 from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.errors import EtcdFullError
-from lightning_dlrover.rdzv.etcd.inspection import alarms_of
+from lightning_dlrover.rdzv.etcd.connection import etcdrpc
+from lightning_dlrover.rdzv.etcd.health import alarms_of
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, find_binary
-from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdFullError
 
 OTHERS = "/others/"
 """Folder of keys that fill an etcd."""

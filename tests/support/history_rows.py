@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_dlrover.learn.history import JobEntry
-from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.planner.plan import Candidate, Decision, Settings
-from lightning_dlrover.planner.warm_start import Descriptor
+from lightning_dlrover.tuning.candidates import Descriptor
+from lightning_dlrover.tuning.history import JobEntry
+from lightning_dlrover.tuning.plan import Candidate, Decision, Settings
+from lightning_dlrover.tuning.samples import StepProfile
 
 SETTINGS = Settings(1, 0, 1, 0)
 DESCRIPTOR = Descriptor(1e6, 4e6, 0.0, 0.0, 512.0, "cpu", 4.0)

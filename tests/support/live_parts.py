@@ -9,12 +9,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover import DLRoverStrategy
-from lightning_dlrover.live.position import Position
+from lightning_dlrover.live.order import Position
 from lightning_dlrover.live.replica import Replica
 from lightning_dlrover.live.training import LiveTraining
-from lightning_dlrover.observe.pulse import OwnClock
 from lightning_dlrover.rdzv.job.records import RoundRecord
-from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
+from lightning_dlrover.rdzv.membership.member import Formation, RoundEndedError
+from lightning_dlrover.tuning.health import OwnClock
 
 BETWEEN = Position(updates=5, batch=5, in_step=False, collective=0, validation=0, at_boundary=True)
 INSIDE = Position(updates=5, batch=5, in_step=True, collective=0, validation=0, at_boundary=False)

@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_dlrover.rdzv.group import backends
-from lightning_dlrover.rdzv.group.torch_names import Store
+from lightning_dlrover.rdzv.transport import process_groups
+from lightning_dlrover.rdzv.transport.torch_names import Store
 
 NAME = "stand_in"
 
@@ -81,7 +81,7 @@ def install(quirks: Quirks) -> None:
     _quirks = quirks
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, StandIn, devices=["cpu"])
-        backends.register(NAME, backends.Traits(is_asynchronous=True, is_abortable=True))
+        process_groups.register(NAME, process_groups.Traits(is_asynchronous=True, is_abortable=True))
     torch.cpu.synchronize = synchronize
 
 

@@ -7,11 +7,10 @@ import time
 from collections.abc import Mapping
 from types import TracebackType
 
-from lightning_dlrover.brain.seen import num_alive
+from lightning_dlrover.pool.view import num_alive
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.etcd.operations import KeyValue
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, KeyValue
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, Keys
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from lightning_dlrover.planner.plan import Candidate, Decision, Settings
+from lightning_dlrover.pool.view import GrantRecord, MemberRecord, PoolKeys
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.events import DecisionMade, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable
-from lightning_dlrover.rdzv.job.pool_records import GrantRecord, MemberRecord, PoolKeys
 from lightning_dlrover.rdzv.job.records import AgentRecord, Keys, PlanRecord, encode
+from lightning_dlrover.tuning.plan import Candidate, Decision, Settings
 
 GLOBAL_BATCH = 64
 

@@ -6,9 +6,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from lightning_dlrover.brain.decisions import Rules, choose
-from lightning_dlrover.planner.cluster.pool.jobs import PoolJob, Rate
-from lightning_dlrover.planner.cluster.pool.resources import Resources
+from lightning_dlrover.pool.budget import PoolJob, Rate, Resources
+from lightning_dlrover.pool.decisions import Rules, choose
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_dlrover.live.data_fingerprint import are_same_row, described_row
+from lightning_dlrover.live.data_agreement import are_same_row, described_row
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.order import Unconnected
-from lightning_dlrover.live.sequence_order import SequenceSettings
+from lightning_dlrover.live.order import SequenceSettings, Unconnected
 
 SETTINGS = SequenceSettings(describe=described_row, are_alike=are_same_row)
 

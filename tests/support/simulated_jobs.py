@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
-from lightning_dlrover.planner.plan import Decision, Settings
-from lightning_dlrover.planner.plan_request import PlanRequest
-from lightning_dlrover.planner.space import Limits, tunable_axes
+from lightning_dlrover.tuning.candidates import PlanRequest
+from lightning_dlrover.tuning.plan import Decision, Limits, Settings, tunable_axes
+from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
 
 Planner = Callable[[PlanRequest, Limits, int], Decision]
 

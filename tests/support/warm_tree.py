@@ -42,7 +42,7 @@ PADDING = "padding_" * 1024
 SAME = ("PYTHONPATH", "OMP_NUM_THREADS", "PYTHONHOME", "LD_PRELOAD", "LD_LIBRARY_PATH")
 """Variables that an interpreter reads when it starts, or torch when it is imported."""
 
-IMPORTS = ("torch.distributed.run", "lightning_dlrover.components.node", "lightning_dlrover.rdzv.agents.handler")
+IMPORTS = ("torch.distributed.run", "lightning_dlrover.components.node", "lightning_dlrover.rdzv.agents.rendezvous")
 """Modules that every node of a job imports."""
 
 CLONE_PARENT, CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.tuning.samples import StepProfile
 
 MIB = 2**20
 

@@ -29,8 +29,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr
 from worker_pool import Worker
 
 from lightning_dlrover.tables.exchange import exchange
-from lightning_dlrover.tables.layout import plan_moves
-from lightning_dlrover.tables.placement import Plan, layout_of, plan_from_dict, plan_to_dict, replan
+from lightning_dlrover.tables.layout import Plan, layout_of, plan_from_dict, plan_moves, plan_to_dict, replan
 from lightning_dlrover.tables.sharded import ShardedTables
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 
@@ -187,7 +186,7 @@ def play_first_weights(worker: Worker, case: WeightsCase) -> list[str]:
 
 def play_outside_of_a_job(worker: Worker, case: WeightsCase) -> list[str]:
     """Build the tables as under Lightning's plain DDP; return what differs from the first worker's weights."""
-    from lightning_dlrover.live.tables_of_trainer import TablesOfTrainer, TablesSettings
+    from lightning_dlrover.live.checkpoints import TablesOfTrainer, TablesSettings
 
     members = case.worlds[0]
     if worker.name not in members:

@@ -23,25 +23,16 @@ from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr
 from worker_pool import WORKERS, Worker
 
 from lightning_dlrover.tables import exchange as exchange_module
-from lightning_dlrover.tables import torchrec_parts as parts_module
-from lightning_dlrover.tables.block import (
-    Block,
-    part_of,
-)
-from lightning_dlrover.tables.exchange import (
-    ExchangeStats,
-    exchange,
-)
+from lightning_dlrover.tables import torchrec_adapter as parts_module
+from lightning_dlrover.tables.exchange import Block, ExchangeStats, exchange, part_of
 from lightning_dlrover.tables.layout import (
+    Plan,
     Region,
     Shard,
-    plan_moves,
-)
-from lightning_dlrover.tables.placement import (
-    Plan,
     TablePlan,
     layout_of,
     plan_from_dict,
+    plan_moves,
     plan_to_dict,
     replan,
 )

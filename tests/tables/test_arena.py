@@ -10,10 +10,7 @@ import psutil
 import pytest
 import torch
 
-from lightning_dlrover.tables.arena import (
-    HUGE_PAGE,
-    Arena,
-)
+from lightning_dlrover.tables.exchange import HUGE_PAGE, Arena
 
 MIB = 1 << 20
 SIZE = 64 * MIB

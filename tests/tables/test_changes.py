@@ -10,17 +10,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_dlrover.tables.block import Block
+from lightning_dlrover.tables.exchange import Block
 from lightning_dlrover.tables.layout import Region
-from lightning_dlrover.tables.snapshot import (
+from lightning_dlrover.tables.snapshot_store import (
     PartHeader,
     SnapshotError,
+    SnapshotStore,
     changes_of,
     part_header,
     put_changes,
     size_of_changes,
 )
-from lightning_dlrover.tables.snapshot_store import SnapshotStore
 
 ROWS, COLS = 50, 4
 REGION = Region(0, ROWS, 0, COLS)

@@ -22,11 +22,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.optim import RowWiseAdagrad
 
-from lightning_dlrover.tables.checkpoint import (
-    CheckpointError,
-    load_tables,
-    save_tables,
-)
+from lightning_dlrover.tables.checkpoint import CheckpointError, load_tables, save_tables
 from lightning_dlrover.tables.sharded import ShardedTables
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowWiseAdagrad}

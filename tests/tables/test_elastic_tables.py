@@ -15,13 +15,10 @@ import torch
 
 from lightning_dlrover.rdzv.job.events import Event, SnapshotLost
 from lightning_dlrover.tables import elastic as module
-from lightning_dlrover.tables.block import Block
-from lightning_dlrover.tables.elastic import (
-    ElasticTables,
-)
+from lightning_dlrover.tables.elastic import ElasticTables
+from lightning_dlrover.tables.exchange import Block
 from lightning_dlrover.tables.layout import Region
-from lightning_dlrover.tables.snapshot import part_header
-from lightning_dlrover.tables.snapshot_store import SnapshotStore
+from lightning_dlrover.tables.snapshot_store import SnapshotStore, part_header
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 

@@ -10,16 +10,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_dlrover.tables import exchange as module
-from lightning_dlrover.tables.block import Block
-from lightning_dlrover.tables.exchange import (
-    ExchangeStats,
-    exchange,
-)
-from lightning_dlrover.tables.layout import (
-    Region,
-    Shard,
-    plan_moves,
-)
+from lightning_dlrover.tables.exchange import Block, ExchangeStats, exchange
+from lightning_dlrover.tables.layout import Region, Shard, plan_moves
 
 WORKERS = ["a", "b"]
 ROWS, COLS = 300, 8

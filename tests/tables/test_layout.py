@@ -11,14 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlrover.tables.layout import (
-    LayoutError,
-    Move,
-    Region,
-    Shard,
-    least_bytes,
-    plan_moves,
-)
+from lightning_dlrover.tables.layout import LayoutError, Move, Region, Shard, least_bytes, plan_moves
 
 quick = settings(deadline=None, max_examples=50)  # no deadline, because the machine may be busy
 WORKERS = ["w0", "w1", "w2", "w3", "w4"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlrover.tables.neighbours import others
+from lightning_dlrover.tables.snapshots import others
 
 layouts = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 

@@ -19,22 +19,11 @@ from waiting import eventually
 
 from lightning_dlrover.tables import elastic as elastic_module
 from lightning_dlrover.tables import persist as module
-from lightning_dlrover.tables.block import Block
-from lightning_dlrover.tables.elastic import (
-    ElasticTables,
-)
+from lightning_dlrover.tables.elastic import ElasticTables
+from lightning_dlrover.tables.exchange import Block
 from lightning_dlrover.tables.layout import Region
-from lightning_dlrover.tables.persist import (
-    NUM_KEPT,
-    Persister,
-    keep_newest,
-    persist,
-)
-from lightning_dlrover.tables.snapshot import (
-    newest_complete,
-    part_header,
-)
-from lightning_dlrover.tables.snapshot_store import SnapshotStore
+from lightning_dlrover.tables.persist import NUM_KEPT, Persister, keep_newest, persist
+from lightning_dlrover.tables.snapshot_store import SnapshotStore, newest_complete, part_header
 from lightning_dlrover.tables.snapshots import SnapshotConfig, Snapshots
 
 

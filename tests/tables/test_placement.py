@@ -11,18 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlrover.tables.layout import (
-    Region,
-    Shard,
-    plan_moves,
-)
-from lightning_dlrover.tables.placement import (
     TOLERANCE,
     WHOLE_KINDS,
     Plan,
     PlanError,
+    Region,
+    Shard,
     TablePlan,
     layout_of,
     plan_from_dict,
+    plan_moves,
     plan_to_dict,
     replan,
 )

@@ -20,11 +20,7 @@ from torchrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, Keyed
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.optim import RowWiseAdagrad
 
-from lightning_dlrover.tables.layout import (
-    Region,
-    Shard,
-)
-from lightning_dlrover.tables.placement import PlanError
+from lightning_dlrover.tables.layout import PlanError, Region, Shard
 from lightning_dlrover.tables.sharded import ShardedTables
 
 ROWS = {"a": 200, "b": 77, "c": 30, "d": 50, "e": 90}
@@ -89,7 +85,7 @@ def test_kernels_of_a_new_build_count_from_0_until_their_counters_are_set(tables
 
 
 def test_changed_rows_are_noted_and_hardly_any_other(tables: ShardedTables, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_dlrover.tables.touched.MAX_CHANGED", 1.0)
+    monkeypatch.setattr("lightning_dlrover.tables.sharded.MAX_CHANGED", 1.0)
     touched = tables.track()
     for step in range(6):
         moment = step % 2
@@ -135,7 +131,7 @@ def test_before_a_moment_nothing_is_known(tables: ShardedTables) -> None:
 
 
 def test_rows_are_not_tracked_where_most_of_a_table_is_trained(tables: ShardedTables, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_dlrover.tables.touched.NUM_NOTED", 4)
+    monkeypatch.setattr("lightning_dlrover.tables.sharded.NUM_NOTED", 4)
     touched = tables.track()
     (block,) = (b for b in tables.blocks() if b.table == "tables.b" and b.what == "weight")
     most = list(range(ROWS["b"] // 2))

@@ -18,21 +18,21 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_dlrover.rdzv.job.folders import JOB_FILE, remove_snapshots
 from lightning_dlrover.rdzv.job.records import Keys
-from lightning_dlrover.rdzv.job.snapshot_folders import JOB_FILE, remove_snapshots
-from lightning_dlrover.tables.block import Block
 from lightning_dlrover.tables.elastic import ElasticTables
+from lightning_dlrover.tables.exchange import Block
 from lightning_dlrover.tables.layout import Region
 from lightning_dlrover.tables.persist import persist
-from lightning_dlrover.tables.snapshot import (
+from lightning_dlrover.tables.snapshot_store import (
     Part,
     PartHeader,
     PartWriter,
     SnapshotError,
+    SnapshotStore,
     newest_complete,
     part_header,
 )
-from lightning_dlrover.tables.snapshot_store import SnapshotStore
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 JOB = "/dlrover/job"

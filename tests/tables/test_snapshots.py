@@ -21,15 +21,14 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroupGloo
 
 from lightning_dlrover.rdzv.job.events import Event, SnapshotCompleted, SnapshotFailed
+from lightning_dlrover.rdzv.job.folders import short
 from lightning_dlrover.rdzv.job.records import SnapshotRecord
-from lightning_dlrover.rdzv.job.snapshot_folders import short
-from lightning_dlrover.tables import snapshot as snapshot_module
+from lightning_dlrover.tables import snapshot_store as snapshot_module
 from lightning_dlrover.tables import snapshot_store as store_module
 from lightning_dlrover.tables import snapshots as module
-from lightning_dlrover.tables.block import Block
+from lightning_dlrover.tables.exchange import Block
 from lightning_dlrover.tables.layout import Region
-from lightning_dlrover.tables.snapshot import SnapshotError, part_header
-from lightning_dlrover.tables.snapshot_store import SnapshotStore
+from lightning_dlrover.tables.snapshot_store import SnapshotError, SnapshotStore, part_header
 from lightning_dlrover.tables.snapshots import SnapshotConfig, Snapshots
 
 ROWS = 100_000

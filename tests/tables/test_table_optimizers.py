@@ -23,11 +23,8 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.optim import RowWiseAdagrad
 
 from lightning_dlrover import DLRoverStrategy
-from lightning_dlrover.checks.script import UnsupportedScriptError
-from lightning_dlrover.tables.optimizers import (
-    TableOptimizerError,
-    in_backward,
-)
+from lightning_dlrover.checks import UnsupportedScriptError
+from lightning_dlrover.tables.torchrec_adapter import TableOptimizerError, in_backward
 
 ROWS = {"a": 40, "b": 23}
 

@@ -15,8 +15,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 
 from lightning_dlrover.private_names import missing_names
-from lightning_dlrover.tables.torchrec_build import one_worker_per_node, patched
-from lightning_dlrover.tables.torchrec_parts import NAMES
+from lightning_dlrover.tables.torchrec_adapter import NAMES, one_worker_per_node, patched
 
 
 def test_torchrec_has_the_names() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dlrover.observe.resources import MemoryWatch
+from lightning_dlrover.tuning.resources import MemoryWatch
 
 WIDTH, NUM_LAYERS, SAMPLE_FLOATS, EMBEDDING_DIM = 1024, 8, 12_288, 64
 NUM_STEPS = 3

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lightning_dlrover.perf.allocators import CudaCache, Event, Footprint
+from lightning_dlrover.tuning.memory import CudaCache, Event, Footprint
 
 MIB = 1 << 20
 

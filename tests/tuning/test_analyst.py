@@ -15,25 +15,15 @@ import pytest
 from simulated_jobs import Truth, input_bound, window
 from waiting import eventually
 
-from lightning_dlrover.learn.analyst import Analyst
-from lightning_dlrover.learn.autotuner import WINDOWS_PER_DECISION, TuningConfig
-from lightning_dlrover.learn.plan_writer import PATIENCE_WITH_A_PLAN_S
-from lightning_dlrover.perf import StepTimeModel
-from lightning_dlrover.planner.objective import Objective, Prices
-from lightning_dlrover.planner.plan import Decision, Settings
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.job.records import (
-    ControllerRecord,
-    EventRecord,
-    JobRecord,
-    Keys,
-    PlanRecord,
-    encode,
-)
-from lightning_dlrover.rdzv.live.admission import MembershipConfig
-from lightning_dlrover.rdzv.live.membership import Membership
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
+from lightning_dlrover.rdzv.job.records import ControllerRecord, EventRecord, JobRecord, Keys, PlanRecord, encode
+from lightning_dlrover.rdzv.membership.membership import Membership, MembershipConfig
+from lightning_dlrover.tuning import StepTimeModel
+from lightning_dlrover.tuning.analyst import PATIENCE_WITH_A_PLAN_S, Analyst
+from lightning_dlrover.tuning.autotuner import WINDOWS_PER_DECISION, TuningConfig
+from lightning_dlrover.tuning.plan import Decision, Objective, Prices, Settings
 
 START = Settings(1, 0, 1, 0)
 TRUTH = input_bound(4)

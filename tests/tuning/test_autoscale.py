@@ -28,22 +28,22 @@ from simulated_jobs import (
     window,
 )
 
-from lightning_dlrover.perf import MemoryModel, StepTimeModel
-from lightning_dlrover.perf.memory_model import GPU_TERMS, on_gpu
-from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.planner.autoscale import (
-    expected_improvement,
-    plan,
+from lightning_dlrover.tuning import MemoryModel, StepTimeModel
+from lightning_dlrover.tuning.autoscale import expected_improvement, give_up_above_s, has_failed, plan
+from lightning_dlrover.tuning.candidates import PASS_COST, PlanRequest, Rules
+from lightning_dlrover.tuning.memory import GPU_TERMS, on_gpu
+from lightning_dlrover.tuning.plan import (
+    Aim,
+    Decision,
+    Limits,
+    Objective,
+    Prices,
+    Settings,
+    all_settings,
+    configuration,
+    why_not,
 )
-from lightning_dlrover.planner.candidates import PASS_COST
-from lightning_dlrover.planner.objective import Aim, Objective, Prices
-from lightning_dlrover.planner.plan import Decision, Settings
-from lightning_dlrover.planner.plan_request import (
-    PlanRequest,
-    Rules,
-)
-from lightning_dlrover.planner.space import Limits, all_settings, configuration, why_not
-from lightning_dlrover.planner.trial import give_up_above_s, has_failed
+from lightning_dlrover.tuning.samples import StepProfile
 
 ONE = Settings(1, 0, 1, 0)
 TRACES = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data")) / "step_traces"

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 import pytest
 from simulated_jobs import Truth, input_bound, window
 
-from lightning_dlrover.learn.autotuner import WINDOWS_PER_DECISION, Autotuner, JobFacts, Proposal, TuningConfig
-from lightning_dlrover.learn.job_memory import JobMemory
-from lightning_dlrover.learn.plan_writer import merged_plan, proposed_plan
-from lightning_dlrover.planner.objective import Objective, Prices
-from lightning_dlrover.planner.plan import Decision, Outcome, Settings
-from lightning_dlrover.planner.warm_start import PastJob, descriptor_of
 from lightning_dlrover.rdzv.job.records import JobRecord, NodesRecord, PlanRecord
+from lightning_dlrover.tuning.analyst import merged_plan, proposed_plan
+from lightning_dlrover.tuning.autotuner import WINDOWS_PER_DECISION, Autotuner, JobFacts, Proposal, TuningConfig
+from lightning_dlrover.tuning.candidates import PastJob, descriptor_of
+from lightning_dlrover.tuning.history import JobMemory
+from lightning_dlrover.tuning.plan import Decision, Objective, Outcome, Prices, Settings
 
 START = Settings(1, 0, 1, 0)
 TRUTH = input_bound(4)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 
-from lightning_dlrover.learn.decision_log import REPEAT_EVERY_S, DecisionLog
-from lightning_dlrover.learn.write_budget import DECISIONS
-from lightning_dlrover.planner.plan import Candidate, Decision, Settings
+from lightning_dlrover.tuning.plan import Candidate, Decision, Settings
+from lightning_dlrover.tuning.profile_log import DECISIONS, REPEAT_EVERY_S, DecisionLog
 
 ONE, TWO = Settings(1, 0, 1, 0), Settings(2, 0, 1, 0)
 NUM_BYTES = 6000

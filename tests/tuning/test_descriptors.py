@@ -9,12 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_dlrover.observe.descriptors import (
-    Descriptors,
-    ForwardWatch,
-    dense_gradient_bytes,
-    embedding_bytes,
-)
+from lightning_dlrover.tuning.profiler import Descriptors, ForwardWatch, dense_gradient_bytes, embedding_bytes
 
 SAMPLES = 6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_dlrover.observe.gpu_memory import CUDA_CONTEXT_BYTES, GpuPeak, gpu_bytes
+from lightning_dlrover.tuning.profiler import CUDA_CONTEXT_BYTES, GpuPeak, gpu_bytes
 
 GPU = torch.device("cuda")
 MIB = 1 << 20

@@ -12,15 +12,11 @@ import pytest
 from test_model import TRACES, needs_traces, window
 from test_traces import written
 
-from lightning_dlrover.perf import Columns, Population, StepTimeModel, configuration_of, population_of, shapes
-from lightning_dlrover.perf.__main__ import main
-from lightning_dlrover.perf.columns import windows_by_configuration
-from lightning_dlrover.perf.evaluation import evaluate
-from lightning_dlrover.perf.measured import Measured
-from lightning_dlrover.perf.prior import PhysicalPrior
-from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.perf.shapes import EXPOSED
-from lightning_dlrover.perf.traces import read_trace
+from lightning_dlrover.lab.evaluate import evaluate, main
+from lightning_dlrover.lab.simulate.traces import read_trace
+from lightning_dlrover.tuning import Columns, Population, StepTimeModel, configuration_of, population_of, prior
+from lightning_dlrover.tuning.prior import EXPOSED, PhysicalPrior
+from lightning_dlrover.tuning.samples import Measured, StepProfile, windows_by_configuration
 
 NAMES = ("ncf", "cifar10", "deepspeech2", "bert", "imagenet", "yolov3")
 
@@ -107,7 +103,7 @@ def test_computing_outside_of_the_backward_pass_hides_no_communication(monkeypat
     columns, measured = Columns.of([*groups]), Measured.of([*groups.values()], [1.0] * len(groups))
     errors = []
     for exposed in (0.0, EXPOSED):
-        monkeypatch.setattr(shapes, "EXPOSED", exposed)
+        monkeypatch.setattr(prior, "EXPOSED", exposed)
         predicted_s = PhysicalPrior.fit(columns, measured).step_time_s(columns)
         errors.append(np.abs(predicted_s / measured.step_s - 1).mean())
     assert errors[1] < 0.85 * errors[0]

@@ -20,18 +20,11 @@ import pytest
 from history_rows import DESCRIPTOR, decision, entry, window
 from sqlalchemy.event import listen
 
-from lightning_dlrover.learn.history import (
-    HistoryError,
-    JobHistory,
-    export_windows,
-    history_url,
-)
-from lightning_dlrover.learn.history_access import HistoryAccess
-from lightning_dlrover.perf import Population, StepTimeModel, configuration_of
-from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.planner.plan import Outcome, outcome
-from lightning_dlrover.planner.space import Limits
-from lightning_dlrover.planner.warm_start import suggest
+from lightning_dlrover.tuning import Population, StepTimeModel, configuration_of
+from lightning_dlrover.tuning.candidates import suggest
+from lightning_dlrover.tuning.history import HistoryAccess, HistoryError, JobHistory, export_windows, history_url
+from lightning_dlrover.tuning.plan import Limits, Outcome, outcome
+from lightning_dlrover.tuning.samples import StepProfile
 
 
 @pytest.fixture
@@ -103,7 +96,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {folder!r})
 from history_rows import entry, window, decision
-from lightning_dlrover.learn.history import JobHistory
+from lightning_dlrover.tuning.history import JobHistory
 history = JobHistory({url!r})
 name = sys.argv[1]
 for job in range(200 if name == "endless" else 8):

@@ -9,8 +9,7 @@ import pytest
 from windows import MIB
 from windows import memory_window as window
 
-from lightning_dlrover.perf.samples import StepProfile
-from lightning_dlrover.planner.memory_growth import (
+from lightning_dlrover.tuning.memory import (
     LEADS,
     GrowthSituation,
     MemoryForecast,
@@ -19,6 +18,7 @@ from lightning_dlrover.planner.memory_growth import (
     inherited_forecast,
     least_workers,
 )
+from lightning_dlrover.tuning.samples import StepProfile
 
 
 def growing(per_step_mib: float, num: int = 12, noise_mib: float = 3.0, seed: int = 0) -> list[StepProfile]:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lightning_dlrover.perf.memory_margin import DEFAULT_SHARE, MAX_RECORDS, MIN_SHARE, MemoryMargin
+from lightning_dlrover.tuning.memory import DEFAULT_SHARE, MAX_RECORDS, MIN_SHARE, MemoryMargin
 
 
 def test_margin_without_records_is_the_default() -> None:

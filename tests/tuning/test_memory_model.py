@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from test_model import window
 
-from lightning_dlrover.perf import MemoryModel, StepProfile, configuration_of
+from lightning_dlrover.tuning import MemoryModel, StepProfile, configuration_of
 
 MIB = 1 << 20
 TABLES = 768 * MIB

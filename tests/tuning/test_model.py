@@ -18,10 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlrover.perf.columns import Columns, configuration_of
-from lightning_dlrover.perf.model import StepTimeModel
-from lightning_dlrover.perf.prior import PhysicalPrior
-from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.tuning.prior import PhysicalPrior
+from lightning_dlrover.tuning.samples import Columns, StepProfile, configuration_of
+from lightning_dlrover.tuning.step_time import StepTimeModel
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "step_traces"
 needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason=f"no step-time traces in {TRACES}")
@@ -428,7 +427,7 @@ def test_fit_and_prediction_stay_within_their_times() -> None:
     program = """
 import time
 import test_model
-from lightning_dlrover.perf import Columns, StepTimeModel, configuration_of
+from lightning_dlrover.tuning import Columns, StepTimeModel, configuration_of
 samples = test_model.two_thousand_windows()
 StepTimeModel.fit(samples[:100])  # pays for the imports
 asked = Columns.of([configuration_of(s) for s in samples] * 50)

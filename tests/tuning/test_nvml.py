@@ -9,8 +9,8 @@ import pytest
 import torch
 from fake_nvml import FakeNvml, NVMLError_NotFound, use_gpu
 
-from lightning_dlrover.observe import nvml as nvml_module
-from lightning_dlrover.observe.nvml import BusyTime, handle_of, load_nvml
+from lightning_dlrover.tuning import nvml as nvml_module
+from lightning_dlrover.tuning.nvml import BusyTime, handle_of, load_nvml
 
 GPU = torch.device("cuda")
 MIB = 1 << 20

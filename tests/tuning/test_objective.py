@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from simulated_jobs import dense_heavy, window
 
-from lightning_dlrover.perf import configuration_of
-from lightning_dlrover.planner.objective import Objective, Prices, Resources, objective_from, parse_prices, resources_of
-from lightning_dlrover.planner.plan import Settings
+from lightning_dlrover.tuning import configuration_of
+from lightning_dlrover.tuning.plan import Objective, Prices, Resources, Settings, objective_from, parse_prices, resources_of
 
 PROFILE = window(dense_heavy(8), Settings(3, 1, 2, 2), random.Random(0), 0.0)
 

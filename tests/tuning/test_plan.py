@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlrover.planner.plan import Candidate, Decision, Settings, outcome
+from lightning_dlrover.tuning.plan import Candidate, Decision, Settings, outcome
 
 seconds = st.floats(1e-6, 1e6)
 some_settings = st.builds(Settings, st.integers(1, 64), st.integers(0, 8), st.integers(0, 16), st.integers(0, 8))

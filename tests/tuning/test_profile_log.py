@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 from windows import WINDOW
 
 from lightning_dlrover.codec import to_json
-from lightning_dlrover.learn.profile_log import (
+from lightning_dlrover.tuning.profile_log import (
+    FIRST_WINDOWS,
     LOG_EVERY_S,
     NUM_LOGGED_SINGLY,
+    PROFILES,
+    WINDOWS,
     PublishedProfile,
     WindowLog,
     merged,
     rounded,
+    stored_bytes,
 )
-from lightning_dlrover.learn.write_budget import FIRST_WINDOWS, PROFILES, WINDOWS, stored_bytes
-from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.tuning.samples import StepProfile
 
 
 def windows(count: int, **changes: float) -> list[StepProfile]:

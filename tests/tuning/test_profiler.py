@@ -12,16 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlrover.observe import profiler as profiler_module
-from lightning_dlrover.observe import resources, step_times
-from lightning_dlrover.observe.descriptors import Descriptors
-from lightning_dlrover.observe.profiler import (
-    Model,
-    ProfileKey,
-    StepProfiler,
-)
-from lightning_dlrover.observe.step_times import StepTimes
-from lightning_dlrover.perf.samples import STEP_PARTS, StepProfile
+from lightning_dlrover.tuning import profiler, resources
+from lightning_dlrover.tuning import profiler as profiler_module
+from lightning_dlrover.tuning.profiler import Descriptors, Model, ProfileKey, StepProfiler, StepTimes
+from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
 
 PLACE = ProfileKey(
     round_number=1,
@@ -47,7 +41,7 @@ class Bench:
         self.profiler = StepProfiler("worker", torch.device("cpu"), self.times)
 
     def use_clock(self, patch: pytest.MonkeyPatch) -> None:
-        for module in (profiler_module, step_times):
+        for module in (profiler_module, profiler):
             patch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now, time=lambda: self.now))
 
     def train(

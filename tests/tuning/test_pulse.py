@@ -15,16 +15,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dlrover.observe.pulse import (
-    NUM_SAID,
-    OwnClock,
-    OwnTime,
-    Pulse,
-    Throttling,
-)
-from lightning_dlrover.observe.step_times import StepTimes, marks_of
-from lightning_dlrover.rdzv.group import waits
-from lightning_dlrover.rdzv.group.aborts import wait_for_device
+from lightning_dlrover.rdzv.transport import waits
+from lightning_dlrover.rdzv.transport.process_groups import wait_for_device
+from lightning_dlrover.tuning.health import NUM_SAID, OwnClock, OwnTime, Pulse, Throttling
+from lightning_dlrover.tuning.profiler import StepTimes, marks_of
 
 SLOW_S = 0.3
 PARTS = ("forward", "backward", "collective")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from test_model import window
 
-from lightning_dlrover.perf import Columns, configuration_of
-from lightning_dlrover.perf.columns import Floats
-from lightning_dlrover.perf.residual_gp import MAX_CONFIGURATIONS, JobResidualGP, ResidualGP, Residuals, variances_of
+from lightning_dlrover.tuning import Columns, configuration_of
+from lightning_dlrover.tuning.population import MAX_CONFIGURATIONS, JobResidualGP, ResidualGP, Residuals, variances_of
+from lightning_dlrover.tuning.samples import Floats
 
 NONE = 1e-8
 BATCH_ERRORS = ResidualGP(np.array([0.1**2, NONE, NONE, NONE, NONE, NONE, NONE, 0.02**2, 0.02**2]))

@@ -18,8 +18,8 @@ import psutil
 import pytest
 from waiting import eventually
 
-from lightning_dlrover.observe import resources
-from lightning_dlrover.observe.resources import (
+from lightning_dlrover.tuning import resources
+from lightning_dlrover.tuning.resources import (
     MachineLoad,
     MemoryWatch,
     _BusyTimes,
@@ -28,7 +28,7 @@ from lightning_dlrover.observe.resources import (
     memory_limit_bytes,
     own_memory_limit_bytes,
 )
-from lightning_dlrover.perf.samples import AGENT_BYTES
+from lightning_dlrover.tuning.samples import AGENT_BYTES
 
 MIB = 1 << 20
 

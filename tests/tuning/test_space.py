@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_jobs import dense_heavy, limits_of, window
 
-from lightning_dlrover.planner.plan import Settings
-from lightning_dlrover.planner.space import (
+from lightning_dlrover.tuning.plan import (
     Limits,
+    Settings,
     all_settings,
     configuration,
     pareto_front,

@@ -8,12 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_dlrover.observe.stacks import (
-    MAX_CHARACTERS,
-    innermost_user_place,
-    is_in_debugger,
-    stacks,
-)
+from lightning_dlrover.tuning.health import MAX_CHARACTERS, innermost_user_place, is_in_debugger, stacks
 
 
 @contextmanager
@@ -38,7 +33,7 @@ def test_the_main_thread_comes_first_and_threads_of_ours_are_left_out() -> None:
 
 DEEP = """
 import threading
-from lightning_dlrover.observe.stacks import stacks
+from lightning_dlrover.tuning.health import stacks
 
 def deep_LONG(calls):
     return deep_LONG(calls - 1) if calls else stacks()

@@ -10,12 +10,10 @@ import pytest
 import torch
 from test_profiler import MODEL, PLACE
 
-from lightning_dlrover.observe import profiler
-from lightning_dlrover.observe.profiler import StepProfiler
-from lightning_dlrover.observe.pulse import OwnClock
-from lightning_dlrover.observe.step_times import CudaMark, StepTimes, marks_of
-from lightning_dlrover.perf.measured import Measured
-from lightning_dlrover.perf.samples import StepProfile
+from lightning_dlrover.tuning import profiler
+from lightning_dlrover.tuning.health import OwnClock
+from lightning_dlrover.tuning.profiler import CudaMark, StepProfiler, StepTimes, marks_of
+from lightning_dlrover.tuning.samples import Measured, StepProfile
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

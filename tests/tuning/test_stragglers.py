@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightning_dlrover.perf.samples import OwnTimes
-from lightning_dlrover.planner.stragglers import Straggler, find_straggler, judge_replacement
+from lightning_dlrover.tuning.samples import OwnTimes
+from lightning_dlrover.tuning.stragglers import Straggler, find_straggler, judge_replacement
 
 
 def observed(

@@ -9,16 +9,19 @@ from dataclasses import replace
 import pytest
 from simulated_jobs import KINDS, SimulatedJob, Truth, dense_heavy, input_bound, limits_of, throughput_share, window
 
-from lightning_dlrover.perf import StepProfile, StepTimeModel
-from lightning_dlrover.planner.autoscale import plan
-from lightning_dlrover.planner.objective import Objective, Prices
-from lightning_dlrover.planner.plan import Decision, Settings
-from lightning_dlrover.planner.plan_request import (
+from lightning_dlrover.tuning import StepProfile, StepTimeModel
+from lightning_dlrover.tuning.autoscale import plan
+from lightning_dlrover.tuning.candidates import (
+    Descriptor,
+    PastJob,
     PlanRequest,
     Rules,
+    descriptor_of,
+    distance,
+    nearest,
+    suggest,
 )
-from lightning_dlrover.planner.space import Limits, all_settings
-from lightning_dlrover.planner.warm_start import Descriptor, PastJob, descriptor_of, distance, nearest, suggest
+from lightning_dlrover.tuning.plan import Decision, Limits, Objective, Prices, Settings, all_settings
 
 ONE = Settings(1, 0, 1, 0)
 TWO = Settings(2, 1, 1, 2)

@@ -5,15 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlrover.learn.write_budget import (
-    DECISIONS,
-    FIRST_WINDOWS,
-    PROFILES,
-    WINDOWS,
-    Rate,
-    WriteBudget,
-    stored_bytes,
-)
+from lightning_dlrover.tuning.profile_log import DECISIONS, FIRST_WINDOWS, PROFILES, WINDOWS, Rate, WriteBudget, stored_bytes
 
 RATE = Rate(bytes_per_day=86_400, burst_bytes=10)  # one byte a second
 

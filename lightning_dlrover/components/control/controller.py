@@ -1,29 +1,29 @@
-"""Keep a job's nodes in line with its plan.
-
-`Controller` holds the job's `controller` key (`office.py`) and observes etcd and the scheduler (`observer.py`). It lets
-`reconcile.py` decide and carries the decision out. All state that must survive is written to etcd before each action
-(`node_registry.py`): a node's name before its request to the scheduler, its cancellation before the call that cancels it. So
-the controller may be killed and restarted at any moment.
-"""
+"""Keep a job's nodes in line with its plan."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from lightning_dlrover.components.control.cancellations import Cancellations
-from lightning_dlrover.components.control.failures import likeness
-from lightning_dlrover.components.control.job_writer import JobWriter
-from lightning_dlrover.components.control.node_registry import NodeRegistry
-from lightning_dlrover.components.control.observer import Observer
-from lightning_dlrover.components.control.office import Office
-from lightning_dlrover.components.control.output import Output
+from lightning_dlrover.codec import RecordError
+from lightning_dlrover.components.control.nodes import (
+    NodeEntry,
+    NodeRegistry,
+    Observer,
+    Office,
+    ShownTracebacks,
+    TracebackFilter,
+)
 from lightning_dlrover.components.control.reconcile import (
     Action,
     AddNode,
@@ -37,20 +37,271 @@ from lightning_dlrover.components.control.reconcile import (
     Warn,
     WithdrawNode,
     enlargements,
+    likeness,
     reconcile,
     why_none_is_added,
 )
-from lightning_dlrover.components.targets.target import NodeSize, NotTakenError, Target, TargetError
+from lightning_dlrover.components.targets.target import App, LogFile, NodeSize, NotTakenError, Target, TargetError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.job.events import NodesHeldUp
-from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, CheckpointRecord, ControllerRecord, Keys, RecordError
-from lightning_dlrover.rdzv.live.rounds import JobView
+from lightning_dlrover.rdzv.etcd.types import EtcdError, KeyValue, absent
+from lightning_dlrover.rdzv.job.events import JobFailed, NodeMemoryShort, NodesHeldUp
+from lightning_dlrover.rdzv.job.journal import FenceLostError, Journal
+from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, CheckpointRecord, ControllerRecord, JobRecord, Keys, PlanRecord
+from lightning_dlrover.rdzv.membership.rounds import JobView
+from lightning_dlrover.rdzv.membership.worker_records import ask_for_replacement
 
-__all__ = ["Controller"]
+# Show the output of a job's nodes as it arrives, line by line, and each traceback once.
 
 log = logging.getLogger(__name__)
+
+_SAID_TWICE = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \(exitcode: ")
+"""Line of torch's agent about a failed worker; `rdzv/agents/program.py` prints one of its own."""
+
+
+@dataclass
+class _Files:
+    """Files with one node's output and their read positions."""
+
+    logs: dict[Path, LogFile] = field(default_factory=dict)
+    filters: dict[Path, TracebackFilter] = field(default_factory=dict)
+    unreadable: set[Path] = field(default_factory=set)  # files with a logged warning
+
+
+class Output:
+    """Forward new lines of every node's output, prefixed with the node's name.
+
+    Args:
+        interval_s: minimum interval between looks at the files, which may be on a shared file system.
+    """
+
+    def __init__(self, run_id: str, target: Target, show: Callable[[str], None], interval_s: float = 0.0) -> None:
+        self._run_id = run_id
+        self._target = target
+        self._show = show
+        self._interval_s = interval_s
+        self._next_at = -float("inf")
+        self._files: dict[str, _Files] = {}  # key: node
+        self.tracebacks = ShownTracebacks()
+
+    def show(self, registry: NodeRegistry, at_once: bool = False) -> None:
+        """Show all new lines if a look at the files is due, or in any case with `at_once`."""
+        now = time.monotonic()
+        if now < self._next_at and not at_once:
+            return
+        self._next_at = now + self._interval_s
+        for name, entry in registry.entries.items():
+            if not entry.all_shown and entry.handle is not None:
+                self._show_node(name, entry, entry.handle)
+            if entry.all_shown:
+                self._files.pop(name, None)
+
+    def _show_node(self, name: str, entry: NodeEntry, handle: str) -> None:
+        files = self._files.setdefault(name, _Files())
+        # Only a node that still runs may leave an unfinished line.
+        entry.all_shown = entry.has_ended
+        was_adopted, entry.was_adopted = entry.was_adopted, False
+        for file in self._target.logs(handle):
+            if entry.cancelled and file.name.startswith("stderr"):
+                continue  # the agent's traceback for our own signal
+            try:
+                if file not in files.logs:
+                    log_file = LogFile(file)
+                    if was_adopted:
+                        log_file.skip()
+                    files.logs[file] = log_file
+                lines = list(files.logs[file].new_lines(whole=entry.has_ended))
+            except OSError as error:
+                # A shared file system may fail for a moment. The next step reads the rest.
+                entry.all_shown, entry.was_adopted = False, was_adopted
+                if file not in files.unreadable:
+                    files.unreadable.add(file)
+                    log.warning("run %s: the output of %s cannot be read for now: %s", self._run_id, name, error)
+                continue
+            once = files.filters.setdefault(file, TracebackFilter(self.tracebacks))
+            shown = [each for line in lines for each in once.lines(line)]
+            for line in [*shown, *(once.rest() if entry.has_ended else ())]:
+                if not _SAID_TWICE.search(line):
+                    self._show(f"[{name}] {line}")
+
+
+# Have a scheduler end nodes, and repeat the request while they are alive.
+
+
+class Cancellations:
+    """End nodes of the registry, and strays: nodes of this job without a record."""
+
+    def __init__(self, run_id: str, office: Office, target: Target, registry: NodeRegistry, policy: FailurePolicy) -> None:
+        self._run_id = run_id
+        self._office = office
+        self._target = target
+        self._registry = registry
+        self._policy = policy
+        self._strays: dict[str, float] = {}  # handles of nodes without a record, and when they were last cancelled
+
+    def cancel(self, names: Sequence[str]) -> None:
+        """End nodes, all at once. Those of unknown fate are ended once the scheduler lists them."""
+        for name in names:
+            entry = self._registry.entries[name]
+            entry.cancelled = True
+            entry.ended_at = entry.ended_at or time.monotonic()
+        if names and self._target.outlives_controller:
+            self._registry.save()  # local nodes end with this process: their end must not wait for an unreachable etcd
+        self.repeat()
+
+    def repeat(self) -> None:
+        """Have the scheduler end cancelled nodes that have not ended. Refused requests are repeated with a growing pause."""
+        now = time.monotonic()
+        due = {
+            entry.handle: entry
+            for entry in self._registry.entries.values()
+            if entry.cancelled and not entry.has_ended and entry.handle is not None and now >= entry.cancel_at
+        }
+        if not due:
+            return
+        try:
+            self._target.cancel(due)
+        except TargetError as error:
+            for entry in due.values():
+                entry.cancel_failures += 1
+            num_failures = max(entry.cancel_failures for entry in due.values())
+            pause_s = min(self._policy.cancel_s, self._policy.first_cancel_s * 2.0 ** min(20, num_failures - 1))
+            for entry in due.values():
+                entry.cancel_at = now + pause_s
+            log.warning(
+                "run %s: %s could not be ended, which is tried again in %.0f s: %s",
+                *(self._run_id, ", ".join(due), pause_s, error),
+            )
+            return
+        for entry in due.values():
+            entry.cancel_at, entry.cancel_failures = now + self._policy.cancel_s / 2, 0
+            if not self._target.outlives_controller:
+                entry.status = "cancelled"
+
+    def end_strays(self, listed: Sequence[App]) -> None:
+        """End nodes that carry the job's mark without a record: an abandoned request was carried out after all."""
+        now = time.monotonic()
+        entries = self._registry.entries.values()
+        known = {entry.handle for entry in entries if not entry.has_ended or entry.cancelled}
+        strays = [a for a in listed if a.is_living and a.handle not in known]
+        due = [a for a in strays if now - self._strays.get(a.handle, -float("inf")) > self._policy.cancel_s]
+        # A node that has ended may still be listed as alive for a moment.
+        ended_at = {entry.handle: entry.ended_at or now for entry in entries}
+        due = [a for a in due if now - ended_at.get(a.handle, -float("inf")) > self._policy.settle_s]
+        if not due or not self._office.still_holds():
+            return
+        log.warning("run %s: ending %s: no request for it exists", self._run_id, ", ".join(a.handle for a in due))
+        self._strays.update((a.handle, now) for a in due)
+        try:
+            self._target.cancel([a.handle for a in due])
+        except TargetError as error:
+            log.warning("run %s: %s", self._run_id, error)
+
+
+# Write the controller's decisions on the whole job: its first plan, requests to workers, larger nodes, its failure.
+
+MIRROR_S = 5.0
+"""Seconds to wait for our own write to show up in the mirror before continuing without it."""
+
+
+class JobWriter:
+    """Write the job's records that its controller shares with workers and users."""
+
+    def __init__(self, client: EtcdClient, keys: Keys, office: Office, mirror: Mirror, limits: Limits) -> None:
+        self._client = client
+        self._keys = keys
+        self._journal = Journal(client, keys)
+        self._office = office
+        self._mirror = mirror
+        self._limits = limits
+
+    def begin(self) -> None:
+        """Write the job's first plan, unless there is a plan already."""
+        least = self._limits.min_workers
+        reason = f"start with the fewest workers, {least}"
+        plan = PlanRecord(least, "initial", reason, binding=True, created_at=time.time())
+        self._journal.fenced_write({self._keys.plan: plan}, [absent(self._keys.plan)])
+
+    def ask_for_replacement(self, worker: str, reason: str) -> None:
+        """Request that a worker leave once it is replaced, unless it has gone or was asked to leave already."""
+        log.info("run %s: %s is to be replaced: %s", self._keys.run_id, worker, reason)
+        with contextlib.suppress(EtcdError):  # the next step repeats it
+            ask_for_replacement(self._journal, worker, reason, self._office.is_ours)
+
+    def enlarge_nodes(self, request: EnlargeNodes) -> None:
+        """Plan larger nodes. The plan keeps the new size for later controllers.
+
+        Raises:
+            EtcdError: the plan was not written, or its fate is unknown.
+            RecordError: the plan is unreadable.
+        """
+        had = request.size
+        given = self._plan_memory(request.memory_mb)
+        text = f"{request.name} was killed for want of memory ({had}); "
+        text += f"nodes have {given} MiB from now on" if given > had.memory_mb else _why_no_more_memory(had)
+        act = "enlarge" if given > had.memory_mb else "none"
+        self._office.add_event(NodeMemoryShort(act, request.name, given), text)
+        log.warning("run %s: %s", self._keys.run_id, text)
+
+    def declare_failed(self, reason: str) -> bool:
+        """Mark the job as failed, for nodes started by others and for later queries.
+
+        Returns:
+            False if another controller may act by now. That one decides whether the job has failed.
+        """
+
+        def failed(job: JobRecord | None) -> JobRecord | None:
+            if job is None or job.phase in ("finished", "failed"):
+                return None
+            return dataclasses.replace(job, phase="failed", message=reason[:2000])
+
+        try:
+            if not self._office.add_event(JobFailed(), f"the job has failed: {reason}"):
+                return False
+            self._journal.swap(JobRecord, self._keys.job, failed, [self._office.is_ours])
+            # Workers do the same when they leave an ended job; the last one may have left before.
+            self._office.delete(self._keys.plan)
+            self._client.delete_prefix(self._keys.drains)
+        except FenceLostError:
+            return False
+        except (EtcdError, RecordError) as error:
+            log.warning("run %s: could not be marked as failed: %s", self._keys.run_id, error)
+        return True
+
+    def _plan_memory(self, memory_mb: int) -> int:
+        """Plan nodes with this much memory, within the limits. Return the resulting size in MiB."""
+
+        def enlarged(plan: PlanRecord | None) -> PlanRecord | None:
+            if plan is None:
+                raise EtcdError(f"{self._keys.plan!r} was not written: it was deleted")
+            wanted = dataclasses.replace(plan, node_memory_mb=min(memory_mb, self._limits.max_size.memory_mb))
+            if self._limits.size(wanted).memory_mb <= self._limits.size(plan).memory_mb:
+                return None
+            return dataclasses.replace(wanted, created_at=time.time())
+
+        written = self._journal.swap(PlanRecord, self._keys.plan, enlarged, [self._office.is_ours])
+        with contextlib.suppress(TimeoutError):  # the next node's size comes from the mirror
+            self._mirror.wait_for(functools.partial(_as_new_as, self._keys.plan, written.revision), MIRROR_S)
+        return self._limits.size(written.record).memory_mb
+
+
+def _why_no_more_memory(size: NodeSize) -> str:
+    if not size.memory_mb:
+        return "how much it had is not known here; start the job with --mem MIN:MAX, and nodes get more when they need it"
+    return f"they may have no more than that (--mem MIN:MAX): {size.memory_mb} MiB"
+
+
+def _as_new_as(key: str, revision: int, seen: Mapping[str, KeyValue]) -> KeyValue | None:
+    """Return the key if it was written at `revision` or later."""
+    return seen[key] if key in seen and seen[key].mod_revision >= revision else None
+
+
+# Keep a job's nodes in line with its plan.
+#
+# `Controller` holds the job's `controller` key (`nodes.py`) and observes etcd and the scheduler (`nodes.py`). It lets
+# `reconcile.py` decide and carries the decision out. All state that must survive is written to etcd before each action
+# (`nodes.py`): a node's name before its request to the scheduler, its cancellation before the call that cancels it. So the
+# controller may be killed and restarted at any moment.
 
 
 class Controller:

@@ -1,34 +1,373 @@
-"""Record a job's nodes in memory and in etcd, so that the next controller can continue with them.
-
-A node's name is written before its request to the scheduler, and its cancellation before the call that cancels it.
-"""
+"""A job's nodes as its controller knows them: recorded, observed, and examined after a failure."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import logging
 import re
+import signal
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
-from lightning_dlrover.components.control.failures import Node
-from lightning_dlrover.components.control.office import Office
-from lightning_dlrover.components.control.post_mortem import PostMortem
-from lightning_dlrover.components.control.reconcile import Limits, nodes_of_agents
-from lightning_dlrover.components.targets.target import AppStatus, NodeSize, Target
+from lightning_dlrover.codec import RecordError
+from lightning_dlrover.components.control.reconcile import (
+    ControllerView,
+    FailurePolicy,
+    Limits,
+    Node,
+    nodes_of_agents,
+    num_refusals,
+    refusals,
+)
+from lightning_dlrover.components.targets.target import App, AppStatus, NodeSize, Target, TargetError, read_tail
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.etcd.operations import KeyValue, absent, modified
-from lightning_dlrover.rdzv.job.journal import Journal
-from lightning_dlrover.rdzv.job.records import Keys, NodeRecord, NodesRecord, RecordError, decode
-from lightning_dlrover.rdzv.live.rounds import JobView
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.types import Delete, EtcdError, KeyValue, absent, modified
+from lightning_dlrover.rdzv.job.events import Event, record_of
+from lightning_dlrover.rdzv.job.journal import Journal, readable
+from lightning_dlrover.rdzv.job.records import CheckpointRecord, ControllerRecord, Keys, NodeRecord, NodesRecord, decode
+from lightning_dlrover.rdzv.job.tenure import Tenure, holder_text
+from lightning_dlrover.rdzv.membership.rounds import Decoder, JobView
 
-__all__ = ["SAME_FAILURE_S", "NodeEntry", "NodeRegistry"]
+# Read Python's tracebacks in the output of nodes, and show each error of the script once.
+#
+# An error that this package raises names the cause and the next move, so its traceback is left out: it leads through our
+# code. The files of the nodes' output keep all of them.
+
+START = "Traceback (most recent call last):"
+RANK_PREFIX = re.compile(r"(?:\[(?:rank|default)?\d+\]:? ?)+")
+
+_FRAME = re.compile(r'\s+File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)')
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lightning_dlrover/|/lib/python3|^<frozen |^<string>$")
+_LOOPS = re.compile(r"/(?:lightning/(?:pytorch|fabric)|pytorch_lightning|lightning_fabric)/")
+_OWN_ERROR = re.compile(r"lightning_dlrover\.(?:\w+\.)*(?P<error>\w+: .+)", re.S)
+_SIGNAL = re.compile(r"torch\.distributed\.elastic\.multiprocessing\.api\.SignalException: .* got signal: (?P<number>\d+)")
+_MAX_REPEATED = 120
+"""Characters of an error's message when it is shown again."""
+
+_MAX_LINES = 5000
+"""Lines after which a traceback without an end is shown as it is."""
+
+Identity = tuple[str, ...]
+
+
+def place_of(traceback: Sequence[str]) -> str:
+    """Return the innermost frame of the script, as file, line and function; empty if it had only called Lightning there."""
+    last_start = max((i for i, line in enumerate(traceback) if line.startswith(START)), default=0)
+    for frame in reversed([match for line in traceback[last_start:] if (match := _FRAME.match(line))]):
+        if not _LIBRARY.search(frame["file"]):
+            return f"{frame['file']}:{frame['line']} ({frame['function']})"
+        if _LOOPS.search(frame["file"]):
+            return ""
+    return ""
+
+
+class ShownTracebacks:
+    """The tracebacks of one job that were shown, by type of the error and its two innermost frames.
+
+    Outer frames differ: a worker reports an error where Lightning catches it, and prints it at its end.
+    """
+
+    def __init__(self) -> None:
+        self._shown: set[Identity] = set()
+
+    def add(self, traceback: Sequence[str]) -> bool:
+        """Note one traceback, from its first line to that of the error. Return whether it was not shown before."""
+        identity = _identity(traceback)
+        is_new = identity not in self._shown
+        self._shown.add(identity)
+        return is_new
+
+    def __contains__(self, text: str) -> bool:
+        """Whether the last traceback in a text was shown."""
+        lines = text.splitlines()
+        start = max((i for i, line in enumerate(lines) if line.startswith(START)), default=None)
+        if start is None:
+            return False
+        end = next((i for i in range(start + 1, len(lines)) if _ends(lines[i])), len(lines) - 1)
+        error, *frames = _identity(lines[start : end + 1])
+        # A report may begin at the innermost frame.
+        return any(shown[0] == error and [*shown[1:]][-len(frames) :] == frames for shown in self._shown)
+
+
+class _Filter:
+    """Lines of one file, whose tracebacks are held until they are whole."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []  # lines of a traceback whose end has not come
+
+    def lines(self, line: str) -> Iterator[str]:
+        """Yield what to show once `line` has come."""
+        plain = RANK_PREFIX.sub("", line, count=1)
+        if plain.startswith(START):
+            yield from self.rest()
+            self._held.append(line)
+        elif not self._held:
+            yield line
+        else:
+            self._held.append(line)
+            if _ends(plain):
+                held, self._held = self._held, []
+                yield from self._shown_of(held, line, plain)
+            elif len(self._held) > _MAX_LINES:
+                yield from self.rest()
+
+    def rest(self) -> Iterator[str]:
+        """Yield the lines of a traceback that has no end."""
+        held, self._held = self._held, []
+        yield from held
+
+    def _shown_of(self, held: list[str], line: str, plain: str) -> Iterator[str]:
+        """Yield what to show of a traceback, whose last line is `line`, and `plain` without its rank."""
+        raise NotImplementedError
+
+
+class TracebackFilter(_Filter):
+    """Shows one line for each traceback that was shown before."""
+
+    def __init__(self, shown: ShownTracebacks) -> None:
+        super().__init__()
+        self._shown = shown
+
+    def _shown_of(self, held: list[str], line: str, plain: str) -> Iterator[str]:
+        traceback = [RANK_PREFIX.sub("", each, count=1) for each in held]
+        is_new, own = self._shown.add(traceback), _OWN_ERROR.fullmatch(plain)
+        rank, error = line.removesuffix(plain), own["error"] if own is not None else plain
+        if is_new and own is None:
+            yield from held
+        elif is_new:
+            at = place_of(traceback)
+            yield f"{rank}{error} (at {at})" if at else f"{rank}{error}"
+        else:
+            yield f"{rank}{_shortened(error)} ({'its traceback was ' if own is None else ''}shown above)"
+
+
+class SignalFilter(_Filter):
+    """Shows one line for the traceback with which torch's agent ends at a signal, and all others as they are."""
+
+    def _shown_of(self, held: list[str], line: str, plain: str) -> Iterator[str]:
+        if (found := _SIGNAL.search(plain)) is None:
+            yield from held
+            return
+        with contextlib.suppress(ValueError):
+            yield f"this node's agent was ended by {signal.Signals(int(found['number'])).name}"
+
+
+def _shortened(message: str) -> str:
+    return message if len(message) <= _MAX_REPEATED else message[:_MAX_REPEATED].rstrip() + "..."
+
+
+def _ends(line: str) -> bool:
+    """Whether a line after a traceback's first one names the error."""
+    return bool(line) and not line[0].isspace()
+
+
+def _identity(traceback: Sequence[str]) -> Identity:
+    frames = [f"{match['file']}:{match['line']}" for line in traceback if (match := _FRAME.match(line))]
+    return (traceback[-1].partition(":")[0], *frames[-2:])
+
+
+# Determine why a node failed, from the output of the node and its worker.
+
+_CHAINED = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+_AGENT_LINE = re.compile(r"[DIWEF]\d{4} \d\d:\d\d:\d\d")
+_AGENT_FILE = "torch/distributed/run.py"
+_OUR_FILE = "/lightning_dlrover/"
+_START_OF_MODULE = re.compile(r'File "(?:<frozen runpy>|.*/runpy\.py)", line \d+, in _run_module_as_main')
+_CAUSE = re.compile(r"(?:this machine|Kubernetes|Slurm): (.+)$")
+_EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+)")
+
+_FATAL = "Fatal Python error:"
+_FATAL_LINES = 40
+
+# SIGHUP, SIGINT, SIGKILL, SIGTERM, as Python and as a shell report them. Another process ended this one.
+_ENDED_BY_OTHERS = {sign for number in (1, 2, 9, 15) for sign in (-number, 128 + number)}
+
+# SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: faults of the process itself. A shell reports them as 128 more.
+_FAULTS = {4, 5, 6, 7, 8, 11}
+
+
+@dataclass(frozen=True)
+class PostMortem:
+    """Cause of a node's failure."""
+
+    error: str  # one line; empty if another process ended it
+    traceback: str  # empty if there is none
+    place: str = ""  # innermost frame of the script; empty if the error was raised outside of its code
+    cause: str = ""  # the place's reason for ending it, if it was appended to the node's output
+
+
+def examine(output: str) -> PostMortem:
+    """Determine why the node with this output failed.
+
+    To a scheduler, a killed node and one whose script raised an error look alike. Only the killed one is worth restarting
+    without further analysis.
+    """
+    lines = [RANK_PREFIX.sub("", line, count=1) for line in output.splitlines()]
+    cause = said[1] if lines and (said := _CAUSE.search(lines[-1])) else ""
+    tracebacks = list(_tracebacks(lines))
+    own = next((t for t in tracebacks if not any(_AGENT_FILE in line for line in t)), None)
+    codes = [int(code) for code in _EXIT_CODE.findall(output)]
+    faults = [code for code in codes if code not in _ENDED_BY_OTHERS]
+    if faults and (name := _signal(faults[0])):
+        # A warning above is unrelated. A traceback may be, too, or the process received the signal while exiting after it.
+        after = f", after {_message(own)}" if own else ""
+        text = "\n".join([*(own or []), *_fatal_error(lines)])
+        return PostMortem(f"the script was ended by {name}{after}", text, cause=cause)
+    if faults:
+        error = _message(own) if own else f"the script ended with exit code {faults[0]}{_last_words(lines)}"
+        return PostMortem(error, "\n".join(own or []), place_of(own or []), cause)
+    if codes:
+        return PostMortem("", "", cause=cause)
+    # No worker has failed, so the agent itself has: it was killed, received a signal, or could not start a worker.
+    signalled = any("SignalException" in _message(t) for t in tracebacks)
+    for fault in tracebacks:
+        if "SignalException" not in _message(fault) and _has_ended_agent(fault, before_torchrun=not signalled):
+            return PostMortem(_message(fault), "\n".join(fault), cause=cause)
+    # A script may log the traceback of an error that it handles, long before its node is killed as a whole. Only one that
+    # nothing follows, not even the reason of the place, is the end of the node.
+    last = tracebacks[-1] if tracebacks and not cause and not signalled else []
+    if last and _message(last) == next(line for line in reversed(lines) if line):
+        return PostMortem(_message(last), "\n".join(last))
+    return PostMortem("", "", cause=cause)
+
+
+def _has_ended_agent(traceback: list[str], before_torchrun: bool) -> bool:
+    """Whether the agent's process has ended with this error: one that was handled has no such outer frames."""
+    if any(_AGENT_FILE in line for line in traceback):
+        return True
+    return before_torchrun and any(_START_OF_MODULE.search(x) for x in traceback) and any(_OUR_FILE in x for x in traceback)
+
+
+def _signal(code: int) -> str:
+    """Return the name of the signal behind an exit code of Python or a shell; empty if it stands for none."""
+    number = -code if code < 0 else code - 128
+    if code >= 0 and number not in _FAULTS:
+        return ""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _fatal_error(lines: list[str]) -> list[str]:
+    """Return the report of Python's faulthandler on the last fatal signal."""
+    start = next((i for i in reversed(range(len(lines))) if lines[i].startswith(_FATAL)), len(lines))
+    return list(itertools.takewhile(lambda line: not _AGENT_LINE.match(line), lines[start : start + _FATAL_LINES]))
+
+
+def _last_words(lines: list[str]) -> str:
+    """Return the script's last line of output before its agent reported the failure."""
+    end = next((i for i, line in enumerate(lines) if _AGENT_LINE.match(line) and "failed (exitcode" in line), 0)
+    said = next((line for line in reversed(lines[:end]) if line.strip() and not _AGENT_LINE.match(line)), "")
+    return f": {said}" if said else ""
+
+
+def _tracebacks(lines: list[str]) -> Iterator[list[str]]:
+    """Yield tracebacks with their chained exceptions, in the order of output."""
+    start = 0
+    while start < len(lines):
+        if not lines[start].startswith(START):
+            start += 1
+            continue
+        end = start + 1
+        while end < len(lines):
+            line = lines[end]
+            if _AGENT_LINE.match(line) or line.startswith(START):
+                break
+            if line == "":
+                if end + 1 < len(lines) and lines[end + 1] in _CHAINED:
+                    end += 4  # skips the chaining sentence, an empty line, and the next traceback's first line
+                    continue
+                break
+            end += 1
+        yield lines[start : min(end, len(lines))]
+        start = end
+
+
+def _message(traceback: list[str]) -> str:
+    """Return the line of the last exception."""
+    last_start = max((i for i, line in enumerate(traceback) if line.startswith(START)), default=0)
+    return next((line for line in traceback[last_start + 1 :] if line and not line.startswith(" ")), "")
+
+
+# Hold the right to act for one job: its `controller` key, which fences every write reserved for its holder.
 
 log = logging.getLogger(__name__)
+
+LEASE_TTL_S = 10.0
+
+
+class ControllerBusyError(RuntimeError):
+    """Another controller acts for this job."""
+
+
+class Office(Tenure[ControllerRecord]):
+    """The right to act for one job, held by a lease on the job's `controller` key.
+
+    The key's create revision fences every write, so a controller with an expired lease cannot change anything.
+
+    Raises:
+        ControllerBusyError: another controller holds the key.
+        EtcdError: the holder is unknown.
+    """
+
+    def __init__(self, client: EtcdClient, keys: Keys, record: ControllerRecord) -> None:
+        self._keys = keys
+        super().__init__(Journal(client, keys), keys.controller, lambda: record, self._is_taken, LEASE_TTL_S)
+
+    def write(self, key: str, record: NodesRecord | NodeRecord, revision: int | None = None) -> None:
+        """Write a record if this controller still acts and, with `revision`, if the record has not changed since.
+
+        Raises:
+            EtcdError: the record was not written, or its fate is unknown.
+        """
+        unchanged = [modified(key) == revision] if revision is not None else []
+        if not self._journal.fenced_write({key: record}, [self.is_ours, *unchanged]):
+            raise EtcdError(f"run {self._keys.run_id}: {key!r} was not written: another controller acts, or has written it")
+
+    def delete(self, key: str) -> None:
+        """Delete a key if this controller still acts and etcd answers."""
+        with contextlib.suppress(EtcdError):  # the next controller repeats it
+            self._client.txn([self.is_ours], [Delete(key)])
+
+    def add_event(self, event: Event, text: str) -> bool:
+        """Append to the job's history if this controller still acts."""
+        return self._journal.append(record_of(event, text[:2000]), "controller", [self.is_ours])
+
+    def publish_nodes(self, apps: Mapping[str, str], held_up: str) -> bool:
+        """Update the controller's record. Return whether it has changed."""
+        record = dataclasses.replace(self.record, apps=dict(apps), held_up=held_up[:2000])
+        if record == self.record:
+            return False
+        try:
+            self.publish(record)
+        except EtcdError as error:
+            log.info("run %s: the list of nodes is written later: %s", self._keys.run_id, error)
+            return False
+        return True
+
+    def _is_taken(self, holder: ControllerRecord | None) -> ControllerBusyError:
+        who = holder_text(holder, "another controller")
+        return ControllerBusyError(
+            f"job {self._keys.run_id!r} is already run by {who}; choose another --rdzv-id, or use `dlrover scale` to resize it "
+            f"(if that process was killed a moment ago: try again in {LEASE_TTL_S:.0f} s)"
+        )
+
+
+# Record a job's nodes in memory and in etcd, so that the next controller can continue with them.
+#
+# A node's name is written before its request to the scheduler, and its cancellation before the call that cancels it.
 
 MAX_ENDED = 64
 """Maximum number of ended nodes to remember; the oldest go first. Recurring errors are counted among them."""
@@ -325,3 +664,229 @@ def _highest_number(names: Iterable[str]) -> int:
 def _kind_of_jobs(then: str, now: str) -> str:
     """Return the option for a Kubernetes cluster that has since gained Volcano."""
     return " --plain-jobs" if now == f"{then}/volcano" else ""
+
+
+# Observe a job's nodes through etcd and the scheduler, and bring the registry up to date.
+
+MAX_REFUSED = 8
+"""Maximum number of refused nodes to remember; the oldest go first. A full quota must not push out other failures."""
+
+
+@dataclass
+class _Streak:
+    """Consecutive failures of nodes without a new round between them."""
+
+    count: int = 0
+    failed_at: float = 0.0
+    round_number: int = 0  # newest round that had started
+
+    def add(self, now: float) -> None:
+        self.count, self.failed_at = self.count + 1, now
+
+
+class Observer:
+    """Observes one job: through a mirror of its keys and through the target that runs its nodes."""
+
+    def __init__(
+        self, keys: Keys, mirror: Mirror, target: Target, registry: NodeRegistry, limits: Limits, policy: FailurePolicy
+    ) -> None:
+        self._keys = keys
+        self._mirror = mirror
+        self._target = target
+        self._registry = registry
+        self._limits = limits
+        self._policy = policy
+        self._decoder = Decoder(keys, self._report_garbage)
+        self._streak = _Streak()
+        self._had_member = False
+        self._starved_round = 0  # newest round whose members became too few to train
+        self._finished_at: float | None = None  # time at which the end of training was first observed
+        self._looked_at = time.monotonic()
+        self._plan_by_hand = 0  # revision of the newest plan set by a user
+        self._forgiven_at = time.monotonic()  # earlier failures do not prevent new nodes
+        self._scheduler_away_since: float | None = None
+
+    def view(self) -> JobView:
+        """Return the job's state in etcd."""
+        return self._decoder.view(self._mirror.snapshot())
+
+    def _report_garbage(self, key: str, error: RecordError) -> None:
+        log.error("run %s: ignored a record: %s", self._keys.run_id, error)
+
+    def nodes(self, now: float) -> list[Node]:
+        """Return the facts about each node that decisions rest on."""
+        return [entry.node(name, now, self._forgiven_at) for name, entry in self._registry.entries.items()]
+
+    def job_view(self, view: JobView) -> ControllerView:
+        """Return the facts about the job that decisions rest on, apart from the right to act."""
+        now = time.monotonic()
+        return replace(
+            ControllerView.of(view, self._limits, self.nodes(now)),
+            target=self._target.name,
+            failures_in_a_row=self._streak.count,
+            since_failure_s=now - self._streak.failed_at,
+            checkpoint_step=self._checkpoint_step(),
+            stop=self._stop_reason(),
+        )
+
+    def compare(self) -> Sequence[App] | None:
+        """Settle the fate of nodes that the scheduler may have taken on.
+
+        Returns:
+            The nodes that the scheduler lists, or None while it does not answer.
+        """
+        now = time.monotonic()
+        try:
+            listed = self._target.apps()
+        except TargetError as error:
+            if self._scheduler_away_since is None:
+                self._scheduler_away_since = now
+                log.warning("run %s: nodes are taken to be as they were: %s", self._keys.run_id, error)
+            return None
+        if self._scheduler_away_since is not None:
+            log.warning("run %s: %s answers again", self._keys.run_id, self._target.name)
+            self._scheduler_away_since = None
+        for seen in listed:
+            entry = self._registry.entries.get(seen.node)
+            if entry is not None and entry.handle is None and not entry.has_ended:
+                log.info("run %s: %s has taken %s on", self._keys.run_id, self._target.name, seen.node)
+                entry.handle = seen.handle
+        for name, entry in self._registry.entries.items():
+            if entry.handle is not None or entry.has_ended:
+                continue
+            entry.missing_since = entry.missing_since if entry.missing_since is not None else now
+            if now - entry.missing_since > self._policy.submit_s:
+                log.warning("run %s: %s was asked for, but never came", self._keys.run_id, name)
+                entry.status, entry.ended_at, entry.all_shown = "failed", now, True
+                self._streak.add(now)
+        return listed
+
+    def look(self, view: JobView) -> None:
+        """Update the registry from the job's state."""
+        now = time.monotonic()
+        names = nodes_of_agents(view)
+        num_agents = Counter(names.values())
+        workers: dict[str, list[str]] = {}
+        for worker, record in view.workers.items():
+            workers.setdefault(names.get(record.agent_id, ""), []).append(worker)
+        num_members = Counter(names.get(view.workers[worker].agent_id, "") for worker in view.survivors)
+        if self._had_member and not num_members:
+            # Failures beside training members do not predict a start without them: they may have held the missing resources.
+            self._streak.count = 0
+        self._had_member = bool(num_members)
+        if self._finished_at is None and view.job is not None and view.job.phase == "finished":
+            self._finished_at = now
+        since_look_s, self._looked_at = now - self._looked_at, now
+        can_train = num_members.total() >= self._limits.min_workers
+        for name, entry in self._registry.entries.items():
+            entry.trained_s += since_look_s if can_train and entry.is_member and num_members[name] else 0.0
+            entry.agent_seen = entry.agent_seen or num_agents[name] > 0
+            entry.workers, entry.num_members = tuple(workers.get(name, ())), num_members[name]
+            if 1 < self._limits.workers_per_node <= num_agents[name]:
+                entry.whole_at = now
+            entry.worker_seen_at = now if entry.workers else entry.worker_seen_at
+            if entry.is_member:
+                entry.member_seen_at = now
+                if view.round is not None and entry.round_number != view.round.number:
+                    entry.round_number, entry.members = view.round.number, frozenset(num_members)
+            if not entry.has_ended and entry.handle:
+                status = self._target.status(entry.handle)
+                if status == "running" and entry.running_since is None:
+                    entry.running_since = now
+                if status == entry.status:
+                    continue
+                ended = status not in ("pending", "running")
+                entry.status = "cancelled" if ended and entry.cancelled else status
+                if ended and not entry.cancelled:
+                    others = Counter({other: number for other, number in num_members.items() if other != name})
+                    self._note_end(name, entry, entry.handle, view, now, others)
+
+    def look_for_wishes(self) -> None:
+        """Ask the scheduler which nodes it wants back and which were killed for lack of memory.
+
+        Slurm's target answers `wants_back` once for each new list of jobs, so call this only when the answer can be acted on.
+        """
+        now = time.monotonic()
+        for entry in self._registry.entries.values():
+            trains = entry.is_member and not entry.cancelled and not entry.has_ended
+            entry.wanted_back = trains and entry.handle is not None and self._target.wants_back(entry.handle)
+            has_just_failed = entry.status == "failed" and now - (entry.ended_at or now) < SAME_FAILURE_S
+            may_lack = has_just_failed and not entry.is_enlarged
+            entry.lacks_memory = may_lack and entry.handle is not None and self._target.ran_out_of_memory(entry.handle)
+
+    def note_refusal(self, name: str, problem: str, now: float) -> None:
+        """Record that the scheduler refused a node. Only the newest refusals are kept."""
+        log.error("run %s: %s could not be started: %s", self._keys.run_id, name, problem)
+        entries = self._registry.entries
+        # Carried over because the oldest are forgotten: the pause before the next attempt grows with the total.
+        earlier = refusals([node for node in self.nodes(now) if node.name != name])
+        entry = entries[name]
+        entry.refusals_in_a_row = 1 + num_refusals(earlier)
+        entry.post_mortem = PostMortem(f"it could not be started: {problem}", "")
+        entry.status, entry.ended_at, entry.all_shown = "failed", now, True
+        refused = [other for other, each in entries.items() if each.is_refused]
+        for other in refused[:-MAX_REFUSED]:
+            self._registry.forget(other)
+
+    def note_plan_by_hand(self, view: JobView) -> None:
+        """Forgive failures that prevent new nodes once a user requests another plan, because their cause may be fixed."""
+        entry = self._mirror.get(self._keys.plan)
+        is_by_hand = view.plan is not None and view.plan.owner == "user"
+        if entry is not None and is_by_hand and entry.mod_revision > self._plan_by_hand:
+            self._plan_by_hand, self._forgiven_at = entry.mod_revision, time.monotonic()
+
+    def _note_end(self, name: str, entry: NodeEntry, handle: str, view: JobView, now: float, others: Counter[str]) -> None:
+        """
+        Args:
+            others: members of the current round on each other node.
+        """
+        entry.ended_at, is_last = now, not others
+        log.info("run %s: %s has %s", self._keys.run_id, name, entry.status)
+        if entry.status != "failed":
+            return
+        entry.post_mortem = examine("\n".join(_read(file) for file in self._target.logs(handle)))
+        if self._target.ran_out_of_memory(handle):
+            # Not the script's fault while the next node may have more memory.
+            can_grow = entry.size.memory_mb < self._limits.max_size.memory_mb
+            entry.post_mortem = replace(entry.post_mortem, error="" if can_grow else "out of memory")
+        # Without an error, the node may have been killed in its last step, which the others finished without it.
+        has_finished_s = now - self._finished_at if self._finished_at is not None else -1.0
+        is_late = has_finished_s >= (0.0 if entry.post_mortem.error else self._policy.settle_s)
+        trains_again = view.job is not None and bool(view.job.unfinished_fit) and not entry.post_mortem.error
+        entry.after_training = is_late and entry.member_seen_at is not None and not trains_again
+        entry.stopped_job, entry.checkpoint_step = is_last, self._checkpoint_step()
+        round_number = view.round.number if view.round else 0
+        # Of the round that it was in: a replacement may have come by chance, and hides that it was needed.
+        left = {node: number for node, number in others.items() if node in entry.members or not entry.members}
+        own_round = entry.round_number if entry.members else round_number
+        if sum(left.values()) < self._limits.min_workers:
+            # The first to leave a round too small. Those that fail after it have the same cause, or are its consequence.
+            entry.left_too_few = not is_last and own_round != self._starved_round
+            self._starved_round = own_round
+        # A round formed since the last failure is progress, so the two failures are unrelated. The last member's failure is not
+        # related to starts that failed beside it either; the scheduler may report it before etcd does.
+        is_news = round_number != self._streak.round_number or (is_last and entry.is_member)
+        self._streak = _Streak(1 if is_news else self._streak.count + 1, now, round_number)
+
+    def newest_checkpoint(self) -> CheckpointRecord | None:
+        """Return the job's newest checkpoint; None: none is known."""
+        # An unreadable record is reported by workers that resume from it.
+        return readable(CheckpointRecord, self._mirror.get(self._keys.checkpoint))
+
+    def _checkpoint_step(self) -> int:
+        """Return the step of the job's newest checkpoint; 0: none is known."""
+        record = self.newest_checkpoint()
+        return record.global_step if record is not None else 0
+
+    def _stop_reason(self) -> str:
+        # An unreadable record is reported when it is read for the next write.
+        record = readable(NodesRecord, self._mirror.get(self._keys.nodes))
+        return record.stop if record is not None else ""
+
+
+def _read(file: Path) -> str:
+    try:
+        return read_tail(file)
+    except OSError as error:
+        log.warning("the last output of a node cannot be read: %s", error)
+        return ""

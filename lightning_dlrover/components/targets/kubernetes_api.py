@@ -16,8 +16,6 @@ from urllib.parse import urlencode
 
 from lightning_dlrover.components.targets.target import TargetError
 
-__all__ = ["ApiError", "KubernetesApi", "has_cluster", "is_in_pod", "own_pod"]
-
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 _CONNECT_S = 5.0

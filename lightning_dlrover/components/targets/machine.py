@@ -1,25 +1,312 @@
-"""Assign each node its share of this machine (cores, memory, GPUs) and have the system enforce it.
-
-Where the system does not allow memory limits, a warning is logged once and nodes run without a limit.
-"""
+"""Shares of this machine for each node: cores, memory and GPUs, enforced by the system."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import re
+import subprocess
+import time
+import uuid
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from lightning_dlrover import variables
-from lightning_dlrover.components.targets.machine.allocation import Allocation, NothingFreeError
-from lightning_dlrover.components.targets.machine.control_groups import MemoryGroups, NoMemoryGroupsError
-from lightning_dlrover.components.targets.machine.devices import DEVICES_VARIABLE, visible_devices
-from lightning_dlrover.components.targets.target import NodeSize, NotTakenError, thread_variables
+import psutil
 
-__all__ = ["Claims", "MachineShares"]
+from lightning_dlrover import variables
+from lightning_dlrover.components.targets.target import NodeSize, NotTakenError, thread_variables
+from lightning_dlrover.host import CGROUPS, CONTROLLER, GROUP_NAME, PROC, cgroup_folders
+
+# List the GPUs visible to this process's programs, without initializing CUDA.
+
+DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+_LIST_S = 30.0
+_DEVICE = re.compile(r"\s*(GPU|MIG)\b.*\(UUID: ([^)\s]+)\)")
+
+
+def visible_devices(environ: Mapping[str, str]) -> list[str]:
+    """Return GPU names in the format of `CUDA_VISIBLE_DEVICES`: those in the variable, else all that the driver lists."""
+    if DEVICES_VARIABLE not in environ:
+        return _listed()
+    found: list[str] = []
+    for name in (each.strip() for each in environ[DEVICES_VARIABLE].split(",")):
+        # CUDA ignores everything after the first malformed name.
+        if not re.fullmatch(r"\d+|(GPU|MIG)-\S+", name):
+            break
+        found.append(name)
+    return list(dict.fromkeys(found))
+
+
+def _listed() -> list[str]:
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_LIST_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []  # no driver, or an unresponsive one: CUDA would find no device either
+    return devices_in(done.stdout)
+
+
+def devices_in(listing: str) -> list[str]:
+    """Return the UUIDs in the output of `nvidia-smi -L`. A GPU divided into MIG instances is replaced by its instances."""
+    found: list[str] = []
+    whole = ""  # last GPU read, while none of its instances has been listed
+    for match in filter(None, map(_DEVICE.match, listing.splitlines())):
+        if match[1] == "GPU":
+            found += [whole] if whole else []
+            whole = match[2]
+        else:
+            found.append(match[2])
+            whole = ""
+    return found + ([whole] if whole else [])
+
+
+# Decide which cores and devices of one machine each node gets. Pure.
+
+
+class NothingFreeError(RuntimeError):
+    """Too few devices are free for a node."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Cores and devices of one node."""
+
+    cores: tuple[int, ...] = ()  # ascending; empty: bound to no core
+    devices: tuple[str, ...] = ()  # owned exclusively
+
+
+class Allocation:
+    """Cores and devices by owning node.
+
+    Cores are exclusive while enough are free. After that, nodes share those with the fewest users. Devices are never shared.
+    The same calls in the same order give the same shares.
+
+    Args:
+        cores: numbers of the usable cores.
+        devices: names of the usable devices, in the order of assignment.
+    """
+
+    def __init__(self, cores: Sequence[int], devices: Sequence[str] = ()) -> None:
+        self._cores = sorted(cores)
+        self._devices = list(dict.fromkeys(devices))
+        self._shares: dict[str, Share] = {}
+
+    def take(self, node: str, num_cores: int = 0, num_devices: int = 0, usable: Collection[str] | None = None) -> Share:
+        """Give a node cores and devices; all cores if it requests more than exist.
+
+        Args:
+            usable: names of the only devices that it may have; None: any.
+
+        Raises:
+            NothingFreeError: too few devices are free; the node gets nothing.
+            ValueError: the node has a share already.
+        """
+        if node in self._shares:
+            raise ValueError(f"{node} has {self._shares[node]} already")
+        taken = {device: owner for owner, share in self._shares.items() for device in share.devices}
+        free = [each for each in self.free_devices if usable is None or each in usable]
+        if num_devices > len(free):
+            owners = list(dict.fromkeys(taken.values()))
+            others = f"; {', '.join(owners)} {'have' if len(owners) > 1 else 'has'} the others" if owners else ""
+            raise NothingFreeError(f"{node} needs {num_devices} GPUs, and {len(free)} of {len(self._devices)} are free{others}")
+        self._shares[node] = Share(self._least_used(num_cores, self._use()), tuple(free[:num_devices]))
+        return self._shares[node]
+
+    @property
+    def free_devices(self) -> list[str]:
+        """Devices that no node has."""
+        taken = {device for share in self._shares.values() for device in share.devices}
+        return [device for device in self._devices if device not in taken]
+
+    def give_back(self, node: str) -> Share:
+        """Take back a node's share. Return it, empty if it has none."""
+        return self._shares.pop(node, Share())
+
+    def spread(self) -> dict[str, Share]:
+        """Move nodes that share cores to less used ones where possible. Return the changed shares."""
+        changed = {}
+        for node, share in reversed(self._shares.items()):  # newest first, so that the oldest node keeps its cores
+            use = self._use()
+            use.subtract(share.cores)
+            cores = self._least_used(len(share.cores), use, share.cores)
+            if sum(use[core] for core in cores) < sum(use[core] for core in share.cores):
+                changed[node] = Share(cores, share.devices)
+                self._shares[node] = changed[node]
+        return changed
+
+    def shared_cores(self, node: str) -> tuple[int, ...]:
+        """Return the cores of a node that other nodes use, too."""
+        use = self._use()
+        return tuple(core for core in self._shares.get(node, Share()).cores if use[core] > 1)
+
+    def _least_used(self, num_cores: int, use: Counter[int], rather: Collection[int] = ()) -> tuple[int, ...]:
+        ordered = sorted(self._cores, key=lambda core: (use[core], core not in rather, core))
+        return tuple(sorted(ordered[:num_cores]))
+
+    def _use(self) -> Counter[int]:
+        return Counter(core for share in self._shares.values() for core in share.cores)
+
+
+# One Linux control group with a memory limit for each node that this process starts; cgroup versions 1 and 2.
+#
+# Each group is a child of the group of the process that starts nodes, so all limits above it still apply. It contains all
+# processes of its node, and exists until they have ended.
 
 log = logging.getLogger(__name__)
+
+
+_WAY_OUT = "it takes root, or `systemd-run --user --scope --property=Delegate=yes dlrover run ...`"
+
+_EMPTY_S = 2.0
+"""Seconds to wait for the kernel to release a group after its last process has visibly ended."""
+
+
+class NoMemoryGroupsError(RuntimeError):
+    """Nodes' memory cannot be limited here; the message gives the reason and a remedy."""
+
+
+class MemoryGroups:
+    """Create and remove control groups that limit the memory of nodes.
+
+    Args:
+        proc: mount point of the kernel's process information.
+        cgroups: mount point of the control groups.
+
+    Raises:
+        NoMemoryGroupsError: no group can be created.
+    """
+
+    def __init__(self, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
+        self._own, self._version = _own_group(proc, cgroups)
+        self._folders: dict[str, Path] = {}  # key: node
+        try:
+            if self._version == 2:
+                enable(self._own, "memory")
+            self._remove_leftovers()
+            self.create("attempt", 1 << 40)
+            self.remove("attempt")
+        except OSError as error:
+            raise NoMemoryGroupsError(f"control group {self._own} cannot be divided: {error}; {_WAY_OUT}") from error
+
+    def create(self, node: str, limit_bytes: int) -> Path:
+        """Create a group for a node's processes. The first of them must write its process id to the file `cgroup.procs` there.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        folder = self._own / f"dlrover-{os.getpid()}-{node}-{uuid.uuid4().hex[:8]}"
+        folder.mkdir()
+        self._folders[node] = folder
+        limit, with_swap = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+        if self._version == 2:
+            limit, with_swap = ("memory.max", "memory.swap.max")
+        try:
+            (folder / limit).write_text(str(limit_bytes))
+        except OSError:
+            self.remove(node)
+            raise
+        # A swapping worker holds up all others for longer than a replacement would.
+        with suppress(OSError):  # a kernel without swap has no such file
+            (folder / with_swap).write_text(str(limit_bytes if self._version == 1 else 0))
+        return folder
+
+    def num_killed(self, node: str) -> int:
+        """Return how many of a node's processes the kernel has killed because the node reached its limit."""
+        file = "memory.events" if self._version == 2 else "memory.oom_control"
+        with suppress(OSError, ValueError, KeyError):
+            for line in (self._folders[node] / file).read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value)
+        return 0
+
+    def remove(self, node: str) -> bool:
+        """Remove a node's group, if it has one; False while a process is in it."""
+        folder = self._folders.get(node)
+        if folder is not None:
+            try:
+                folder.rmdir()
+            except FileNotFoundError:
+                pass
+            except OSError:
+                return False
+            del self._folders[node]
+        return True
+
+    def close(self) -> None:
+        """Remove the remaining groups after all nodes have ended."""
+        deadline = time.monotonic() + _EMPTY_S
+        while left := [node for node in list(self._folders) if not self.remove(node)]:
+            if time.monotonic() > deadline:
+                log.warning("control groups of %s have processes in them, and stay for now", ", ".join(left))
+                return
+            time.sleep(0.02)
+
+    def _remove_leftovers(self) -> None:
+        """Remove groups of processes that were killed before their own cleanup."""
+        for folder in self._own.iterdir():
+            match = GROUP_NAME.fullmatch(folder.name)
+            if match is not None and not psutil.pid_exists(int(match[1])):
+                with suppress(OSError):
+                    folder.rmdir()
+
+
+def _own_group(proc: Path, cgroups: Path) -> tuple[Path, int]:
+    """Return this process's group with a memory controller, and its cgroup version.
+
+    Raises:
+        NoMemoryGroupsError: there is none.
+    """
+    reason = f"no control group with a memory controller is mounted at {cgroups}"
+    for folder in cgroup_folders("memory", proc, cgroups):
+        if (folder / "memory.limit_in_bytes").exists():
+            return folder, 1
+        with suppress(OSError):
+            if "memory" in (folder / "cgroup.controllers").read_text().split():
+                # A group that this process has moved into cannot have child groups with limits.
+                moved = (match := GROUP_NAME.fullmatch(folder.name)) is not None and match[2] == CONTROLLER
+                return folder.parent if moved else folder, 2
+            reason = f"control group {folder} has no memory controller"
+            break  # groups further up are not ours
+    raise NoMemoryGroupsError(f"{reason}; {_WAY_OUT}")
+
+
+def enable(group: Path, controller: str) -> None:
+    """Allow child groups of a version 2 group to have limits of their own.
+
+    The kernel allows no processes in a group with such children. If all processes in it are ours, they move into a child
+    group of their own. They stay there because `group` may not accept them again.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    control = group / "cgroup.subtree_control"
+    if controller in control.read_text().split():
+        return
+    try:
+        control.write_text(f"+{controller}")
+        return
+    except OSError as error:
+        family = {process.pid for process in (psutil.Process(), *psutil.Process().children(recursive=True))}
+        inside = {int(pid) for pid in (group / "cgroup.procs").read_text().split()}
+        if error.errno != errno.EBUSY or not inside <= family:
+            raise
+    own = group / f"dlrover-{os.getpid()}-{CONTROLLER}"
+    own.mkdir()
+    for pid in inside:
+        with suppress(ProcessLookupError):
+            (own / "cgroup.procs").write_text(str(pid))
+    control.write_text(f"+{controller}")
+
+
+# Assign each node its share of this machine (cores, memory, GPUs) and have the system enforce it.
+#
+# Where the system does not allow memory limits, a warning is logged once and nodes run without a limit.
 
 
 class Claims(Protocol):

@@ -24,8 +24,6 @@ from pathlib import Path
 from lightning_dlrover import variables
 from lightning_dlrover.components.node import notice_file
 from lightning_dlrover.components.targets.local import node_app
-from lightning_dlrover.components.targets.logs import read_tail, set_aside
-from lightning_dlrover.components.targets.polling import Polling
 from lightning_dlrover.components.targets.target import (
     ANY_SIZE,
     App,
@@ -33,11 +31,12 @@ from lightning_dlrover.components.targets.target import (
     NodeSize,
     NodeSpec,
     NotTakenError,
+    Polling,
     TargetError,
+    read_tail,
+    set_aside,
     thread_variables,
 )
-
-__all__ = ["SlurmOptions", "SlurmTarget", "check_commands"]
 
 log = logging.getLogger(__name__)
 

@@ -1,18 +1,19 @@
-"""Interface between the controller and a place where nodes run.
-
-One class per kind of place implements it: in `local.py`, `slurm.py` and `kubernetes.py`.
-"""
+"""Interface between the controller and a place where nodes run, with what all targets share: logs and polling."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
-__all__ = ["ANY_SIZE", "App", "AppStatus", "NodeSize", "NodeSpec", "NotTakenError", "Target", "TargetError", "thread_variables"]
-
+# Interface between the controller and a place where nodes run.
+#
+# One class per kind of place implements it: in `local.py`, `slurm.py` and `kubernetes.py`.
 
 AppStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "gone"]
 
@@ -130,3 +131,197 @@ def thread_variables(num_cores: int, num_workers: int = 1) -> dict[str, str]:
         num_cores: cores of the node, which its workers share.
     """
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores // num_workers)))}
+
+
+# Files with the nodes' output, and the new lines in them.
+
+TAIL_BYTES = 256 * 1024
+"""Bytes at a file's end to search for why a node ended: all ranks' tracebacks fit, hours of progress bars do not."""
+
+LONG_LINE_BYTES = 64 * 1024
+"""Bytes of an unfinished line above which only its newest state is kept, as for a progress bar."""
+
+
+PIECE_BYTES = 256 * 1024
+"""Bytes to read at once. A longer line is given in parts."""
+
+
+def set_aside(file: Path) -> None:
+    """Rename a file of an earlier job with a node of this name, so that its content does not count as the new node's.
+
+    `log_files` finds the new name no more. An even earlier file of that name is lost.
+
+    Raises:
+        OSError: the file cannot be renamed.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        file.replace(file.with_name(f"former-{file.name}"))
+
+
+def read_tail(file: Path, num_bytes: int = TAIL_BYTES) -> str:
+    """Return the end of a file, from the start of a line.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with file.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - num_bytes))
+        tail = stream.read(num_bytes)
+    if size > num_bytes:
+        tail = re.split(rb"[\r\n]", tail, maxsplit=1)[-1]
+    return tail.decode(errors="replace")
+
+
+def log_files(folder: Path) -> dict[str, list[Path]]:
+    """Return each node's output files in a job's log folder, in the order of the nodes' start."""
+    found: dict[str, list[Path]] = {}
+    for name in ("stdout", "stderr"):
+        for file in sorted(folder.rglob(f"{name}.log")):
+            # Slurm: node3/stdout.log. TorchX's local scheduler: SESSION/node3-x1y2z3/worker/0/stdout.log.
+            parts = file.relative_to(folder).parts
+            node = next((match[1] for part in parts if (match := re.match(r"(node\d+)(?:-|$)", part))), None)
+            if node is not None:
+                found.setdefault(node, []).append(file)
+    return dict(sorted(found.items(), key=lambda item: int(item[0].removeprefix("node"))))
+
+
+class LogFile:
+    """Read a growing file line by line."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.num_read = 0  # bytes already read
+
+    def skip(self) -> None:
+        """Skip the existing content."""
+        self.num_read = self.file.stat().st_size
+
+    def new_lines(self, whole: bool) -> Iterator[str]:
+        """Yield the lines since the last call. The file is read in pieces, so it may be of any size.
+
+        A file that has become shorter, as logrotate's `copytruncate` makes it, is read from its start.
+
+        Args:
+            whole: the file is complete, so an unfinished last line is included.
+        """
+        with self.file.open("rb") as stream:
+            if stream.seek(0, os.SEEK_END) < self.num_read:
+                self.num_read = 0
+                yield f"({self.file.name} was cut short, so some of its lines may be missing here)"
+            stream.seek(self.num_read)
+            rest = b""  # a line whose end has not come
+            while piece := stream.read(PIECE_BYTES):
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    self.num_read += len(line) + 1
+                    yield _newest_state(line)
+                if len(rest) > LONG_LINE_BYTES:  # otherwise each call would read it again
+                    num_passed = rest.rfind(b"\r", 0, -1) + 1
+                    self.num_read += num_passed
+                    rest = rest[num_passed:]
+                if len(rest) > PIECE_BYTES:
+                    self.num_read += len(rest)
+                    yield _newest_state(rest)
+                    rest = b""
+            if rest and whole:
+                self.num_read += len(rest)
+                yield _newest_state(rest)
+
+
+def _newest_state(line: bytes) -> str:
+    """Return what is left of a line that a progress bar has overwritten."""
+    return line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
+
+
+# When a target lists its nodes, and what the newest list is good for.
+#
+# A failed request never means that a node has ended. It is repeated with growing pauses, and the last list holds.
+
+T = TypeVar("T")
+
+_MAX_BACKOFF_S = 60.0
+_STEADY_AFTER_S = 60.0
+"""Seconds without a change after which lists are requested less often."""
+
+_SOON_S = 0.5
+"""Maximum seconds until the next list after a change that was requested."""
+
+
+class Polling(Generic[T]):
+    """The newest list of a job's nodes.
+
+    Args:
+        request: lists the nodes; raises TargetError.
+        newest: list that holds before the first answer.
+        poll_s: minimum interval between requests. It doubles with every failure in a row, up to a minute.
+        steady_s: interval once nothing has changed for a minute; default: `poll_s`.
+    """
+
+    def __init__(
+        self,
+        request: Callable[[], T],
+        newest: T,
+        poll_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        steady_s: float = 0.0,
+    ) -> None:
+        self._request = request
+        self._poll_s = poll_s
+        self._steady_s = max(poll_s, steady_s)
+        self._clock = clock
+        self._changed_at = clock()
+        self._trouble: TargetError | None = None
+        self._num_failures = 0  # consecutive ones
+        self._next_at = -float("inf")
+        self._started_at: dict[str, float] = {}
+        self.newest = newest
+        self.asked_at = -float("inf")  # request time of the newest list
+
+    def refresh(self) -> bool:
+        """List the nodes if a request is due. Return whether there is a new list."""
+        now = self._clock()
+        if now < self._next_at:
+            return False
+        try:
+            found = self._request()
+        except TargetError as error:
+            self._trouble, self._num_failures = error, self._num_failures + 1
+            pause_s = max(self._poll_s * 2.0 ** min(10, self._num_failures), error.retry_after_s)
+            self._next_at = self._clock() + min(_MAX_BACKOFF_S, pause_s)
+            return False
+        if found != self.newest or self._num_failures:
+            self._changed_at = now
+        self.newest = found
+        self._trouble, self._num_failures, self.asked_at = None, 0, now
+        self._next_at = now + (self._steady_s if now - self._changed_at > _STEADY_AFTER_S else self._poll_s)
+        return True
+
+    def hasten(self) -> None:
+        """List the nodes soon, because a change was requested."""
+        self._expect_change(min(_SOON_S, self._poll_s))
+
+    def raise_trouble(self) -> None:
+        """
+        Raises:
+            TargetError: the newest request failed.
+        """
+        if self._trouble is not None:
+            raise self._trouble
+
+    def note_start(self, node: str) -> None:
+        self._started_at[node] = self._clock()
+        if self._trouble is None:
+            self._expect_change(self._poll_s)
+
+    def _expect_change(self, within_s: float) -> None:
+        self._changed_at = self._clock()
+        self._next_at = min(self._next_at, self._changed_at + within_s)
+
+    def has_started(self, node: str) -> bool:
+        """Whether this process has started the node."""
+        return node in self._started_at
+
+    def covers(self, node: str) -> bool:
+        """Whether the scheduler would have listed the node if it had it: in a list from after the node's start."""
+        return self._trouble is None and self.asked_at > self._started_at.get(node, -float("inf"))

@@ -7,11 +7,8 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_dlrover.characterize.point import Point
-from lightning_dlrover.characterize.results import Result
-from lightning_dlrover.characterize.studies import Study
-
-__all__ = ["RULES", "Evidence", "Finding", "findings"]
+from lightning_dlrover.lab.characterize.points import Point, Study
+from lightning_dlrover.lab.characterize.results import Result
 
 WORDS = {
     "data": "waiting for data",

@@ -1,29 +1,279 @@
-"""Measure one point in this worker: warm-up, then blocks of whole steps and of cut steps in turn."""
+"""Measure points, limits of the machine, energy and accuracy, in one worker."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
+import importlib.util
+import inspect
+import itertools
 import math
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from lightning_dlrover.characterize.energy import EnergyMeter
-from lightning_dlrover.characterize.inputs import Batches
-from lightning_dlrover.characterize.model import Clock, LocalTables, Model, Tables
-from lightning_dlrover.characterize.point import Point
-from lightning_dlrover.characterize.reference import ReferenceProgram
-from lightning_dlrover.observe.gpu_memory import GpuPeak
-from lightning_dlrover.observe.resources import MemoryWatch
+from lightning_dlrover.lab.characterize.models import Batches, Clock, LocalTables, Model, ReferenceProgram, Tables
+from lightning_dlrover.lab.characterize.points import Point
+from lightning_dlrover.lightning_compat import package_of
+from lightning_dlrover.tuning.nvml import handle_of, load_nvml
+from lightning_dlrover.tuning.profiler import GpuPeak
+from lightning_dlrover.tuning.resources import MemoryWatch
 
-__all__ = ["Effort", "Share", "measure"]
+# Energy that the machine reports: RAPL of the processors, NVML of the GPUs. Without either, there is no figure.
+
+POWERCAP = Path("/sys/class/powercap")
+
+
+class EnergyMeter:
+    """Reads energy counters.
+
+    Args:
+        counters: functions that return the joules of one counter since some moment; None for no counter.
+    """
+
+    def __init__(self, counters: list[Callable[[], float]]) -> None:
+        self._counters = counters
+
+    @classmethod
+    def of_machine(cls, cuda: bool, powercap: Path = POWERCAP) -> EnergyMeter:
+        """Use all packages of the processors, and the GPU in use. A GPU without a counter gives no figure at all."""
+        counters: list[Callable[[], float]] = [
+            _Rapl(zone) for zone in sorted(powercap.glob("intel-rapl:*")) if zone.name.count(":") == 1 and _is_readable(zone)
+        ]
+        if cuda:
+            counter = _gpu_counter()
+            counters = [*counters, counter] if counter else []
+        return cls(counters)
+
+    @property
+    def is_available(self) -> bool:
+        return bool(self._counters)
+
+    def joules(self) -> float | None:
+        """Return joules since some moment; None if the machine does not report them."""
+        return sum(counter() for counter in self._counters) if self._counters else None
+
+
+class _Rapl:
+    """One package's counter, which wraps around."""
+
+    def __init__(self, zone: Path) -> None:
+        self._file = zone / "energy_uj"
+        self._range = float((zone / "max_energy_range_uj").read_text())
+        self._last = float(self._file.read_text())
+        self._sum = 0.0
+
+    def __call__(self) -> float:
+        now = float(self._file.read_text())
+        self._sum += now - self._last if now >= self._last else now + self._range - self._last
+        self._last = now
+        return self._sum / 1e6
+
+
+def _is_readable(zone: Path) -> bool:
+    with suppress(OSError, ValueError):  # only root may read it, since it can reveal secrets of other processes
+        float((zone / "energy_uj").read_text())
+        float((zone / "max_energy_range_uj").read_text())
+        return True
+    return False
+
+
+def _gpu_counter() -> Callable[[], float] | None:
+    try:
+        nvml = load_nvml()
+        handle = handle_of(nvml)
+        nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except Exception:  # not installed, no driver, a slice of a GPU (MIG), or a GPU older than Volta
+        return None
+    return lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+
+
+# Limits of the machine, measured in a worker: memory and matrix multiply of each device, all-reduce and disk.
+
+GPU = "gpu_"
+"""Begin of the names of a GPU's limits."""
+BLOCK_S = 0.12
+NUM_BLOCKS = 5
+COPY_BYTES = 256 * 2**20
+ROWS_BYTES = 512 * 2**20
+ROW_VALUES = 32
+DISK_BYTES = 64 * 2**20
+ALL_REDUCE_BYTES = 16 * 2**20
+MATRIX, GPU_MATRIX = 1536, 8192  # a smaller one does not fill a GPU
+BAGS, LOOKUPS = 4096, 32
+NUM_IDS = ROWS_BYTES // (4 * ROW_VALUES)
+"""Different lookups: as many as the table has rows, so that they come back to a row only once it has left all caches."""
+
+
+def measure_limit(name: str, threads: int, folder: Path) -> tuple[float, ...]:
+    """Return the limit in each block, in the unit that `LIMITS` names.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    torch.set_num_threads(threads)
+    device = torch.device("cuda" if name.startswith(GPU) else "cpu")
+    with threadpool_limits(threads):
+        return _MEASURES[name.removeprefix(GPU)](threads, folder, device)
+
+
+def _copy(threads: int, folder: Path, device: torch.device) -> tuple[float, ...]:
+    """Bytes read and written by a copy, as STREAM counts them."""
+    if device.type == "cuda":
+        source = torch.ones(COPY_BYTES // 4, device=device)
+        target = torch.empty_like(source)
+        return _rates(lambda: target.copy_(source), 2 * COPY_BYTES / 1e9, device)
+    # Torch's memory, because numpy asks the kernel for huge pages, which tables do not get.
+    arrays, targets = ([torch.ones(COPY_BYTES // 4 // threads).numpy() for _ in range(threads)] for _ in range(2))
+    with ThreadPoolExecutor(threads) as pool:  # numpy copies without Python's lock
+        return _rates(lambda: [*pool.map(np.copyto, targets, arrays)], 2 * COPY_BYTES / 1e9, device)
+
+
+def _rows(threads: int, folder: Path, device: torch.device) -> tuple[float, ...]:
+    """Bytes of random table rows that lookups read."""
+    table = torch.ones(NUM_IDS, ROW_VALUES, device=device)
+    ids = torch.randint(NUM_IDS, (NUM_IDS // LOOKUPS, LOOKUPS), generator=torch.Generator().manual_seed(0)).to(device)
+    # The start of a GPU's kernel takes longer than a small one.
+    batches = itertools.cycle([ids] if device.type == "cuda" else torch.split(ids, BAGS))
+    num_read = NUM_IDS if device.type == "cuda" else BAGS * LOOKUPS
+    with torch.no_grad():
+        return _rates(lambda: F.embedding_bag(next(batches), table, mode="sum"), num_read * ROW_VALUES * 4 / 1e9, device)
+
+
+def _multiply(threads: int, folder: Path, device: torch.device) -> tuple[float, ...]:
+    """The faster of the libraries at hand: torch's own may suit other makes of processors better than this one."""
+    own = _multiply_in_torch(threads, folder, device)
+    if device.type == "cuda":
+        return own
+    one, other = (np.random.default_rng(0).random((MATRIX, MATRIX), dtype=np.float32) for _ in range(2))
+    numpys = _rates(lambda: one @ other, 2 * MATRIX**3 / 1e9, device)
+    return max(own, numpys, key=lambda blocks: sorted(blocks)[len(blocks) // 2])
+
+
+def _multiply_in_torch(threads: int, folder: Path, device: torch.device) -> tuple[float, ...]:
+    size = GPU_MATRIX if device.type == "cuda" else MATRIX
+    one, other = (torch.rand(size, size, device=device) for _ in range(2))
+    return _rates(lambda: torch.mm(one, other), 2 * size**3 / 1e9, device)
+
+
+def _all_reduce(threads: int, folder: Path, device: torch.device) -> tuple[float, ...]:
+    values = torch.ones(ALL_REDUCE_BYTES // 4)
+    return _rates(lambda: dist.all_reduce(values, op=dist.ReduceOp.MAX), ALL_REDUCE_BYTES / 1e9, device, num_calls=6)
+
+
+def _all_reduce_latency(threads: int, folder: Path, device: torch.device) -> tuple[float, ...]:
+    values = torch.ones(2)
+    rates = _rates(lambda: dist.all_reduce(values, op=dist.ReduceOp.MAX), 1.0, device, num_calls=300)
+    return tuple(1e6 / rate for rate in rates)
+
+
+def _disk_write(threads: int, folder: Path, device: torch.device) -> tuple[float, ...]:
+    return tuple(_disk(folder)[0])
+
+
+def _disk_read(threads: int, folder: Path, device: torch.device) -> tuple[float, ...]:
+    return tuple(_disk(folder)[1])
+
+
+def _disk(folder: Path, num_blocks: int = 3) -> tuple[list[float], list[float]]:
+    """Write a file through to the disk, drop it from the page cache, and read it."""
+    file = folder / f"disk-{os.getpid()}"
+    data = os.urandom(2**20)
+    written, read = [], []
+    try:
+        for _ in range(num_blocks):
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            try:
+                began = time.perf_counter()
+                for _ in range(DISK_BYTES // len(data)):
+                    os.write(descriptor, data)
+                os.fsync(descriptor)
+                written.append(DISK_BYTES / 1e9 / (time.perf_counter() - began))
+                with suppress(AttributeError):
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.lseek(descriptor, 0, os.SEEK_SET)
+                began = time.perf_counter()
+                while os.read(descriptor, 2**20):
+                    pass
+                read.append(DISK_BYTES / 1e9 / (time.perf_counter() - began))
+            finally:
+                os.close(descriptor)
+    finally:
+        file.unlink(missing_ok=True)
+    return written, read
+
+
+def _rates(call: Callable[[], object], amount: float, device: torch.device, num_calls: int | None = None) -> tuple[float, ...]:
+    """Return the amount per second in each block.
+
+    Args:
+        num_calls: calls of a block, where workers must make the same number.
+    """
+
+    def seconds(calls: int) -> float:
+        _settle(device)
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        _settle(device)
+        return time.perf_counter() - began
+
+    seconds(2)
+    calls = num_calls or max(2, round(BLOCK_S / seconds(1)))
+    return tuple(calls * amount / seconds(calls) for _ in range(NUM_BLOCKS))
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+_MEASURES = {
+    "copy": _copy,
+    "rows": _rows,
+    "multiply": _multiply,
+    "multiply_torch": _multiply_in_torch,
+    "all_reduce": _all_reduce,
+    "all_reduce_latency": _all_reduce_latency,
+    "disk_write": _disk_write,
+    "disk_read": _disk_read,
+}
+LIMITS = {
+    "copy": ("memory copy, read and written", "GB/s"),
+    "rows": ("random table rows read", "GB/s"),
+    "multiply": ("matrix multiply, best library", "GFLOP/s"),
+    "multiply_torch": ("matrix multiply, torch", "GFLOP/s"),
+    "all_reduce": ("all-reduce of 16 MiB, two workers", "GB/s"),
+    "all_reduce_latency": ("all-reduce of 8 bytes, two workers", "us"),
+    "disk_write": ("disk, written through", "GB/s"),
+    "disk_read": ("disk, read without cache", "GB/s"),
+    "gpu_copy": ("GPU memory copy, read and written", "GB/s"),
+    "gpu_rows": ("random table rows read by the GPU", "GB/s"),
+    "gpu_multiply": ("matrix multiply on the GPU, 32-bit", "GFLOP/s"),
+}
+"""Meaning and unit of each limit."""
+
+NEEDS_WORKERS = {"all_reduce": 2, "all_reduce_latency": 2}
+"""Limits that take more than one worker."""
+
+
+# Measure one point in this worker: warm-up, then blocks of whole steps and of cut steps in turn.
 
 MIN_WARM_STEPS = 2
 MIN_BLOCK_STEPS, MAX_BLOCK_STEPS = 2, 400
@@ -93,7 +343,7 @@ def _tables(point: Point, device: torch.device, stack: contextlib.ExitStack) -> 
         return None
     if point.placement in ("local", "replicated"):
         return LocalTables(point, device)
-    from lightning_dlrover.characterize.sharded import TablesOverWorkers
+    from lightning_dlrover.lab.characterize.models import TablesOverWorkers
 
     return stack.enter_context(contextlib.closing(TablesOverWorkers(point, device)))
 
@@ -225,3 +475,186 @@ def _no_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+# Loss after one pass over planted data: clicks drawn from a known model, so that the best possible loss is known.
+
+NUM_SAMPLES, NUM_TEST = 48_000, 16_000
+INIT_STD = 0.05
+
+
+def normalized_entropy(point: Point, seed: int) -> float:
+    """Train once over the planted data; return the test loss over that of the base rate. The same seed gives the same."""
+    torch.set_num_threads(point.threads)
+    generator = torch.Generator().manual_seed(seed)
+    dense, ids, clicks = _planted(point, generator)
+    torch.manual_seed(seed)
+    table = nn.Embedding(point.num_sparse * point.rows, point.dim)
+    nn.init.normal_(table.weight, std=INIT_STD)
+    net = nn.Sequential(
+        nn.Linear(point.num_dense + point.num_sparse * point.dim, point.width), nn.ReLU(), nn.Linear(point.width, 1)
+    )
+    optimizer = torch.optim.Adagrad([*table.parameters(), *net.parameters()], lr=point.learning_rate)
+    offsets = torch.arange(point.num_sparse) * point.rows
+
+    def loss(rows: slice) -> Tensor:
+        inputs = torch.cat([dense[rows], table(ids[rows] + offsets).flatten(1)], 1)
+        return F.binary_cross_entropy_with_logits(net(inputs).squeeze(1), clicks[rows])
+
+    for first in range(0, NUM_SAMPLES, point.batch):
+        optimizer.zero_grad()
+        loss(slice(first, min(first + point.batch, NUM_SAMPLES))).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    with torch.no_grad():
+        test = slice(NUM_SAMPLES, NUM_SAMPLES + NUM_TEST)
+        rate = float(clicks[test].mean())
+        base = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
+        return float(loss(test)) / base
+
+
+def _planted(point: Point, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    total = NUM_SAMPLES + NUM_TEST
+    dense = torch.randn(total, point.num_dense, generator=generator)
+    ids = torch.randint(point.rows, (total, point.num_sparse), generator=generator)
+    weights = torch.randn(point.num_sparse, point.rows, generator=generator)
+    of_ids = torch.stack([weights[i][ids[:, i]] for i in range(point.num_sparse)], 1).sum(1)
+    logits = of_ids + dense @ torch.randn(point.num_dense, generator=generator) / math.sqrt(point.num_dense) - 1.0
+    return dense, ids, torch.bernoulli(torch.sigmoid(logits), generator=generator)
+
+
+# The user's own LightningModule: found by name, and measured through a Trainer.
+
+WARM_STEPS = 3
+MAX_STEPS = 2000
+
+
+def check_users_model(name: str) -> None:
+    """Check that a model can be made and has data.
+
+    Raises:
+        ValueError: it cannot; the message says what is missing.
+    """
+    module = _made(name)
+    if not hasattr(module, "training_step") or not hasattr(module, "configure_optimizers"):
+        raise ValueError(f"--model {name}: {type(module).__name__} is no LightningModule: it has no training_step")
+    own = getattr(type(module), "train_dataloader", None)
+    if own is None or "lightning" in own.__module__.partition(".")[0]:
+        raise ValueError(
+            f"--model {name}: {type(module).__name__} has no train_dataloader; define one, or a class of this kind around it: "
+            "the measurement needs its batches"
+        )
+
+
+def _made(name: str) -> Any:
+    place, _, class_name = name.rpartition(":")
+    if not place or not class_name.isidentifier():
+        raise ValueError(f"--model {name}: give MODULE:CLASS or FILE.py:CLASS, such as train.py:ClickModel")
+    try:
+        found = getattr(_module(place), class_name)
+    except AttributeError as error:
+        raise ValueError(f"--model {name}: {place} has no {class_name}") from error
+    except Exception as error:
+        raise ValueError(f"--model {name}: {place} cannot be imported: {type(error).__name__}: {error}") from error
+    if not inspect.isclass(found):
+        raise ValueError(f"--model {name}: {class_name} is a {type(found).__name__}, not a class")
+    try:
+        return found()
+    except Exception as error:
+        raise ValueError(
+            f"--model {name}: {class_name}() fails: {type(error).__name__}: {error}; it must take no arguments"
+        ) from error
+
+
+def _module(place: str) -> Any:
+    if not place.endswith(".py"):
+        sys.path.insert(0, os.getcwd())
+        return importlib.import_module(place)
+    path = Path(place).resolve()
+    sys.path.insert(0, str(path.parent))  # its neighbours, as for a script
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def measure_users_model(point: Point, effort: Effort) -> Share:
+    """Train the model for a while, and return its steps in blocks, with Lightning's parts of a step."""
+    import torch
+
+    torch.set_num_threads(point.threads)
+    module = _made(point.model)
+    lightning = importlib.import_module(package_of(module))
+    watch = _watch(lightning, effort, point.device != "cpu")
+    gpu_peak = GpuPeak(torch.device("cpu" if point.device == "cpu" else "cuda"))
+    with MemoryWatch() as memory:
+        trainer = lightning.Trainer(
+            accelerator="gpu" if point.device != "cpu" else "cpu",
+            devices=1,
+            max_steps=MAX_STEPS,
+            max_epochs=-1,
+            limit_val_batches=0,
+            callbacks=[watch],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        cpu_before, began = time.process_time(), time.perf_counter()
+        trainer.fit(module)
+        cpu = 100 * (time.process_time() - cpu_before) / (time.perf_counter() - began)
+        peak = memory.take().peak_bytes
+    if not watch.blocks:
+        raise ValueError(f"its data ended before {WARM_STEPS + 1} steps")
+    part_s = {name: seconds / watch.num_measured for name, seconds in watch.part_s.items()}
+    return Share(tuple(watch.blocks), part_s, part_s["forward"], peak, cpu, gpu_peak.take(), None)
+
+
+def _watch(lightning: Any, effort: Effort, cuda: bool) -> Any:
+    """Return a callback that times steps in blocks, and stops after the last one."""
+    import torch
+
+    class Watch(lightning.Callback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.blocks: list[float] = []
+            self.part_s = dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.0)
+            self.num_measured = 0
+            self._num_steps = 0
+            self._in_block = 0
+            self._block_began = self._last = 0.0
+
+        def _mark(self, part: str) -> None:
+            if cuda:
+                torch.cuda.synchronize()
+            now = time.perf_counter()
+            if self._num_steps > WARM_STEPS:
+                self.part_s[part] += now - self._last
+            self._last = now
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            self._mark("data")
+
+        def on_before_backward(self, *_: Any) -> None:
+            self._mark("forward")
+
+        def on_after_backward(self, *_: Any) -> None:
+            self._mark("backward")
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            self._mark("optimizer")
+            self._num_steps += 1
+            if self._num_steps <= WARM_STEPS:
+                return
+            if self._num_steps == WARM_STEPS + 1:
+                self._block_began, self._in_block = self._last, 0
+                return
+            self._in_block += 1
+            self.num_measured += 1
+            if self._last - self._block_began >= effort.block_s:
+                self.blocks.append((self._last - self._block_began) / self._in_block)
+                self._block_began, self._in_block = self._last, 0
+            trainer.should_stop = len(self.blocks) >= effort.num_blocks
+
+    return Watch()

@@ -1,23 +1,30 @@
-"""Figures of the studies, in the style of a job's report."""
+"""Reports of a characterization, of one machine or of two side by side, with their figures."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightning_dlrover.characterize.point import PARTS, Point
-from lightning_dlrover.characterize.results import Result
-from lightning_dlrover.characterize.studies import Study
-from lightning_dlrover.characterize.work import step_flops
-from lightning_dlrover.report.pictures import INK, WIDTH_INCHES, in_our_style
+from lightning_dlrover.files import atomic_write
+from lightning_dlrover.lab.characterize.findings import Finding
+from lightning_dlrover.lab.characterize.measure import LIMITS
+from lightning_dlrover.lab.characterize.points import PARTS, Point, Scope, Study, Visit, all_studies, step_flops
+from lightning_dlrover.lab.characterize.results import Measurements, Result, agreement, limit_values, results_of
+from lightning_dlrover.output import counted, text_table
+from lightning_dlrover.report.page import INK, WIDTH_INCHES, in_our_style, render_page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["PART_COLOURS", "loss_figure", "roofline_figure", "study_figure"]
+# Figures of the studies, in the style of a job's report.
 
 PART_COLOURS = {
     "data": "#e69f00",
@@ -208,7 +215,7 @@ def roofline_figure(results: Sequence[Result], limits: Mapping[tuple[str, int], 
     import numpy as np
     from matplotlib.figure import Figure as NewFigure
 
-    from lightning_dlrover.characterize.work import lookup_bytes
+    from lightning_dlrover.lab.characterize.points import lookup_bytes
 
     figure = NewFigure(figsize=(WIDTH_INCHES, 3.8), layout="constrained")
     axes = figure.subplots()
@@ -258,3 +265,315 @@ def _tick(value: object) -> str:
             if value >= 10 * size or (value >= size and value % size == 0):
                 return f"{value / size:g}{unit}"
     return f"{value:g}" if isinstance(value, float) else str(value).replace("_", "-")
+
+
+# Two machines' results side by side.
+
+Rows = list[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Limits and throughput of both machines, with the ratio of the second to the first."""
+
+    limits: Rows  # limit, threads, A, B, B/A, unit
+    points: Rows  # model, configuration, A, B, B/A, unit; only points that both have
+    summary: str
+
+
+def compare_text(one: Measurements, other: Measurements) -> str:
+    """Return the comparison as text."""
+    machines = [
+        f"{m.processor}{' + ' + m.gpu if m.gpu else ''}, {m.cores:g} cores" for m in (one.header.machine, other.header.machine)
+    ]
+    found = compared(one, other)
+    lines = [f"A: {machines[0]}", f"B: {machines[1]}", ""]
+    lines += [*text_table("<>>>><", [("limit", "threads", "A", "B", "B/A", ""), *found.limits]), ""]
+    if found.points:
+        lines += [*text_table("<<>>><", [("point", "", "A", "B", "B/A", ""), *found.points]), ""]
+    return "\n".join([*lines, found.summary])
+
+
+def compared(one: Measurements, other: Measurements) -> Comparison:
+    """Compare two machines, or two runs on one."""
+    results = results_of(one.visits), results_of(other.visits)
+    both = [point for point in results[0] if point in results[1]]
+    limits = _limit_rows(one, other)
+    if not both:
+        summary = "no point was measured on both: sweeps depend on the number of cores and on --quick or --full"
+        return Comparison(limits, [], summary)
+    ratios = [results[1][p].samples_per_s / results[0][p].samples_per_s for p in both if not p.measures_loss]
+    agreeing, count = agreement(*results)
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 1.0
+    summary = (
+        f"B is {mean:.2f} times as fast as A (geometric mean of {len(ratios)} points); "
+        f"{agreeing} of {count} points agree within their own intervals"
+    )
+    return Comparison(limits, [_point_row(results[0][point], results[1][point]) for point in both], summary)
+
+
+def _limit_rows(one: Measurements, other: Measurements) -> Rows:
+    limits = limit_values(one.limits), limit_values(other.limits)
+    rows: Rows = []
+    for name, (text, unit) in LIMITS.items():
+        # Each machine's own limit is with all of its cores.
+        best_a, best_b = _widest(limits[0], name), _widest(limits[1], name)
+        if best_a is not None and best_b is not None:
+            (threads_a, value_a), (threads_b, value_b) = best_a, best_b
+            rows.append(
+                (text, f"{threads_a}, {threads_b}", f"{value_a:.3g}", f"{value_b:.3g}", f"{value_b / value_a:.2f}", unit)
+            )
+    return rows
+
+
+def _point_row(a: Result, b: Result) -> tuple[str, ...]:
+    names = a.point.workload, differences(a.point)
+    if a.point.measures_loss:
+        return *names, f"{a.median:.4f}", f"{b.median:.4f}", f"{b.median / a.median:.3f}", "entropy"
+    rates = a.samples_per_s, b.samples_per_s
+    return *names, f"{rates[0]:,.0f}", f"{rates[1]:,.0f}", f"{rates[1] / rates[0]:.2f}", "samples/s"
+
+
+def _widest(found: Mapping[tuple[str, int], float], name: str) -> tuple[int, float] | None:
+    return max(((threads, value) for (n, threads), value in found.items() if n == name), default=None)
+
+
+def differences(point: Point) -> str:
+    """Return the fields that tell a point from others, without those that keep their defaults."""
+    fields = {f.name: f.default for f in dataclasses.fields(Point) if f.name != "workload"}
+    return " ".join(f"{name}={getattr(point, name)}" for name, default in fields.items() if getattr(point, name) != default)
+
+
+# Write the report of two machines: limits, and the figures of each study side by side, in one HTML file.
+
+
+@dataclass(frozen=True)
+class _Pair:
+    title: str
+    figures: tuple[str | None, str | None]
+
+
+def write_comparison(path: Path, one: Measurements, other: Measurements) -> None:
+    """Write the report to `path`, whole or not at all.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, _page_of_two(one, other, compared(one, other)))
+
+
+def _page_of_two(one: Measurements, other: Measurements, found: Comparison) -> str:
+    return render_page(
+        "characterize",
+        "compare_page.html.j2",
+        machines=(one.header.machine, other.header.machine),
+        summary=found.summary,
+        limits=found.limits,
+        points=found.points,
+        pairs=_pairs(one, other),
+    )
+
+
+def _pairs(one: Measurements, other: Measurements) -> list[_Pair]:
+    """Return the figures of both machines by study. A study that neither has is left out."""
+    from lightning_dlrover.report.page import to_svg
+
+    sides = [(side, results_of(side.visits)) for side in (one, other)]
+    roofs = [roofline_figure([*results.values()], limit_values(side.limits), _cores(side)) for side, results in sides]
+    titles = {"roofline": "Achieved and attainable"}
+    drawn = {"roofline": roofs}
+    for side, results in sides:
+        for study in _studies(side, results):
+            titles.setdefault(study.name, study.title)
+            drawn.setdefault(study.name, []).append(study_figure(study, results))
+    return [
+        _Pair(
+            titles[name],
+            (
+                to_svg(figures[0], f"{name}-a") if figures[0] is not None else None,
+                to_svg(figures[1], f"{name}-b") if figures[1] is not None else None,
+            ),
+        )
+        for name, figures in drawn.items()
+        if any(figure is not None for figure in figures)
+    ]
+
+
+def _cores(side: Measurements) -> int:
+    return max(1, int(side.header.machine.cores))
+
+
+def _studies(side: Measurements, results: dict[Point, Result]) -> list[Study]:
+    """Return the studies of the size, quick or full, to which more of the measured points belong."""
+    machine = side.header.machine
+    models = {point.model for point in results} - {""}
+
+    def studies(size: str) -> list[Study]:
+        return all_studies(
+            Scope(
+                size="full" if size == "full" else "quick",
+                device="cuda" if machine.gpu else "cpu",
+                cores=_cores(side),
+                memory_bytes=machine.memory_gib << 30,
+                has_torchrec=True,
+                has_pyarrow=True,
+                users_model=min(models, default=""),
+            )
+        )
+
+    return max(
+        (studies(size) for size in ("quick", "full")),
+        key=lambda made: len({point for study in made for point in study.points} & results.keys()),
+    )
+
+
+# Write the report of a characterization: one HTML file.
+
+
+@dataclass(frozen=True)
+class _Section:
+    title: str
+    skipped: tuple[str, ...]
+    figure: str | None
+    loss: str | None
+    caption: str
+    rows: list[tuple[str, ...]]
+    files: str
+    problems: list[str]
+
+
+def write_page(path: Path, measured: Measurements, studies: Sequence[Study], found: Sequence[Finding], scope: Scope) -> None:
+    """Write the report to `path`, whole or not at all.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+    atomic_write(path, _page_of_one(measured, studies, found, scope))
+
+
+def _page_of_one(measured: Measurements, studies: Sequence[Study], found: Sequence[Finding], scope: Scope) -> str:
+    from lightning_dlrover.report.page import to_svg
+
+    results, limits = results_of(measured.visits), limit_values(measured.limits)
+    shown = {point: results[point] for study in studies for point in study.points if point in results}
+    roofline = roofline_figure(list(shown.values()), limits, scope.cores)
+    times = [*(visit.at for visit in measured.visits), *(limit.at for limit in measured.limits)]
+    return render_page(
+        "characterize",
+        "page.html.j2",
+        machine=measured.header.machine,
+        version=measured.header.version,
+        began=_date(min(times)),
+        ended=_date(max(times)),
+        size=scope.size,
+        facts=_facts(shown, limits, scope),
+        found=found,
+        limits=_rows_of_limits(measured),
+        roofline=to_svg(roofline, "roofline") if roofline is not None else None,
+        studies=[_section(study, results, measured.visits) for study in studies],
+        num_visits=len(measured.visits),
+    )
+
+
+def _facts(
+    results: Mapping[Point, Result], limits: Mapping[tuple[str, int], float], scope: Scope
+) -> list[tuple[str, str, str]]:
+    timed = [r for r in results.values() if r.parts_s]
+    facts = [("Points", str(len(results)), f"{sum(r.num_visits for r in results.values())} visits")]
+    for name, label in (
+        ("copy", "Memory copy"),
+        ("rows", "Random rows"),
+        ("multiply", "Matrix multiply"),
+        ("all_reduce", "All-reduce"),
+        ("gpu_copy", "GPU memory copy"),
+        ("gpu_rows", "GPU random rows"),
+        ("gpu_multiply", "GPU matrix multiply"),
+    ):
+        if (value := limits.get((name, scope.cores))) is not None:
+            facts.append((label, f"{value:.3g} {LIMITS[name][1]}", ""))
+    if timed:
+        errors = sorted(abs(r.parts_s / r.median - 1) for r in timed)
+        facts.append(("Parts against steps", f"{errors[len(errors) // 2]:.1%}", "median difference"))
+        spreads = sorted(r.spread for r in timed)
+        is_known = any(r.num_visits > 1 for r in timed)  # one visit cannot tell what a second would find
+        interval = f"{100 * spreads[len(spreads) // 2]:.0f} % wide" if is_known else "unknown"
+        facts.append(("Interval of a second run", interval, "90 %, median over points" if is_known else "one visit each"))
+    measured = any(r.joules_per_step is not None for r in results.values())
+    facts.append(
+        ("Energy", "measured" if measured else "not measured", "" if measured else "neither RAPL nor NVML can be read")
+    )
+    return facts
+
+
+def _rows_of_limits(measured: Measurements) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    best = limit_values(measured.limits)
+    for limit in {(limit.name, limit.threads): limit for limit in measured.limits}.values():
+        text = LIMITS.get(limit.name, (limit.name, ""))[0]
+        if not limit.blocks:
+            rows.append((text, str(limit.threads), "-", limit.problem, limit.unit))
+            continue
+        ordered = sorted(
+            b for other in measured.limits if (other.name, other.threads) == (limit.name, limit.threads) for b in other.blocks
+        )
+        cells = f"{best[limit.name, limit.threads]:.3g}", f"{ordered[0]:.3g} to {ordered[-1]:.3g}"
+        rows.append((text, str(limit.threads), *cells, limit.unit))
+    return rows
+
+
+def _section(study: Study, results: Mapping[Point, Result], visits: Sequence[Visit]) -> _Section:
+    from lightning_dlrover.report.page import to_svg
+
+    figure = study_figure(study, results)
+    losses = [results[point] for point in study.points if point in results and point.measures_loss]
+    loss = loss_figure(losses)
+    failed = {visit.point: visit.problem for visit in visits if visit.problem and visit.point not in results}
+    missing = sum(point not in results and point not in failed for point in study.points)
+    problems = [f"{differences(point)}: {failed[point]}" for point in study.points if point in failed]
+    if missing:
+        problems.append(f"{counted(missing, 'point')} not reached: the same command continues, or give a larger --budget.")
+    return _Section(
+        title=study.title,
+        skipped=study.skipped,
+        figure=to_svg(figure, study.name) if figure is not None else None,
+        loss=to_svg(loss, f"{study.name}-loss") if loss is not None else None,
+        caption="A bar is the 90 % interval of a second run under the same load. Parts are timed in steps of their own, cut "
+        "at the parts' borders; each part holds its forward and its backward pass.",
+        rows=[_row(results[point]) for point in study.points if point in results],
+        files=f"{study.name}.csv",
+        problems=problems,
+    )
+
+
+def _row(r: Result) -> tuple[str, ...]:
+    if r.point.measures_loss:
+        return (
+            differences(r.point),
+            *("-" for _ in range(1)),
+            f"{r.median:.4f}",
+            f"{r.low:.4f} to {r.high:.4f}",
+            str(r.num_blocks),
+            *["-"] * 6,
+        )
+    return (
+        f"{r.point.workload} {differences(r.point)}",
+        f"{r.samples_per_s:,.0f}",
+        f"{1e3 * r.median:.3g} ms",
+        f"{1e3 * r.low:.3g} to {1e3 * r.high:.3g}",
+        str(r.num_blocks),
+        f"{r.parts_s / r.median:.3f}",
+        f"{r.cpu_percent:.0f} %",
+        f"{r.peak_memory_bytes / 2**30:.2f} GiB",
+        _rate(r.mlp_flops_per_s, "GFLOP/s"),
+        _rate(r.lookup_bytes_per_s, "GB/s"),
+        "-" if r.joules_per_step is None else f"{1e3 * r.joules_per_step / r.point.batch:.3g} mJ/sample",
+    )
+
+
+def _rate(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value / 1e9:.3g} {unit}"
+
+
+def _date(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))

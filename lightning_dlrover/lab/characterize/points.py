@@ -1,16 +1,228 @@
-"""The nine studies: the points of each, quick or full, on a given machine. Pure."""
+"""Points of the studies: their configuration, the arithmetic of their work, and the machine that they are measured on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import ctypes
+import functools
+import importlib.util
+import itertools
+import math
+import os
+import platform
+import signal
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Literal
 
-from lightning_dlrover.characterize.point import Data, Placement, Point
-from lightning_dlrover.characterize.work import table_bytes
+from lightning_dlrover.tuning.candidates import Descriptor
+from lightning_dlrover.tuning.resources import available_bytes, available_cores
 
-__all__ = ["STUDIES", "WORKLOADS", "Scope", "Study", "all_studies"]
+# Processes that end with their parent, whatever kills it.
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+# One configuration of a study, one visit to it, and a limit of the machine, as plain data.
+
+PARTS = ("data", "embedding", "bottom_mlp", "interaction", "top_mlp", "communication", "optimizer")
+"""Parts of a step of the reference model; those of a user's own model are Lightning's."""
+
+Placement = Literal["local", "replicated", "table_wise", "row_wise", "column_wise", "remote"]
+Data = Literal["memory", "rows", "packed", "parquet"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A configuration to measure. Two studies that need the same one share its measurements, see `Study`."""
+
+    workload: str  # name of the reference model that the point varies
+    num_dense: int = 64  # dense features per sample
+    num_sparse: int = 8  # tables; 0: an MLP alone
+    rows: int = 100_000  # rows of each table
+    dim: int = 32  # values per row
+    lookups: int = 8  # rows that a sample reads from each table
+    skew: float = 0.0  # exponent of the ids' power law; 0: uniform
+    width: int = 256  # units of each hidden layer
+    depth: int = 2  # hidden layers of the bottom and of the top MLP
+    batch: int = 256  # samples per step, all workers together
+    num_workers: int = 1
+    threads: int = 1  # per worker
+    loader_workers: int = 0  # per worker
+    placement: Placement = "local"
+    device: Literal["cpu", "cuda", "mix"] = "cpu"  # mix: tables on the CPU, MLPs on the GPU
+    data: Data = "memory"
+    learning_rate: float = 0.0  # above 0: train on planted data with it, and measure the loss instead of the time
+    model: str = ""  # the user's own, as MODULE:CLASS or FILE:CLASS
+
+    @property
+    def measures_loss(self) -> bool:
+        return self.learning_rate > 0
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One visit to a point: a fresh model, a warm-up, then several blocks of steps."""
+
+    point: Point
+    at: float  # seconds since the epoch
+    took_s: float  # includes the model's construction and the warm-up
+    blocks: tuple[float, ...]  # seconds per step in each block; normalized entropy per seed where the loss is measured
+    part_s: dict[str, float]  # seconds of each part of a step, from blocks of their own
+    forward_s: float = 0.0  # computation of the forward pass within the parts
+    peak_memory_bytes: int = 0  # highest resident set, all workers together
+    cpu_percent: float = 0.0  # percent of one core, all workers together
+    gpu_memory_bytes: int = 0
+    joules_per_step: float | None = None  # None: the machine does not measure it
+    problem: str = ""  # why there are no blocks
+    reference_s: tuple[float, ...] = ()  # seconds of the reference program within each block; empty: not run
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One measured limit of the machine."""
+
+    name: str
+    unit: str
+    threads: int
+    at: float
+    took_s: float
+    blocks: tuple[float, ...]
+    problem: str = ""
+
+
+# How far another run's figure of a point may be from this run's. Pure.
+#
+# Blocks of one visit follow each other within a second, so their range is blind to slow changes of the machine. Visits are
+# minutes apart, and their deviations show these changes. What the reference program's time explains of them is taken out.
+# Two visits of one point alone say little about its variance, so each variance is moderated by the mean of all points
+# (Smyth, Linear models and empirical Bayes methods, Statistical Applications in Genetics and Molecular Biology 3(1), 2004).
+
+LEVEL = 0.9
+PRIOR_DEGREES = 4.0
+"""Degrees of freedom for which the mean variance of all points counts."""
+
+STILL = 0.02
+"""Deviation of the reference program's log time below which it shows its own noise instead of the machine's speed."""
+
+Logs = Sequence[tuple[float, float]]
+"""Each visit's log of a step's seconds, and log of the reference program's; the latter is 0 where it did not run."""
+
+
+def sensitivity(points: Sequence[Logs]) -> float:
+    """Return the change in log of a step's time per change in log of the reference program's, from 0 to 1, over all points."""
+    together, alone, count = 0.0, 0.0, 0
+    for visits in points:
+        deviations = _deviations(visits, 0.0)
+        of_reference = _deviations([(x, 0.0) for _, x in visits], 0.0)
+        together += sum(y * x for y, x in zip(deviations, of_reference, strict=True))
+        alone += sum(x * x for x in of_reference)
+        count += len(visits) - 1
+    return min(1.0, max(0.0, together / (alone + count * STILL**2))) if count else 0.0
+
+
+def half_widths(points: Sequence[Logs]) -> list[float] | None:
+    """Return the half width of each point's 90 % prediction interval of the log; None if no point has two visits.
+
+    The predicted figure is the mean of as many visits in another run, at the same speed of the machine: m +- t s sqrt(2 / n).
+
+    Args:
+        points: visits of each point, at least one.
+    """
+    degrees = sum(len(visits) - 1 for visits in points)
+    if not degrees:
+        return None
+    slope = sensitivity(points)
+    squares = [sum(deviation**2 for deviation in _deviations(visits, slope)) for visits in points]
+    mean = sum(squares) / degrees
+    found = []
+    for visits, of_point in zip(points, squares, strict=True):
+        own = PRIOR_DEGREES + len(visits) - 1
+        variance = (PRIOR_DEGREES * mean + of_point) / own
+        found.append(_quantile(own) * math.sqrt(2 * variance / len(visits)))
+    return found
+
+
+def _deviations(visits: Logs, slope: float) -> list[float]:
+    values = [y - slope * x for y, x in visits]
+    mean = statistics.fmean(values)
+    return [value - mean for value in values]
+
+
+@functools.cache
+def _quantile(degrees: float) -> float:
+    from scipy.special import stdtrit  # Student's t; the import takes long
+
+    return float(stdtrit(degrees, (1 + LEVEL) / 2))
+
+
+# Work of one step of a point, by arithmetic: FLOPs, bytes and the descriptor for the job history. Pure.
+
+PASSES = 3
+"""Ratio of the forward and the backward pass's FLOPs to those of the forward pass."""
+
+TABLE_PASSES = 3
+"""Times that a step moves each row that it looks up: read it, read it again for the update, write it."""
+
+
+def layers(point: Point) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return inputs and outputs of each layer of the bottom and of the top MLP. Without tables there is no bottom MLP."""
+    hidden = [point.width] * point.depth
+    if not point.num_sparse:
+        return [], list(_pairs([point.num_dense, *hidden, 1]))
+    vectors = point.num_sparse + 1
+    joined = point.dim + vectors * (vectors - 1) // 2
+    return list(_pairs([point.num_dense, *hidden, point.dim])), list(_pairs([joined, *hidden, 1]))
+
+
+def _pairs(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    yield from itertools.pairwise(sizes)
+
+
+def mlp_flops(point: Point) -> float:
+    """Return FLOPs per sample of both MLPs, forward and backward."""
+    return float(PASSES * 2 * sum(i * o for part in layers(point) for i, o in part))
+
+
+def step_flops(point: Point) -> float:
+    """Return FLOPs per step, all workers together, the interaction's included."""
+    vectors = point.num_sparse + 1 if point.num_sparse else 0
+    return point.batch * (mlp_flops(point) + PASSES * 2 * vectors * vectors * point.dim)
+
+
+def lookup_bytes(point: Point) -> float:
+    """Return bytes of table rows that a step moves."""
+    return float(TABLE_PASSES * point.batch * point.num_sparse * point.lookups * point.dim * 4)
+
+
+def dense_bytes(point: Point) -> int:
+    return 4 * sum(i * o + o for part in layers(point) for i, o in part)
+
+
+def table_bytes(point: Point) -> int:
+    return 4 * point.num_sparse * point.rows * point.dim
+
+
+def descriptor(point: Point, node_cores: float) -> Descriptor:
+    """Return what the planner compares jobs by."""
+    return Descriptor(
+        dense_flops=mlp_flops(point),
+        dense_bytes=float(dense_bytes(point)),
+        embedding_bytes=float(table_bytes(point)),
+        lookups_per_sample=float(point.num_sparse * point.lookups),
+        global_batch=float(point.batch),
+        device="cpu",
+        node_cores=node_cores,
+    )
+
+
+# The nine studies: the points of each, quick or full, on a given machine. Pure.
 
 STUDIES = ("features", "batch", "rows", "mlp", "lookups", "placement", "workers", "loader", "devices")
 MEMORY_SHARE = 0.3
@@ -210,3 +422,58 @@ def _devices(scope: Scope) -> Study:
     else:
         skipped.append("your own model: give --model MODULE:CLASS")
     return Study("devices", "Reference models on each device", "workload", ("device",), tuple(points), tuple(skipped))
+
+
+# The measured machine: its identity, and the resources that studies may use.
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine, as the points of a folder belong to it."""
+
+    name: str
+    processor: str
+    cores: float  # cores that this process may use
+    memory_gib: int
+    gpu: str  # empty: none in use
+    torch: str
+
+
+def this_machine(device: str) -> Machine:
+    """Describe this machine.
+
+    Raises:
+        ValueError: there is no GPU, and `device` asks for one.
+    """
+    import psutil
+    import torch
+
+    gpu = ""
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"--device cuda: torch {torch.__version__} finds no GPU here; use --device cpu, or install a CUDA build"
+            )
+        gpu = torch.cuda.get_device_name(0)
+    memory_gib = round(psutil.virtual_memory().total / 2**30)
+    return Machine(platform.node(), _processor(), available_cores(), memory_gib, gpu, torch.__version__)
+
+
+def usable_memory_bytes() -> int:
+    return available_bytes()
+
+
+def whole_cores() -> int:
+    return max(1, min(int(available_cores()), len(os.sched_getaffinity(0))))
+
+
+def has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    with suppress(OSError):
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()

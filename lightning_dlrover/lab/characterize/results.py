@@ -1,17 +1,39 @@
-"""Results of points: the median over their visits, its interval, and figures that follow from it. Pure."""
+"""Results of points: stored as they are measured, summarized, exported, and kept as history for later jobs."""
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from lightning_dlrover.characterize.intervals import half_widths, sensitivity
-from lightning_dlrover.characterize.point import PARTS, Limit, Point, Visit
-from lightning_dlrover.characterize.work import lookup_bytes, mlp_flops, step_flops
+from lightning_dlrover._version import __version__
+from lightning_dlrover.files import RecordFile, RecordForm, read_lines
+from lightning_dlrover.lab.characterize.points import (
+    PARTS,
+    WORKLOADS,
+    Limit,
+    Machine,
+    Point,
+    Study,
+    Visit,
+    dense_bytes,
+    descriptor,
+    half_widths,
+    has,
+    lookup_bytes,
+    mlp_flops,
+    sensitivity,
+    step_flops,
+    table_bytes,
+)
+from lightning_dlrover.tuning.history import JobEntry, JobHistory
+from lightning_dlrover.tuning.samples import StepProfile
 
-__all__ = ["Result", "agreement", "limit_values", "results_of"]
+# Results of points: the median over their visits, its interval, and figures that follow from it. Pure.
 
 
 @dataclass(frozen=True)
@@ -158,3 +180,273 @@ def _agree(a: Result, b: Result) -> bool:
         return a.low <= b.median <= a.high or b.low <= a.median <= b.high
     slower = math.exp((a.sensitivity + b.sensitivity) / 2 * (b.log_reference - a.log_reference))
     return a.low <= b.median / slower <= a.high or b.low <= a.median * slower <= b.high
+
+
+# The measurements of a folder: one line of JSON each, appended as soon as it is made.
+
+FILE_NAME = "points.jsonl"
+FORMAT = 1
+
+
+class StoreError(ValueError):
+    """A folder with measurements that cannot be read or continued."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """First line of the file."""
+
+    format: int
+    version: str
+    machine: Machine
+
+
+@dataclass
+class Measurements:
+    """Content of a folder."""
+
+    header: Header
+    visits: list[Visit] = field(default_factory=list)
+    limits: list[Limit] = field(default_factory=list)
+
+    @staticmethod
+    def of(header: Header, records: Iterable[Visit | Limit]) -> Measurements:
+        found = Measurements(header)
+        for record in records:
+            found.add(record)
+        return found
+
+    def add(self, record: Visit | Limit) -> None:
+        if isinstance(record, Visit):
+            self.visits.append(record)
+        else:
+            self.limits.append(record)
+
+
+FORM = RecordForm(
+    header=Header,
+    records={"visit": Visit, "limit": Limit},
+    format=FORMAT,
+    file_of="a characterization",
+    line_of="a measurement",
+    user="`dlrover lab characterize`",
+    error=StoreError,
+)
+
+
+class Store(RecordFile[Header]):
+    """The measurements of one folder, which this process alone may add to. Use as a context manager.
+
+    Raises:
+        StoreError: the folder holds measurements of another machine or release, unreadable ones, or is in use.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, machine: Machine) -> None:
+        self.path = folder / FILE_NAME
+        super().__init__(self.path, FORM, Header(FORMAT, __version__, machine))
+        self.found = Measurements.of(self.header, self.records)
+        try:
+            self._check(machine)
+        except StoreError:
+            self.close()
+            raise
+
+    def add(self, record: Visit | Limit) -> None:
+        """Append a measurement."""
+        super().add(record)
+        self.found.add(record)
+
+    def _check(self, machine: Machine) -> None:
+        header = self.found.header
+        if header.version != __version__:
+            raise StoreError(
+                f"{self.path} was measured with release {header.version}, this is {__version__}, whose figures may differ; "
+                "give another --out"
+            )
+        if header.machine != machine:
+            names = [name for name, value in vars(machine).items() if getattr(header.machine, name) != value]
+            told = ", ".join(
+                f"{name} {getattr(header.machine, name)!r} there, {getattr(machine, name)!r} here" for name in names
+            )
+            raise StoreError(f"{self.path} was measured on another machine ({told}); give another --out")
+
+
+def read_store(folder: Path) -> Measurements:
+    """Read the measurements of a folder. A last line without an end is ignored.
+
+    Raises:
+        StoreError: there are none, or a line is not a measurement.
+    """
+    path = folder / FILE_NAME
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise StoreError(f"{folder} has no {FILE_NAME}: `dlrover lab characterize --out {folder}` makes one") from error
+    read = read_lines(data, path, FORM)
+    if read[0] is None:
+        raise StoreError(f"{path} is empty; remove it, or give another folder")
+    return Measurements.of(read[0], read[1])
+
+
+# The tables of a characterization: one row per point, as CSV and as Parquet.
+
+Cell = str | float | int | None
+
+
+def rows_of(study: Study, results: Mapping[Point, Result]) -> list[dict[str, Cell]]:
+    """Return one row for each measured point of a study."""
+    return [{"study": study.name, **_row(results[point])} for point in study.points if point in results]
+
+
+def _row(result: Result) -> dict[str, Cell]:
+    point = result.point
+    row: dict[str, Cell] = dict(dataclasses.asdict(point))
+    is_loss = point.measures_loss
+    row |= {
+        "visits": result.num_visits,
+        "blocks": result.num_blocks,
+        "step_s": None if is_loss else result.median,
+        "step_low_s": None if is_loss else result.low,
+        "step_high_s": None if is_loss else result.high,
+        "samples_per_s": None if is_loss else result.samples_per_s,
+        "normalized_entropy": result.median if is_loss else None,
+        "entropy_low": result.low if is_loss else None,
+        "entropy_high": result.high if is_loss else None,
+    }
+    names = list(dict.fromkeys([*PARTS, *(("forward", "backward") if point.model else ())]))
+    row |= {f"{name}_s": result.part_s.get(name) for name in names}
+    is_known = not (is_loss or point.model)
+    row |= {
+        "parts_over_step": result.parts_s / result.median if result.parts_s and not is_loss else None,
+        "cpu_percent": None if is_loss else result.cpu_percent,
+        "peak_memory_bytes": None if is_loss else result.peak_memory_bytes,
+        "flops_per_s": result.flops_per_s if is_known else None,
+        "mlp_flops_per_s": result.mlp_flops_per_s if is_known else None,
+        "lookup_bytes_per_s": result.lookup_bytes_per_s if is_known else None,
+        "joules_per_step": result.joules_per_step,
+    }
+    return row
+
+
+def write_tables(folder: Path, studies: Sequence[Study], results: Mapping[Point, Result]) -> list[Path]:
+    """Write `{study}.csv`, and `{study}.parquet` where pyarrow is installed. Return the files."""
+    written = []
+    for study in studies:
+        rows = rows_of(study, results)
+        if not rows:
+            continue
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        path = folder / f"{study.name}.csv"
+        with path.open("w", newline="", encoding="utf-8") as file:
+            table = csv.DictWriter(file, names, lineterminator="\n")
+            table.writeheader()
+            table.writerows(rows)
+        written.append(path)
+        if has("pyarrow"):
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            written.append(folder / f"{study.name}.parquet")
+            pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), written[-1])
+    return written
+
+
+# The reference models' measurements as jobs of the history, from which later jobs start.
+
+PREFETCH_FACTOR = 2
+"""Batches that a DataLoader's worker prepares ahead by default."""
+
+
+def record_in_history(history: JobHistory, machine: Machine, visits: Iterable[Visit]) -> int:
+    """Write each reference model as a job that has tried its settings one after the other. Return the number of jobs.
+
+    Only points on CPU with a DataLoader count: they differ in workers, threads and loader workers, as a job's settings do.
+
+    Raises:
+        HistoryError: the history cannot be written.
+    """
+    by_workload: dict[str, list[Visit]] = {}
+    for visit in visits:
+        if _has_settings(visit.point) and visit.blocks:
+            by_workload.setdefault(visit.point.workload, []).append(visit)
+    for workload, found in by_workload.items():
+        found.sort(key=lambda visit: visit.at)
+        whole = WORKLOADS[workload].batch
+        windows = [as_window(visit, machine.cores, whole) for visit in found]
+        name = f"characterize-{workload}"
+        entry = JobEntry(
+            key=f"{name}-{machine.name}",
+            run_id=name,
+            started_at=found[0].at,
+            updated_at=found[-1].at + found[-1].took_s,
+            outcome="finished",
+            descriptor=descriptor(WORKLOADS[workload], machine.cores),
+        )
+        history.record(entry, windows)
+    return len(by_workload)
+
+
+def _has_settings(point: Point) -> bool:
+    """Whether a point is a reference model as a job would run it, changed in its settings only."""
+    base = WORKLOADS.get(point.workload)
+    if base is None or point.device != "cpu" or point.data == "memory" or point.placement not in ("local", "table_wise"):
+        return False
+    model = ("num_dense", "num_sparse", "rows", "dim", "lookups", "skew", "width", "depth")
+    data = "packed" if point.workload == "input" else "rows"
+    return point.data == data and all(getattr(point, name) == getattr(base, name) for name in model)
+
+
+def as_window(visit: Visit, node_cores: float, global_batch: int) -> StepProfile:
+    """Return a visit as a window of steps.
+
+    Args:
+        global_batch: batch of the reference model. A point's own may be a few samples smaller, to be divisible.
+    """
+    point = visit.point
+    step_s = statistics.median(visit.blocks) * global_batch / point.batch
+    parts = visit.part_s
+    compute_s = sum(s for name, s in parts.items() if name not in ("data", "communication", "optimizer"))
+    # Parts come from blocks of their own, so they do not add up to the other blocks' steps exactly.
+    scale = min(1.0, step_s / sum(parts.values())) if any(parts.values()) else 0.0
+    known = {
+        "data_wait_s": parts.get("data", 0.0) * scale,
+        "forward_s": visit.forward_s * scale,
+        "backward_s": max(0.0, compute_s - visit.forward_s) * scale,
+        "communication_s": parts.get("communication", 0.0) * scale,
+        "optimizer_s": parts.get("optimizer", 0.0) * scale,
+    }
+    window = StepProfile(
+        worker_id="characterize",
+        round_number=1,
+        global_rank=0,
+        num_workers=point.num_workers,
+        num_nodes=1,
+        first_step=0,
+        num_steps=len(visit.blocks),
+        global_batch=global_batch,
+        local_batch=max(1, global_batch // point.num_workers),
+        loader_workers=point.loader_workers,
+        intra_op_threads=point.threads,
+        cores=node_cores,
+        device="cpu",
+        step_time_s=step_s,
+        data_wait_s=known["data_wait_s"],
+        forward_s=known["forward_s"],
+        backward_s=known["backward_s"],
+        communication_s=known["communication_s"],
+        optimizer_s=known["optimizer_s"],
+        other_s=max(0.0, step_s - sum(known.values())),
+        samples_per_s=global_batch / step_s,
+        memory_bytes=visit.peak_memory_bytes // point.num_workers,
+        cpu_percent=visit.cpu_percent / point.num_workers,
+        dense_bytes=dense_bytes(point),
+        at=visit.at,
+        peak_memory_bytes=visit.peak_memory_bytes // point.num_workers,
+        dense_flops=int(mlp_flops(point)),
+        embedding_bytes=table_bytes(point),
+        lookups_per_sample=float(point.num_sparse * point.lookups),
+        fullest_node=point.num_workers,
+        emptiest_node=point.num_workers,
+    )
+    return replace(window, prefetch_factor=PREFETCH_FACTOR if point.loader_workers else 0)

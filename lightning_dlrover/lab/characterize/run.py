@@ -1,16 +1,22 @@
-"""The worker processes that measure, as their parent sees them: started when needed, and ended with it."""
+"""`dlrover characterize`: run the studies, limits first, then the points that the budget of time allows."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import select
+import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -19,13 +25,135 @@ from types import TracebackType
 from typing import Any
 
 from lightning_dlrover import variables
-from lightning_dlrover.characterize.limits import LIMITS, NEEDS_WORKERS
-from lightning_dlrover.characterize.measure import Effort, Share
-from lightning_dlrover.characterize.point import Limit, Point, Visit
-from lightning_dlrover.characterize.worker import Request
+from lightning_dlrover.cli.errors import EXIT_OK, Interrupted, UsageError, signals_as_exceptions
 from lightning_dlrover.codec import from_fields
+from lightning_dlrover.lab.characterize.findings import Evidence, findings
+from lightning_dlrover.lab.characterize.measure import GPU, LIMITS, NEEDS_WORKERS, Effort, Share, check_users_model
+from lightning_dlrover.lab.characterize.page import compare_text, write_comparison, write_page
+from lightning_dlrover.lab.characterize.points import (
+    STUDIES,
+    Limit,
+    Machine,
+    Point,
+    Scope,
+    Study,
+    Visit,
+    all_studies,
+    has,
+    this_machine,
+    usable_memory_bytes,
+    whole_cores,
+)
+from lightning_dlrover.lab.characterize.results import (
+    Store,
+    limit_values,
+    read_store,
+    record_in_history,
+    results_of,
+    write_tables,
+)
+from lightning_dlrover.lab.characterize.worker import Request
+from lightning_dlrover.output import complain, counted, show
+from lightning_dlrover.tuning.history import HistoryError, JobHistory, history_url
 
-__all__ = ["WorkerPool"]
+# Which point to visit next within a budget of time, and how long the rest takes. Pure.
+#
+# Every point is visited once before any is visited again: first the ends of each sweep, then its middle. Visits after that
+# go where the interval is widest for the time that a visit takes.
+
+FIRST_ESTIMATE_S = 1.5
+"""Seconds of a visit before any was made."""
+
+
+@dataclass(frozen=True)
+class Aim:
+    """When a point has been measured well enough."""
+
+    min_visits: int = 2  # minutes apart, so that the interval includes changes of the machine
+    max_visits: int = 4
+    spread: float = 0.08  # width of the interval over the median, below which `min_visits` are enough
+
+
+def in_order(studies: Sequence[Study]) -> list[Point]:
+    """Return all points, each once: the studies in turn, the ends of each sweep first, then its middles."""
+    queues = [[study.points[i] for i in _coarse_to_fine(len(study.points))] for study in studies]
+    found: dict[Point, None] = {}
+    for turn in range(max(map(len, queues), default=0)):
+        found |= dict.fromkeys(queue[turn] for queue in queues if turn < len(queue))
+    return list(found)
+
+
+def next_point(ordered: Sequence[Point], visits: Sequence[Visit], left_s: float, aim: Aim) -> Point | None:
+    """Return the point from which the next visit learns most; None if nothing is worth the time or fits into it.
+
+    Args:
+        ordered: all points, as `in_order` returns them.
+        left_s: seconds left of the budget.
+    """
+    made = _by_point(visits)
+    costs = {point: _cost_s(made.get(point, ()), visits) for point in ordered}
+    able = [point for point in ordered if costs[point] <= left_s and not _is_hopeless(made.get(point, ()))]
+    for count in range(aim.min_visits):
+        for point in able:
+            # The same seeds give the same loss.
+            if len(made.get(point, ())) <= count and (count == 0 or not point.measures_loss):
+                return point
+    results = results_of(visits)
+    wide = [
+        point
+        for point in able
+        if point in results
+        and not point.measures_loss
+        and len(made[point]) < aim.max_visits
+        and results[point].spread > aim.spread
+    ]
+    return max(wide, key=lambda point: results[point].spread / len(made[point]) / costs[point], default=None)
+
+
+def seconds_left(ordered: Sequence[Point], visits: Sequence[Visit], budget_left_s: float, aim: Aim) -> float:
+    """Return the estimated time until every point has its least visits, within the budget."""
+    made = _by_point(visits)
+    needed = sum(
+        max(0, (1 if point.measures_loss else aim.min_visits) - len(made.get(point, ()))) * _cost_s(made.get(point, ()), visits)
+        for point in ordered
+        if not _is_hopeless(made.get(point, ()))
+    )
+    return min(needed, max(0.0, budget_left_s))
+
+
+def _is_hopeless(visits: Sequence[Visit]) -> bool:
+    """Whether a point has failed twice without any figures: a third attempt would end alike."""
+    return sum(bool(visit.problem) for visit in visits) >= 2 and not any(visit.blocks for visit in visits)
+
+
+def _by_point(visits: Sequence[Visit]) -> Mapping[Point, list[Visit]]:
+    found: dict[Point, list[Visit]] = {}
+    for visit in visits:
+        found.setdefault(visit.point, []).append(visit)
+    return found
+
+
+def _cost_s(own: Sequence[Visit], visits: Sequence[Visit]) -> float:
+    # The least, since the first visit of a kind also starts processes and imports libraries.
+    if own:
+        return min(visit.took_s for visit in own)
+    return statistics.median(visit.took_s for visit in visits) if visits else FIRST_ESTIMATE_S
+
+
+def _coarse_to_fine(count: int) -> list[int]:
+    """Return 0 to `count` - 1: both ends, the middle, the middles of both halves, and so on."""
+    found = dict.fromkeys([0, count - 1] if count else [])
+    spans = [(0, count - 1)]
+    while spans:
+        low, high = spans.pop(0)
+        middle = (low + high) // 2
+        if high - low > 1:
+            found[middle] = None
+            spans += [(low, middle), (middle, high)]
+    return list(found)
+
+
+# The worker processes that measure, as their parent sees them: started when needed, and ended with it.
 
 ANSWER_TIMEOUT_S = 120.0
 """Seconds for one visit before its workers are ended and the point is given up."""
@@ -160,7 +288,7 @@ def _start(folder: Path) -> _Worker:
     }
     with (folder / "workers.log").open("ab") as log, theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_dlrover.characterize.worker", str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-m", "lightning_dlrover.lab.characterize.worker", str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -201,3 +329,179 @@ def _answers(workers: Sequence[_Worker]) -> list[dict[str, Any]]:
                 if "problem" in answer and len(workers) > 1:
                     return [answer]
     return [found[i] for i in range(len(workers))]
+
+
+# Run the studies: limits first, then the points that the budget allows, each stored as soon as it is measured.
+
+BUDGETS_S = {"quick": 240.0, "full": 3600.0}
+"""Seconds for measurements without --budget. The report takes a few more."""
+
+AIMS = {"quick": Aim(), "full": Aim(min_visits=3, max_visits=8, spread=0.05)}
+EFFORTS = {"quick": Effort(), "full": Effort(warm_s=0.5, block_s=0.3, num_blocks=5)}
+
+LIMITS_SHARE = 0.2
+"""Largest fraction of the budget for one visit to the machine's limits."""
+
+WORK_PREFIX = ".work-"
+"""Names of folders with input files and the workers' output; they last as long as their run."""
+
+
+@dataclass
+class Progress:
+    """A bar with an estimate on a terminal, a line every ten measurements elsewhere."""
+
+    total: int
+    done: int = 0
+    _last: int = -1
+
+    def show(self, text: str, left_s: float) -> None:
+        bar = "#" * round(24 * self.done / max(1, self.total))
+        line = f"[{bar:24}] {self.done}/{self.total}, about {left_s / 60:.1f} min left: {text}"
+        if sys.stderr.isatty():
+            print(f"\r{line[:118]:118}", end="", file=sys.stderr, flush=True)
+        elif self.done // 10 != self._last:
+            self._last = self.done // 10
+            print(line, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+
+
+def measure_studies(store: Store, studies: Sequence[Study], scope: Scope, budget_s: float) -> None:
+    """Measure the points that are missing in the store, until the budget is used or nothing is worth another visit."""
+    deadline = time.monotonic() + budget_s
+    for left in store.path.parent.glob(f"{WORK_PREFIX}*"):  # left by a killed run: this one alone has the folder now
+        shutil.rmtree(left, ignore_errors=True)
+    aim, points = AIMS[scope.size], in_order(studies)
+    progress = Progress(len(points))
+    with (
+        tempfile.TemporaryDirectory(prefix=WORK_PREFIX, dir=store.path.parent) as work,
+        WorkerPool(Path(work), EFFORTS[scope.size]) as pool,
+    ):
+        share_s = LIMITS_SHARE * budget_s
+        later_s = seconds_left(points, store.found.visits, budget_s - share_s, aim)
+        took_s = min(share_s, _measure_limits(store, scope, pool, progress, 1, deadline - budget_s + share_s, later_s))
+        while True:
+            left_s = deadline - time.monotonic() - took_s
+            visits = store.found.visits
+            point = next_point(points, visits, left_s, aim)
+            if point is None:
+                break
+            progress.done = len({visit.point for visit in visits} & {*points})
+            progress.show(_brief(point), seconds_left(points, visits, left_s, aim))
+            store.add(pool.visit(point))
+        _measure_limits(store, scope, pool, progress, 2, deadline, 0.0)  # minutes later: their better visit is the limit
+        progress.end()
+
+
+def _measure_limits(
+    store: Store, scope: Scope, pool: WorkerPool, progress: Progress, visits: int, deadline: float, later_s: float
+) -> float:
+    """Measure the limits that have fewer visits. Return the seconds that it took.
+
+    Args:
+        later_s: estimate for the points that follow, which counts as time left.
+    """
+    began = time.monotonic()
+    for name, threads in _missing_limits(store, scope, visits):
+        if time.monotonic() >= deadline:
+            break
+        progress.show(LIMITS[name][0], deadline - time.monotonic() + later_s)
+        store.add(pool.limit(name, threads))
+    return time.monotonic() - began
+
+
+def _missing_limits(store: Store, scope: Scope, visits: int) -> list[tuple[str, int]]:
+    known = Counter((limit.name, limit.threads) for limit in store.found.limits)
+    wanted = [(name, scope.cores) for name in LIMITS if scope.device == "cuda" or not name.startswith(GPU)]
+    wanted += [(name, 1) for name in ("copy", "rows", "multiply", "multiply_torch")]
+    return [each for each in dict.fromkeys(wanted) if known[each] < visits]
+
+
+def _brief(point: Point) -> str:
+    """Return the fields in which a point differs from the default."""
+    default = Point(point.workload)
+    changed = [f"{name}={value}" for name, value in vars(point).items() if value != getattr(default, name)]
+    return f"{point.workload} {' '.join(changed)}"
+
+
+# `dlrover lab characterize`: where a DLRM's training time goes on this machine.
+
+MIN_BUDGET_S, MAX_BUDGET_S = 10.0, 7 * 24 * 3600.0
+COMPARISON = "comparison.html"
+
+
+def characterize_command(options: argparse.Namespace) -> int:
+    """Measure, write the report, and record the samples; or compare two folders."""
+    if options.compare:
+        one, other = (read_store(folder) for folder in options.compare)
+        show(compare_text(one, other))
+        write_comparison(options.out / COMPARISON, one, other)
+        show(f"report: {options.out / COMPARISON}")
+        return EXIT_OK
+    names = options.study or list(STUDIES)
+    if unknown := sorted({*names} - {*STUDIES}):
+        raise UsageError(f"--study {' '.join(unknown)}: unknown; the studies are {', '.join(STUDIES)}")
+    budget_s = BUDGETS_S[options.size] if options.budget is None else 60 * options.budget
+    if not MIN_BUDGET_S <= budget_s <= MAX_BUDGET_S:
+        raise UsageError(
+            f"--budget {options.budget:g}: give between {MIN_BUDGET_S / 60:.2g} and {MAX_BUDGET_S / 60:.0f} minutes"
+        )
+    if options.model:
+        check_users_model(options.model)
+    machine = this_machine(options.device)
+    scope = Scope(
+        size=options.size,
+        device=options.device,
+        cores=whole_cores(),
+        memory_bytes=usable_memory_bytes(),
+        has_torchrec=has("torchrec") and has("fbgemm_gpu"),
+        has_pyarrow=has("pyarrow"),
+        users_model=options.model or "",
+    )
+    studies = all_studies(scope, names)
+    began = time.monotonic()
+    exit_code = EXIT_OK
+    with Store(options.out, machine) as store:
+        try:
+            with signals_as_exceptions(threading.Event()):
+                measure_studies(store, studies, scope, budget_s)
+        except Interrupted as interrupted:
+            exit_code = 128 + interrupted.signal_number
+            complain(
+                f"interrupted; the same command continues with {counted(len(store.found.visits), 'measurement')} in "
+                f"{store.path}"
+            )
+        _write(options, store, studies, scope, machine, time.monotonic() - began)
+    return exit_code
+
+
+def _write(
+    options: argparse.Namespace, store: Store, studies: list[Study], scope: Scope, machine: Machine, took_s: float
+) -> None:
+    """Write tables and report, record the samples, and show the findings."""
+    results, limits = results_of(store.found.visits), limit_values(store.found.limits)
+    if not results:
+        return
+    found = findings(Evidence(studies, results, limits, scope.cores))
+    write_tables(options.out, studies, results)
+    report = options.out / "report.html"
+    write_page(report, store.found, studies, found, scope)
+    for finding in found:
+        show(f"- {finding.text}")
+    for study in studies:
+        for text in study.skipped:
+            show(f"skipped in {study.name}: {text}")
+    try:
+        if (url := history_url(options.history)) is not None:
+            with JobHistory(url) as history:
+                count = record_in_history(history, machine, store.found.visits)
+            show(f"history: {counted(count, 'reference model')} recorded, from which later jobs start")
+    except HistoryError as error:  # the measurements are safe, and the history is a convenience
+        complain(str(error))
+    num_points = len({point for study in studies for point in study.points} & results.keys())
+    num_asked = len({point for study in studies for point in study.points})
+    if num_points < num_asked:
+        show(f"{num_asked - num_points} of {counted(num_asked, 'point')} not measured; the same command continues")
+    show(f"{counted(num_points, 'point')} in {took_s / 60:.1f} min; report: {report}")

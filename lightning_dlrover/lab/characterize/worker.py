@@ -17,12 +17,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lightning_dlrover.characterize.measure import Effort, Share
-from lightning_dlrover.characterize.parent import die_with_parent
-from lightning_dlrover.characterize.point import Point
 from lightning_dlrover.codec import from_fields
-
-__all__ = ["Request", "main"]
+from lightning_dlrover.lab.characterize.measure import Effort, Share
+from lightning_dlrover.lab.characterize.points import Point, die_with_parent
 
 GROUP_TIMEOUT_S = 60.0
 NUM_SEEDS = 3
@@ -60,8 +57,7 @@ def main() -> None:
 
 
 def _answer(request: Request) -> dict[str, Any]:
-    from lightning_dlrover.characterize.limits import measure_limit
-    from lightning_dlrover.characterize.measure import measure
+    from lightning_dlrover.lab.characterize.measure import measure, measure_limit
 
     folder = Path(request.folder)
     with _group(request):
@@ -69,11 +65,11 @@ def _answer(request: Request) -> dict[str, Any]:
             return {"blocks": measure_limit(request.limit, request.threads, folder)}
         point = request.point
         if point.model:
-            from lightning_dlrover.characterize.users_model import measure_users_model
+            from lightning_dlrover.lab.characterize.measure import measure_users_model
 
             return asdict(measure_users_model(point, request.effort))
         if point.measures_loss:
-            from lightning_dlrover.characterize.accuracy import normalized_entropy
+            from lightning_dlrover.lab.characterize.measure import normalized_entropy
 
             losses = tuple(normalized_entropy(point, seed) for seed in range(NUM_SEEDS))
             return asdict(Share(losses, {}, 0.0, 0, 0.0, 0, None))

@@ -1,23 +1,45 @@
-"""Pictures of a study, in the style of a job's report."""
+"""`dlrover simulate`: the command, and the report of a study with its figures in one HTML file."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import shutil
+import signal
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.report.pictures import INK, WIDTH_INCHES, in_our_style
-from lightning_dlrover.simulate.records import Simulated
-from lightning_dlrover.simulate.summary import summarize
+from lightning_dlrover.cli.errors import EXIT_OK, UsageError
+from lightning_dlrover.files import atomic_write
+from lightning_dlrover.lab.simulate.simulator import Cluster
+from lightning_dlrover.lab.simulate.study import (
+    COLUMNS,
+    Inputs,
+    Results,
+    Simulated,
+    by_trace,
+    cells,
+    questions,
+    read_inputs,
+    run_study,
+    summarize,
+    table_text,
+)
+from lightning_dlrover.lab.simulate.traces import SAMPLES, read_work
+from lightning_dlrover.output import complain, counted, show
+from lightning_dlrover.report.page import INK, WIDTH_INCHES, in_our_style, render_page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["completions_figure", "costs_figure", "sizes_figure", "use_figure"]
+# Pictures of a study, in the style of a job's report.
 
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#8566d0", "#9a9a9a", "#b5a100", "#7a4a1e")
 MOST_SIZES = 4
@@ -187,3 +209,108 @@ def _colours(count: int) -> list[str]:
 
 def _legend(figure: Figure) -> None:
     figure.legend(loc="outside upper left", ncols=6)
+
+
+# Write a study's report: one HTML file with its tables and pictures.
+
+REPORT = "report.html"
+FAVOURITE = "jct"
+"""Policy that is drawn first where there is room for a few only."""
+
+
+def write_report(path: Path, inputs: Inputs, simulations: Sequence[Simulated]) -> None:
+    """Write the report of at least one simulation to `path`, whole or not at all.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+    from lightning_dlrover.report.page import to_svg
+
+    first = simulations[0]
+    at_first_cost = [s for s in simulations if s.cost == first.cost]
+    example = [s for s in at_first_cost if (s.trace, s.seed) == (first.trace, first.seed)]
+    costs = costs_figure(simulations)
+    page = render_page(
+        "simulate",
+        "page.html.j2",
+        facts=_facts(inputs, simulations),
+        columns=COLUMNS,
+        rows=[cells(row) for row in summarize(simulations)],
+        policies=list(dict.fromkeys(s.policy for s in simulations)),
+        traces=by_trace(simulations),
+        example=example[0],
+        completions=to_svg(completions_figure(at_first_cost), "completions"),
+        costs=to_svg(costs, "costs") if costs is not None else None,
+        use=to_svg(use_figure(example), "use"),
+        sizes=to_svg(sizes_figure(sorted(example, key=lambda s: s.policy != FAVOURITE)), "sizes"),
+        oracle=inputs.oracle,
+        lengths=inputs.lengths,
+        every_s=inputs.every_s,
+    )
+    atomic_write(path, page)
+
+
+def _facts(inputs: Inputs, simulations: Sequence[Simulated]) -> list[tuple[str, str, str]]:
+    jobs = {(s.trace, name) for s in simulations for name in s.jobs}
+    return [
+        ("Cluster", f"{inputs.cluster.num_nodes} x {inputs.cluster.per_node}", "nodes x devices"),
+        ("Traces", str(len({s.trace for s in simulations})), counted(len(jobs), "job")),
+        ("Seeds", str(len({s.seed for s in simulations})), "0: arrivals as in the trace"),
+        ("Simulations", str(len(simulations)), ""),
+    ]
+
+
+# `dlrover lab simulate`: replay traces of jobs on a simulated cluster, under one policy after the other.
+
+
+def simulate_command(options: argparse.Namespace) -> int:
+    """Run the simulations that are not on record, print their figures and write the report."""
+    work = read_work(options.work) if options.work is not None else {}
+    inputs, traces = read_inputs(
+        options.traces,
+        options.speeds,
+        Cluster(*options.nodes),
+        samples={**SAMPLES, **work},
+        every_s=options.interval,
+        oracle=options.oracle,
+        start_cost=options.start_cost,
+        lengths=options.lengths,
+    )
+    if unknown := sorted({*work} - {*inputs.applications}):
+        known = ", ".join(sorted(inputs.applications))
+        raise UsageError(f"--work {options.work}: {options.speeds} has no speeds of {', '.join(unknown)}, only of {known}")
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    asked = questions(traces, options.policy, options.resize_cost, seeds)
+    keys = {question.key(inputs) for question in asked}
+    try:
+        with Results(options.out) as results, _progress(len(asked), len(keys & set(results.by_key))) as ended:
+            simulations = run_study(inputs, asked, results, processes=options.processes, ended=ended)
+    except KeyboardInterrupt:
+        with Results(options.out) as results:  # read again, as the interruption may have come while one was added
+            done = len(keys & set(results.by_key))
+        complain(f"interrupted; {done} of {len(asked)} simulations are recorded, and the same command continues with the rest")
+        return 128 + signal.SIGINT
+    report = options.out / REPORT
+    write_report(report, inputs, simulations)
+    show(table_text(summarize(simulations), shutil.get_terminal_size((120, 24)).columns))
+    show(f"report: {report}")
+    return EXIT_OK
+
+
+@contextlib.contextmanager
+def _progress(total: int, done: int) -> Iterator[Callable[[Simulated], None]]:
+    """Show a progress bar on a terminal; yield a function to call after each simulation."""
+    if not sys.stderr.isatty():
+        yield lambda simulated: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("simulations", total=total, completed=done)
+
+        def ended(simulated: Simulated) -> None:
+            bar.update(task, advance=1, description=f"{simulated.trace}, {simulated.policy}")
+
+        yield ended

@@ -1,27 +1,171 @@
-"""Simulate a policy with one clock: jobs come, share devices and end.
-
-Event driven and deterministic. The policy is asked when a job comes or ends, and at fixed intervals where it wants to be. It is
-the function that also decides on real devices. The truth gives each job's speed on its devices beside the jobs that are there,
-and may know more than the policy does: of an elastic job, a policy knows only `Knowledge`. A job that starts or
-changes its devices makes no step for as long as that costs. New devices of a job with `join_s` idle until they have joined.
-"""
+"""Simulate a cluster of jobs, event by event, and record the outcome. Pure."""
 
 from __future__ import annotations
 
 import heapq
 import math
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from lightning_dlrover.planner.cluster.jobs import Allocation, Device, Job, Running, State
-from lightning_dlrover.planner.cluster.losses import Fragility, NodeLoss
-from lightning_dlrover.planner.cluster.outcome import Finished, SimulationOutcome, Span
-from lightning_dlrover.planner.cluster.packing import Packing, why_never
-from lightning_dlrover.planner.cluster.policy import Policy
-from lightning_dlrover.planner.cluster.scaling import Scaling
+import numpy as np
 
-__all__ = ["Arrival", "Costs", "Knowledge", "SimulationError", "Truth", "simulate"]
+from lightning_dlrover.colocate.packing import Packing, why_never
+from lightning_dlrover.lab.simulate.traces import (
+    SAMPLES,
+    USUAL_BATCHES,
+    MeasuredApplication,
+    Placement,
+    Submission,
+    WorkloadError,
+    even_placement,
+)
+from lightning_dlrover.tuning.cluster import Allocation, Device, Floats, Job, Policy, Profile, Running, Scaling, State
+
+# Lost nodes in a simulation, and their cost for a job.
+
+
+@dataclass(frozen=True)
+class NodeLoss:
+    """A node that is lost and replaced at once, such as by an eviction: the workers on it start again there."""
+
+    at_s: float
+    node: str
+
+
+@dataclass(frozen=True)
+class Fragility:
+    """The consequences of a lost worker for its job, and of memory that grows beyond its limit.
+
+    Args:
+        checkpoint_s: seconds of steps between checkpoints, from which the job restarts; 0: no finished step is lost, as other
+            workers hold the state.
+        restart_s: seconds without a step after a loss.
+        most_losses: the job fails at the next one.
+        fails_at_steps: it fails once it has made so many steps.
+    """
+
+    checkpoint_s: float = 0.0
+    restart_s: float = 0.0
+    most_losses: float = math.inf
+    fails_at_steps: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (self.checkpoint_s >= 0 and self.restart_s >= 0 and self.most_losses >= 0 and self.fails_at_steps > 0):
+            raise ValueError(f"{self} has a negative figure, or fails before its first step")
+
+
+def draw_losses(nodes: Sequence[str], per_node_hour: float, rng: random.Random) -> Iterator[NodeLoss]:
+    """Yield losses in order of time, for ever: a Poisson process on each node.
+
+    Args:
+        per_node_hour: mean number of losses of a node in an hour.
+    """
+    at_s = 0.0
+    while per_node_hour > 0 and nodes:
+        at_s += rng.expovariate(per_node_hour * len(nodes) / 3600)
+        yield NodeLoss(at_s, rng.choice(nodes))
+
+
+# Results of a simulation: each job's times, and figures of the whole.
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time in which a job had the same devices."""
+
+    job: str
+    began_s: float
+    ended_s: float
+    num_devices: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A job that has ended, or failed."""
+
+    job: Job
+    started_s: float
+    ended_s: float
+    served_device_s: float
+    starts: int  # 1 more than it was put back to wait
+    changes: int  # times that its devices changed while it ran
+    steps: float  # made for good
+    is_whole: bool = True  # False: it failed before its last step
+
+    @property
+    def completion_s(self) -> float:
+        """Seconds from its submission to its end: the JCT."""
+        return self.ended_s - self.job.submitted_s
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds until it first started."""
+        return self.started_s - self.job.submitted_s
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds that it would take alone on one device of its fastest kind."""
+        return self.steps / max(profile.steps_per_s for profile in self.job.profiles.values())
+
+
+@dataclass(frozen=True)
+class SimulationOutcome:
+    """All jobs of a simulation in the order of their ends."""
+
+    finished: tuple[Finished, ...]
+    start_s: float  # first submission
+    end_s: float
+    num_devices: int
+    busy_device_s: float
+    decisions: int
+    spans: tuple[Span, ...] = ()  # all jobs, in the order of their ends
+
+    @property
+    def makespan_s(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def completions_s(self) -> Floats:
+        """JCT of each job, shape ``(num_jobs,)``."""
+        return np.array([job.completion_s for job in self.finished])
+
+    @property
+    def mean_completion_s(self) -> float:
+        return float(self.completions_s.mean())
+
+    @property
+    def p99_completion_s(self) -> float:
+        return float(np.quantile(self.completions_s, 0.99))
+
+    @property
+    def longest_wait_s(self) -> float:
+        return max(job.waited_s for job in self.finished)
+
+    @property
+    def utilisation(self) -> float:
+        """Fraction of the devices' time in which a job had them."""
+        return self.busy_device_s / (self.num_devices * self.makespan_s) if self.makespan_s else 0.0
+
+    @property
+    def changes_per_job(self) -> float:
+        """Changes of a running job's devices, and times that it was put back to wait."""
+        return sum(job.changes + job.starts - 1 for job in self.finished) / len(self.finished)
+
+    @property
+    def unfairness(self) -> float:
+        """Largest ratio of a job's JCT to its time alone on one device."""
+        return max(job.completion_s / job.alone_s for job in self.finished)
+
+
+# Simulate a policy with one clock: jobs come, share devices and end.
+#
+# Event driven and deterministic. The policy is asked when a job comes or ends, and at fixed intervals where it wants to be.
+# It is the function that also decides on real devices. The truth gives each job's speed on its devices beside the jobs that
+# are there, and may know more than the policy does: of an elastic job, a policy knows only `Knowledge`. A job that starts
+# or changes its devices makes no step for as long as that costs. New devices of a job with `join_s` idle until they have
+# joined.
 
 WINDOW_S = 20.0
 """Seconds of steps that make a window. On the same devices, the next one ends when twice as many seconds have passed."""
@@ -422,3 +566,199 @@ class _Simulation:
             self.version += 1
             run.version = self.version
             heapq.heappush(self.ends, (run.end_s(), run.job.name, run.version))
+
+
+# Elastic jobs of a workload: which sizes each can have, how much work it has, and how fast it really is.
+#
+# All jobs of one application with one global batch are a family. A job runs on any number of devices that leaves each of
+# them a local batch that was measured; its global batch never changes.
+
+KIND = "gpu"
+
+LENGTH_SPREAD = math.log(2)
+"""Deviation of the logarithm of a wrong length: a third of all jobs are more than a factor of 2 off."""
+
+GUESS_STEPS_PER_S = 1.0
+"""Assumed steps/s of one device for a family of which nothing has been measured."""
+
+
+Lengths: TypeAlias = Literal["known", "unknown", "wrong"]
+"""What policies know of the steps of a job: all, nothing, or the steps times a random factor (log-normal, `LENGTH_SPREAD`)."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes with equal devices."""
+
+    num_nodes: int
+    per_node: int
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1 or self.per_node < 1:
+            raise ValueError(f"a cluster has {self.num_nodes} nodes with {self.per_node} devices each; give both above 0")
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.per_node
+
+    def devices(self) -> tuple[Device, ...]:
+        width = len(str(self.num_nodes - 1))
+        return tuple(
+            Device(f"n{node:0{width}}g{gpu}", KIND, f"n{node:0{width}}", memory_bytes=16 << 30, places=1)
+            for node in range(self.num_nodes)
+            for gpu in range(self.per_node)
+        )
+
+    def packed(self, num_devices: int) -> Placement:
+        """Return the placement on as few nodes as can be."""
+        return even_placement(num_devices, math.ceil(num_devices / self.per_node))
+
+
+@dataclass(frozen=True)
+class Family:
+    """Jobs of one application with one global batch."""
+
+    application: MeasuredApplication
+    global_batch: int  # samples per step, all devices together
+    max_devices: int  # limited by the smallest measured local batch and the cluster
+
+    @property
+    def name(self) -> str:
+        return f"{self.application.name}/{self.global_batch}"
+
+    def steps_per_s(self, placement: Placement) -> float:
+        return self.application.steps_per_s(placement, self.global_batch)
+
+
+@dataclass(frozen=True)
+class ElasticWorkload:
+    """Arrivals of elastic jobs, and the families of their jobs by `Job.family`."""
+
+    arrivals: tuple[Arrival, ...]
+    families: Mapping[str, Family]
+    cluster: Cluster
+
+
+@dataclass(frozen=True)
+class ElasticTruth:
+    """Real steps/s of elastic jobs; a `Truth` of the simulator."""
+
+    families: Mapping[str, Family]
+
+    def __call__(self, job: Job, devices: Sequence[Device], beside: Mapping[str, Sequence[Job]]) -> float:
+        return self.families[job.family].steps_per_s(placement_of(devices))
+
+
+def placement_of(devices: Sequence[Device]) -> Placement:
+    """Return the number of devices on each node, in the order of the nodes' first devices."""
+    counts: dict[str, int] = {}
+    for device in devices:
+        counts[device.node] = counts.get(device.node, 0) + 1
+    return tuple(counts.values())
+
+
+def elastic_workload(
+    submissions: Sequence[Submission],
+    applications: Mapping[str, MeasuredApplication],
+    cluster: Cluster,
+    *,
+    start_s: float | Mapping[str, float] = 30.0,
+    change_s: float | Mapping[str, float] = 30.0,
+    joins: bool = False,
+    lengths: Lengths = "known",
+    samples: Mapping[str, int] = SAMPLES,
+    seed: int = 0,
+) -> ElasticWorkload:
+    """Return the arrivals of submitted jobs, each with its work in steps.
+
+    A submission that names no application gets one of those with a usual batch that splits over its devices, drawn by its
+    name and the seed. Its work is the number of steps that it made in its duration on the devices that it had.
+
+    Args:
+        start_s: seconds without a step when a job starts; one figure for all, or by application.
+        change_s: the same when its devices change.
+        joins: a running job makes steps until the workers on its new devices have started, which takes `start_s`.
+        lengths: what policies know of them, see `Lengths`.
+        samples: work by application.
+        seed: of drawn applications and lengths.
+    Raises:
+        WorkloadError: a job's batch is too small for its devices, its work is not known, or nodes are larger than measured.
+    """
+    families: dict[str, Family] = {}
+    arrivals = []
+    for submission in submissions:
+        job = submission if submission.application else _drawn(submission, applications, seed)
+        application = applications[job.application]
+        if cluster.per_node > application.max_on_node:
+            raise WorkloadError(
+                f"{application.name} was measured on at most {application.max_on_node} devices of a node, "
+                f"the cluster has {cluster.per_node}; give smaller nodes"
+            )
+        most = min(application.most_devices(job.batch_size), cluster.num_devices)
+        if job.num_devices > most:
+            raise WorkloadError(
+                f"{job.where}: {job.num_devices} devices share {job.batch_size} samples; {application.name} was measured with "
+                f"{application.min_local_batch} samples per device and more, on at most {application.max_devices} devices, "
+                f"so that {most} devices are the most"
+            )
+        family = Family(application, job.batch_size, most)
+        family = families.setdefault(family.name, family)
+        begin_s = start_s if isinstance(start_s, float | int) else _looked_up(start_s, job, "the cost of a start")
+        cost_s = change_s if isinstance(change_s, float | int) else _looked_up(change_s, job, "the cost of a change")
+        costs = _Costs(float(begin_s), float(cost_s), float(begin_s) if joins else 0.0)
+        steps = _steps(job, family, cluster, samples)
+        told = random.Random(f"{seed}/length/{job.name}").lognormvariate(0, LENGTH_SPREAD) if lengths == "wrong" else 1.0
+        known = None if lengths == "unknown" else steps * told
+        arrivals.append(Arrival(_job(job, family, costs, known), steps, told=told))
+    return ElasticWorkload(tuple(arrivals), families, cluster)
+
+
+class _Costs(NamedTuple):
+    start_s: float
+    change_s: float
+    join_s: float
+
+
+def _job(submission: Submission, family: Family, costs: _Costs, steps: float | None) -> Job:
+    return Job(
+        submission.name,
+        {KIND: Profile(0, GUESS_STEPS_PER_S)},
+        steps_left=steps,
+        submitted_s=submission.at_s,
+        num_devices=submission.num_devices,
+        min_devices=1,
+        max_devices=family.max_devices,
+        family=family.name,
+        batch_size=family.global_batch / submission.num_devices,
+        start_s=costs.start_s,
+        change_s=costs.change_s,
+        join_s=costs.join_s,
+    )
+
+
+def _steps(job: Submission, family: Family, cluster: Cluster, samples: Mapping[str, int]) -> float:
+    if job.duration_s is not None:
+        return max(1.0, job.duration_s * family.steps_per_s(cluster.packed(job.num_devices)))
+    return float(math.ceil(_looked_up(samples, job, "the work") / job.batch_size))
+
+
+def _looked_up(figures: Mapping[str, float], job: Submission, what: str) -> float:
+    if job.application not in figures:
+        raise WorkloadError(
+            f"{job.where}: {what} of {job.application!r} is unknown; known are {', '.join(sorted(figures))}: add it to --work"
+        )
+    return figures[job.application]
+
+
+def _drawn(job: Submission, applications: Mapping[str, MeasuredApplication], seed: int) -> Submission:
+    """Return the submission with an application and a batch, drawn evenly among those that can use its devices."""
+    suitable = [
+        (name, batch)
+        for name in sorted(applications)
+        for batch in USUAL_BATCHES.get(name, ())
+        if applications[name].most_devices(batch) >= job.num_devices
+    ]
+    if not suitable:
+        raise WorkloadError(f"{job.where}: no application with a usual batch was measured on {job.num_devices} devices")
+    application, batch = random.Random(f"{seed}/{job.name}").choice(suitable)
+    return Submission(job.name, application, job.at_s, job.num_devices, batch, job.duration_s, job.where)

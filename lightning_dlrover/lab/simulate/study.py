@@ -1,25 +1,166 @@
-"""All simulations of a study, one for each trace, policy, cost of a resize and seed, and the answer to each of them."""
+"""All simulations of a study: run them, keep each as soon as it has ended, and summarize them."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+import multiprocessing
+import signal
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_dlrover._version import __version__
-from lightning_dlrover.planner.cluster.elastic_jobs import Cluster, Lengths, elastic_workload
-from lightning_dlrover.planner.cluster.elastic_run import fairness_ratios, run_elastic
-from lightning_dlrover.planner.cluster.measured_speeds import MeasuredApplication, read_applications
-from lightning_dlrover.planner.cluster.policy import Policy
-from lightning_dlrover.planner.cluster.work import RESTART_S, SAMPLES
-from lightning_dlrover.planner.cluster.workloads import Submission, WorkloadError, read_submissions, shaken
-from lightning_dlrover.simulate.records import BY_MODEL, LIVE, Simulated
+from lightning_dlrover.files import RecordFile, RecordForm
+from lightning_dlrover.lab.simulate.knowledge import fairness_ratios, run_elastic
+from lightning_dlrover.lab.simulate.simulator import Cluster, Lengths, elastic_workload
+from lightning_dlrover.lab.simulate.traces import (
+    RESTART_S,
+    SAMPLES,
+    MeasuredApplication,
+    Submission,
+    WorkloadError,
+    read_applications,
+    read_submissions,
+    shaken,
+)
+from lightning_dlrover.pool.policies import make_elastic
+from lightning_dlrover.tuning.cluster import Policy, PolicySettings
 
-__all__ = ["Cost", "Inputs", "PolicyMaker", "Question", "StartCost", "Trace", "answer", "questions", "read_inputs"]
+# The file of finished simulations: one record for each, on disk as soon as it has ended.
+
+FILE_NAME = "simulations.jsonl"
+BY_MODEL: Literal["by-model"] = "by-model"
+LIVE: Literal["live"] = "live"
+"""Costs of a resize that are no number of seconds."""
+FORMAT = 1
+
+
+class ResultsError(ValueError):
+    """A folder of simulations that cannot be continued."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """First line of the file."""
+
+    format: int
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One finished simulation. Lists of jobs are in the order of their ends; times are seconds of the simulation.
+
+    Args:
+        key: of all inputs.
+        cost: seconds of a resize, `by-model`, or `live`.
+        fairness: JCT of each job over its JCT alone with a fair share.
+        spans: number of a job in the lists, begin, end, number of devices; for each stretch on the same devices.
+    """
+
+    key: str
+    trace: str
+    policy: str
+    cost: str
+    seed: int
+    num_devices: int
+    busy_device_s: float
+    decisions: int
+    jobs: list[str]
+    applications: list[str]
+    submitted: list[float]
+    started: list[float]
+    ended: list[float]
+    resizes: list[int]
+    fairness: list[float]
+    spans: list[list[float]]
+
+    @property
+    def shown_cost(self) -> str:
+        """The cost with its unit, if it has one."""
+        return self.cost if self.cost in (BY_MODEL, LIVE) else f"{self.cost} s"
+
+    @property
+    def completions_s(self) -> NDArray[np.float64]:
+        """JCT of each job, shape ``(num_jobs,)``."""
+        completions: NDArray[np.float64] = np.array(self.ended) - np.array(self.submitted)
+        return completions
+
+    @property
+    def mean_completion_s(self) -> float:
+        return float(self.completions_s.mean())
+
+    @property
+    def median_completion_s(self) -> float:
+        return float(np.median(self.completions_s))
+
+    @property
+    def p99_completion_s(self) -> float:
+        return float(np.quantile(self.completions_s, 0.99))
+
+    @property
+    def makespan_s(self) -> float:
+        return max(self.ended) - min(self.submitted)
+
+    @property
+    def utilisation(self) -> float:
+        """Fraction of the devices' time in which a job had them."""
+        return self.busy_device_s / (self.num_devices * self.makespan_s) if self.makespan_s else 0.0
+
+    @property
+    def resizes_per_job(self) -> float:
+        return sum(self.resizes) / len(self.resizes)
+
+    @property
+    def unfairness(self) -> float:
+        """Largest ratio of a job's JCT to its JCT alone with a fair share."""
+        return max(self.fairness)
+
+
+FORM: RecordForm[Header] = RecordForm(
+    header=Header,
+    records={"simulated": Simulated},
+    format=FORMAT,
+    file_of="simulations",
+    line_of="a record of a simulation",
+    user="dlrover lab simulate",
+    error=ResultsError,
+)
+
+
+class Results(RecordFile[Header]):
+    """The finished simulations of a folder by key. Use as a context manager.
+
+    Raises:
+        ResultsError: another process adds to the folder, or its file has another form.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / FILE_NAME, FORM, Header(FORMAT))
+        self._by_key = {record.key: record for record in self.records}
+
+    @property
+    def by_key(self) -> Mapping[str, Simulated]:
+        return self._by_key
+
+    def add(self, record: Simulated) -> None:
+        super().add(record)
+        self._by_key[record.key] = record
+
+
+# All simulations of a study, one for each trace, policy, cost of a resize and seed, and the answer to each of them.
 
 LIVE_S = 0.5
 """Seconds without a step at a live resize; `live_resize.py` measures less."""
@@ -192,3 +333,237 @@ def _trace(path: Path, applications: Mapping[str, MeasuredApplication], cluster:
     if not submissions:
         raise WorkloadError(f"{path} holds no job; give a trace with one job for each line after the header")
     return Trace(path.stem, tuple(submissions), hashlib.sha256(text.encode()).hexdigest())
+
+
+# Figures of a study: means over all simulations with one policy and one cost of a resize, and their table.
+
+
+@dataclass(frozen=True)
+class Row:
+    """Means over the simulations with one policy and one cost; each simulation counts alike.
+
+    Args:
+        unfairness: largest ratio of a job's JCT to its JCT alone with a fair share.
+        unfair: fraction of the jobs with a ratio above 1.
+    """
+
+    policy: str
+    cost: str
+    mean_s: float
+    median_s: float
+    p99_s: float
+    makespan_s: float
+    utilisation: float
+    resizes_per_job: float
+    unfairness: float
+    unfair: float
+
+
+COLUMNS = (
+    "policy",
+    "resize cost",
+    "mean JCT",
+    "median",
+    "p99",
+    "makespan",
+    "utilisation",
+    "resizes/job",
+    "unfairness",
+    "unfair jobs",
+)
+"""Titles of `cells`."""
+
+
+def summarize(simulations: Sequence[Simulated]) -> list[Row]:
+    """Return a row for each cost and policy, in the order in which they first appear."""
+    groups: defaultdict[tuple[str, str], list[Simulated]] = defaultdict(list)
+    for simulated in simulations:
+        groups[simulated.shown_cost, simulated.policy].append(simulated)
+    return [_row(policy, cost, found) for (cost, policy), found in groups.items()]
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Return a row as text, in the order of `COLUMNS`."""
+    return (
+        row.policy,
+        row.cost,
+        *(_hours(seconds) for seconds in (row.mean_s, row.median_s, row.p99_s, row.makespan_s)),
+        f"{100 * row.utilisation:.0f} %",
+        f"{row.resizes_per_job:.1f}",
+        f"{row.unfairness:.2f}",
+        f"{100 * row.unfair:.0f} %",
+    )
+
+
+def by_trace(simulations: Sequence[Simulated]) -> list[tuple[str, str, list[str]]]:
+    """Return cost, trace and the mean JCT of each policy as text, and policies in the order in which they first appear."""
+    policies = list(dict.fromkeys(s.policy for s in simulations))
+    groups: defaultdict[tuple[str, str], defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for simulated in simulations:
+        groups[simulated.shown_cost, simulated.trace][simulated.policy].append(simulated.mean_completion_s)
+    return [
+        (cost, trace, [_hours(float(np.mean(found[policy]))) if found[policy] else "-" for policy in policies])
+        for (cost, trace), found in groups.items()
+    ]
+
+
+def table_text(rows: Sequence[Row], width: int) -> str:
+    """Return the rows as a table of at most so many columns of text."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for number, title in enumerate(COLUMNS):
+        table.add_column(title, justify="left" if number == 0 else "right", overflow="fold", no_wrap=number == 0)
+    for row in rows:
+        table.add_row(*cells(row))
+    text = io.StringIO()
+    Console(file=text, width=width, highlight=False, markup=False).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _row(policy: str, cost: str, simulations: Sequence[Simulated]) -> Row:
+    def mean(figure: Callable[[Simulated], float]) -> float:
+        return float(np.mean([figure(simulated) for simulated in simulations]))
+
+    return Row(
+        policy,
+        cost,
+        mean(lambda s: s.mean_completion_s),
+        mean(lambda s: s.median_completion_s),
+        mean(lambda s: s.p99_completion_s),
+        mean(lambda s: s.makespan_s),
+        mean(lambda s: s.utilisation),
+        mean(lambda s: s.resizes_per_job),
+        mean(lambda s: s.unfairness),
+        mean(lambda s: float(np.mean(np.array(s.fairness) > 1))),
+    )
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:.2f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+
+
+# Run the simulations of a study that are not on record yet, one after the other or several at a time.
+
+END_WITHIN_S = 60.0
+"""Seconds within which a process ends that has no more to do, or was told to end. It needs a few milliseconds."""
+
+
+def registered_policy(name: str, seed: int) -> Policy:
+    """Return a policy of the registry without a bound on waiting. That is a rule of ours for pools, which no paper has.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    return make_elastic(name, PolicySettings(max_wait_s=math.inf, seed=seed))
+
+
+def run_study(
+    inputs: Inputs,
+    asked: Sequence[Question],
+    results: Results,
+    *,
+    make_policy: PolicyMaker = registered_policy,
+    processes: int = 1,
+    ended: Callable[[Simulated], None] | None = None,
+) -> list[Simulated]:
+    """Answer all questions, and return the answers in their order. Each answer is on record as soon as it is known.
+
+    Args:
+        results: those of earlier runs are taken from there.
+        make_policy: a function of a module, as other processes import it.
+        processes: simulations at a time.
+        ended: called after each new one.
+    Raises:
+        SimulationError: a policy exceeds a limit.
+    """
+    keys = [question.key(inputs) for question in asked]
+    missing = [question for question, key in zip(asked, keys, strict=True) if key not in results.by_key]
+    for simulated in _answers(inputs, missing, make_policy, processes):
+        results.add(simulated)
+        if ended is not None:
+            ended(simulated)
+    return [results.by_key[key] for key in keys]
+
+
+def _answers(inputs: Inputs, asked: Sequence[Question], make_policy: PolicyMaker, processes: int) -> Iterator[Simulated]:
+    if processes <= 1 or len(asked) <= 1:
+        yield from (answer(inputs, question, make_policy) for question in asked)
+        return
+    # Not forked: the threads of a progress bar may hold a lock at that moment. Each process has a pipe of its own, so that it
+    # can be ended at any time; a pool shares queues with locks, which a process that was ended in a write never releases.
+    context = multiprocessing.get_context("spawn")
+    left = deque(asked)
+    workers: dict[Connection, SpawnProcess] = {}
+    started: list[SpawnProcess] = []
+    try:
+        for _ in range(min(processes, len(asked))):
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(inputs, make_policy, there), daemon=True)
+            process.start()
+            started.append(process)
+            workers[here] = process
+            there.close()
+            here.send(left.popleft())
+        while workers:
+            for ready in wait(list(workers)):
+                connection = cast("Connection", ready)
+                found = _received(connection, workers[connection])
+                if left:
+                    connection.send(left.popleft())
+                else:
+                    connection.send(None)
+                    del workers[connection]
+                yield found
+    finally:
+        for process in workers.values():
+            process.terminate()
+        _join(started)
+
+
+def _join(processes: Sequence[SpawnProcess]) -> None:
+    """Wait until processes have ended that have no more to do, or were told to end.
+
+    Raises:
+        RuntimeError: some did not end in time, and were killed.
+    """
+    killed = []
+    for process in processes:
+        process.join(END_WITHIN_S)
+        if process.exitcode is None:
+            process.kill()
+            process.join(END_WITHIN_S)
+            killed.append(f"{process.name} (pid {process.pid})")
+    if killed:
+        raise RuntimeError(
+            f"simulating processes had not ended {END_WITHIN_S:g} s after they were told to, and were killed: "
+            f"{', '.join(killed)}; perhaps something has stopped them, or the machine is short of memory. "
+            "All finished simulations are on record: give the same command again"
+        )
+
+
+def _received(connection: Connection, process: SpawnProcess) -> Simulated:
+    try:
+        found = connection.recv()
+    except EOFError:
+        _join([process])
+        raise RuntimeError(
+            f"a simulating process has ended with exit code {process.exitcode}; if memory is short, use fewer processes"
+        ) from None
+    if isinstance(found, Exception):
+        raise found
+    return cast("Simulated", found)
+
+
+def _work(inputs: Inputs, make_policy: PolicyMaker, connection: Connection) -> None:
+    """Answer the questions of a connection until there is none, or the first process is gone."""
+    # A terminal sends Ctrl-C to all processes; the first one ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while (question := connection.recv()) is not None:
+            try:
+                found: Simulated | Exception = answer(inputs, question, make_policy)
+            except Exception as error:
+                found = error
+            connection.send(found)

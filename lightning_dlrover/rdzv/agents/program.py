@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-__all__ = ["ended_from_outside", "exit_code", "main"]
-
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 _BY_EXIT_CODE = {code: sign for sign in _SIGNALS for code in (-sign, 128 + sign)}  # exit codes of both Python and a shell
 

@@ -1,15 +1,10 @@
-"""The TorchElastic rendezvous backend `etcd-v3`, selected with `torchrun --rdzv-backend=etcd-v3`.
-
-Plain scripts get TorchElastic's contract: a change of membership restarts all workers. Once workers that can be re-formed in
-process have registered (`JobRecord.live`), they handle joins and leaves. Agents then only start and end their own workers, and
-never restart those of others. The agent that coordinates (`coordinator.py`) decides with `rounds.py` which agents form a
-round. Each agent watches three keys and writes its own record.
-"""
+"""The TorchElastic rendezvous backend `etcd-v3`, selected with `torchrun --rdzv-backend=etcd-v3`."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -19,7 +14,8 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -34,31 +30,370 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from lightning_dlrover.addresses import free_port, route_address
-from lightning_dlrover.rdzv.agents import environment
-from lightning_dlrover.rdzv.agents.barrier_store import LiveAgentStore, RoundStore
-from lightning_dlrover.rdzv.agents.c10d_store import is_in_use
-from lightning_dlrover.rdzv.agents.config import HandlerConfig
-from lightning_dlrover.rdzv.agents.coordinator import AgentCoordinator, RecordReader
-from lightning_dlrover.rdzv.agents.registration import Registration
-from lightning_dlrover.rdzv.agents.rounds import why_over
-from lightning_dlrover.rdzv.agents.run_records import Known, RunRecords
-from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import parse_endpoints
-from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdFullError, EtcdUnavailableError
+from lightning_dlrover import variables
+from lightning_dlrover.codec import RecordError
+from lightning_dlrover.files import give_home
+from lightning_dlrover.host import free_port, route_address
+from lightning_dlrover.rdzv.agents.rounds import AgentCoordinator, Limits, RecordReader, why_over
+from lightning_dlrover.rdzv.agents.store import LiveAgentStore, RoundStore, is_in_use
+from lightning_dlrover.rdzv.etcd.client import EtcdClient, Lease
+from lightning_dlrover.rdzv.etcd.health import warn_of_troubles
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.etcd.operations import Delete, Put
-from lightning_dlrover.rdzv.etcd.owned_folder import OwnedFolder
-from lightning_dlrover.rdzv.etcd.start_check import warn_of_troubles
-from lightning_dlrover.rdzv.group import left_state
-from lightning_dlrover.rdzv.job.records import AgentNotice, AgentRecord, JobRecord, Keys, RecordError
+from lightning_dlrover.rdzv.etcd.server import OwnedFolder
+from lightning_dlrover.rdzv.etcd.types import (
+    Delete,
+    DeletePrefix,
+    EtcdConfig,
+    EtcdError,
+    EtcdFullError,
+    EtcdUnavailableError,
+    Get,
+    KeyValue,
+    LeaseLostError,
+    Put,
+    absent,
+    modified,
+    none_under,
+    parse_endpoints,
+)
+from lightning_dlrover.rdzv.group.config import Timeouts, seconds
+from lightning_dlrover.rdzv.job.folders import remove_snapshots
+from lightning_dlrover.rdzv.job.journal import ContentionError, Journal, readable, readable_folder
+from lightning_dlrover.rdzv.job.records import (
+    DEFAULT_PREFIX,
+    HISTORY_TTL_S,
+    AddressRecord,
+    AgentNotice,
+    AgentRecord,
+    AgentRound,
+    JobRecord,
+    Keys,
+    WorkerRecord,
+    encode,
+    worker_name_of,
+)
+from lightning_dlrover.rdzv.membership.coordinator import burial
+from lightning_dlrover.rdzv.transport import transfer
 
-__all__ = ["BACKEND", "EtcdRendezvousHandler", "RunIsOverError", "create_backend"]
+# Configuration of an agent: torchrun's options and the values of --rdzv-conf.
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class HandlerConfig:
+    """The handler's options: --rdzv-endpoint, --rdzv-id, --nnodes and --rdzv-conf."""
+
+    etcd: EtcdConfig
+    run_id: str
+    limits: Limits
+    key_prefix: str = DEFAULT_PREFIX
+    local_address: str | None = None
+    join_timeout_s: float = 600.0  # limit on waiting for a round with room; the clock stops while there is a controller
+    last_call_timeout_s: float = 3.0  # seconds that a round with enough nodes waits for more
+    close_timeout_s: float = 30.0
+    timeouts: Timeouts = field(default_factory=Timeouts)  # timeouts of this agent and its workers
+    live: bool = False  # True if the script re-forms in process: never wait for more nodes, never restart
+    num_workers: int = 1  # workers of this node, until the agent reports the number
+    node: str = ""  # name of this node; empty if `dlrover run` has not started it
+    history_ttl_s: float = HISTORY_TTL_S  # seconds that the run's records outlast its last agent and worker
+
+    @staticmethod
+    def from_parameters(params: RendezvousParameters) -> HandlerConfig:
+        """Read `--rdzv-conf`, and the environment of this agent.
+
+        Raises:
+            ValueError: a key is unknown or its value malformed; the message names it.
+        """
+        conf = dict(params.config)
+        # LaunchConfig adds these for other backends; this one does not use them.
+        for foreign in ("timeout", "rank"):
+            conf.pop(foreign, None)
+
+        known = {"user", "password_file", "ca_cert", "cert", "cert_key"}
+
+        def take(key: str, parse: Callable[[str], T], default: T) -> T:
+            known.add(key)
+            if key not in conf:
+                return default
+            text = str(conf.pop(key))
+            try:
+                return parse(text)
+            except (ValueError, OSError) as error:
+                raise ValueError(f"--rdzv-conf {key}={text!r} cannot be used: {error}") from error
+
+        def take_seconds(key: str, default_s: float) -> float:
+            return take(key, functools.partial(seconds, key), default_s)
+
+        defaults = Timeouts()
+        timeouts = Timeouts(**{f"{key}_s": take_seconds(key, getattr(defaults, f"{key}_s")) for key in Timeouts.names()})
+        user = take("user", str, None)
+        files = {key: take(key, _readable_file, None) for key in ("password_file", "ca_cert", "cert", "cert_key")}
+        config = HandlerConfig(
+            etcd=EtcdConfig(params.endpoint, user, timeout_s=timeouts.etcd_timeout_s, **files),
+            run_id=params.run_id,
+            limits=Limits(params.min_nodes, params.max_nodes),
+            key_prefix=take("key_prefix", _key_prefix, DEFAULT_PREFIX),
+            local_address=params.local_addr,
+            join_timeout_s=take_seconds("join_timeout", 600.0),
+            last_call_timeout_s=take("last_call_timeout", _seconds_or_zero, 3.0),
+            close_timeout_s=take_seconds("close_timeout", 30.0),
+            timeouts=timeouts,
+            node=os.environ.get(variables.NODE, ""),
+            live=take("live", _flag, False),
+            history_ttl_s=take("history_ttl", _lifetime, HISTORY_TTL_S),
+            num_workers=take("nproc", _positive, variables.local_world_size(os.environ)),
+        )
+        if conf:
+            raise ValueError(f"--rdzv-conf has unknown keys {sorted(conf)}; known are {' '.join(sorted(known))}")
+        Keys(config.run_id, config.key_prefix)
+        return config
+
+
+def _lifetime(text: str) -> float:
+    if not 60 <= (value := float(text)) <= 9e9:
+        # If a whole running job is cut off from etcd for this long, its records expire.
+        raise ValueError("it must be at least 60 seconds")
+    return value
+
+
+def _seconds_or_zero(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if float(text) == 0:
+            return 0.0
+    return seconds("last_call_timeout", text)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("it must be at least 1")
+    return value
+
+
+def _flag(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes"):
+        return True
+    if text.lower() in ("0", "false", "no"):
+        return False
+    raise ValueError("it must be 1 or 0")
+
+
+def _key_prefix(text: str) -> str:
+    if not text.startswith("/") or "//" in text or text == "/":
+        raise ValueError("it must start with '/' and name a folder of keys, such as /dlrover")
+    return text.rstrip("/")
+
+
+def _readable_file(path: str) -> str | None:
+    with open(path, "rb"):
+        return os.path.abspath(path)
+
+
+# Environment variables that describe the job to an agent's workers, which inherit them.
+
+
+def export(config: HandlerConfig, agent_id: str, left_state_folder: str | None) -> None:
+    """Export the location of the job's records to the workers, which inherit the agent's environment."""
+    give_home()
+    etcd, limits = config.etcd, config.limits
+    values = {
+        variables.ENDPOINT: etcd.endpoints,
+        variables.PREFIX: config.key_prefix,
+        variables.RUN_ID: config.run_id,
+        variables.AGENT_ID: agent_id,
+        variables.AGENT_PID: str(os.getpid()),
+        variables.MIN_NODES: str(limits.min_nodes),
+        variables.MAX_NODES: str(limits.max_nodes),
+        variables.HISTORY_TTL_S: str(round(config.history_ttl_s)),
+        variables.LEFT_STATE: left_state_folder,
+        **config.timeouts.to_environment(),
+        **etcd.to_environment(),
+    }
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)  # a variable left from an outer job would not fit this endpoint
+        else:
+            os.environ[name] = value
+
+
+# The record that an agent writes about itself.
+
+
+class Registration:
+    """An agent's own record: written only by the agent, bound to its lease, and guarded against late writes."""
+
+    def __init__(self, client: EtcdClient, key: str, record: AgentRecord, lease_ttl_s: float) -> None:
+        self.key = key
+        self.record = record
+        self.lease: Lease | None = None
+        self._client = client
+        self._lease_ttl_s = lease_ttl_s
+        self._revision = 0  # revision of our record's last write; 0: there is no record
+
+    @property
+    def is_lost(self) -> bool:
+        return self.lease is not None and self.lease.lost.is_set()
+
+    def write(self, **changes: Any) -> None:
+        """Write our record, under a new lease when the old one is lost.
+
+        Guarded by the revision of our last write: a write that etcd receives late must not restore an older state.
+        """
+        if "state" in changes:
+            changes = {"since": time.time(), **changes}
+        self.record = dataclasses.replace(self.record, **changes)
+        while True:
+            if self.lease is None or self.lease.lost.is_set():
+                self.lease = self._client.lease(self._lease_ttl_s).keep_alive()
+            unchanged = modified(self.key) == self._revision
+            try:
+                written = self._client.txn([unchanged], [Put(self.key, encode(self.record), self.lease.id)], [Get(self.key)])
+            except LeaseLostError:
+                self.lease.close()
+                self.lease = None
+                continue
+            if written.succeeded:
+                self._revision = written.revision
+                break
+            # The record expired with an earlier lease, or holds our own write with a lost response. No other process writes it.
+            self._revision = written.values[0].mod_revision if written.values else 0
+
+
+# The records of a run, as one of its agents reads and ends them.
+
+
+@dataclass(frozen=True)
+class Known:
+    """An agent's view of all others: the same few records, whatever their number."""
+
+    round: AgentRound | None
+    notice: AgentNotice | None
+    term: int  # term of the coordinator in office; 0: there is none
+
+    @property
+    def round_number(self) -> int:
+        return self.round.number if self.round is not None else 0
+
+    @property
+    def members(self) -> list[str]:
+        return self.round.agents if self.round is not None else []
+
+    @property
+    def counts(self) -> AgentNotice | None:
+        """The notice if its counts hold, which is the case while its writer is in office."""
+        return self.notice if self.notice is not None and self.notice.term == self.term else None
+
+    @property
+    def over(self) -> str:
+        return why_over(self.round, None) or (self.counts.over if self.counts is not None else "")
+
+
+class RunRecords:
+    """Read the records of a run in etcd, close the run, and remove records that its agent need not leave behind."""
+
+    def __init__(self, client: EtcdClient, keys: Keys, run_id: str, agent_id: str, reader: RecordReader) -> None:
+        self._client = client
+        self._keys = keys
+        self._journal = Journal(client, keys)
+        self._run_id = run_id
+        self._agent_id = agent_id
+        self._reader = reader
+
+    def read(self, record_type: type[T], entry: KeyValue | None) -> T | None:
+        """Return the record. Once this agent has joined, garbage is replaced by the last readable version, or None.
+
+        Raises:
+            RendezvousStateError: the record is garbage, and this agent is still joining.
+        """
+        try:
+            return self._reader.read(record_type, entry)
+        except RecordError as error:
+            raise RendezvousStateError(f"run {self._run_id!r}: {error}") from error
+
+    def known(self, entries: Mapping[str, KeyValue]) -> Known:
+        """Return the view of an agent whose mirror holds these entries. Raises as `read` does."""
+        coordinator = entries.get(self._keys.agent_coordinator)
+        return Known(
+            round=self.read(AgentRound, entries.get(self._keys.agent_round)),
+            notice=self.read(AgentNotice, entries.get(self._keys.agent_notice)),
+            term=coordinator.create_revision if coordinator is not None else 0,
+        )
+
+    def why_over(self) -> str:
+        """Read from etcd the reason why no agent can join any more."""
+        # Two reads, as a full etcd may refuse a transaction. Both records are final once they give a reason.
+        round_, job = self._client.get(self._keys.agent_round), self._client.get(self._keys.job)
+        return why_over(self.read(AgentRound, round_), self.read(JobRecord, job))
+
+    def other_agents(self) -> list[AgentRecord]:
+        """Return the records of all other agents."""
+        _, entries = self._client.get_prefix(self._keys.agents)
+        records = [self.read(AgentRecord, entry) for entry in entries]
+        return [record for record in records if record is not None and record.agent_id != self._agent_id]
+
+    def close(self, reason: str, timeout_s: float) -> None:
+        """Let no further round form."""
+
+        def closed(round_: AgentRound | None) -> AgentRound | None:
+            round_ = round_ or AgentRound(0, [], "complete")
+            if round_.state == "closed":
+                return None
+            return dataclasses.replace(round_, state="closed", written_by=self._agent_id, reason=reason, created_at=time.time())
+
+        try:
+            self._journal.swap(AgentRound, self._keys.agent_round, closed, read=self.read, timeout_s=timeout_s)
+        except ContentionError as error:
+            raise RendezvousTimeoutError(f"run {self._run_id!r} could not be closed in time: {error}") from error
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed workers have left in this host's memory, if the job will never continue."""
+        try:
+            is_over = self._journal.is_over()
+        except RecordError:
+            return
+        if is_over:
+            remove_snapshots(self._keys)
+
+    def delete_own_workers(self) -> None:
+        """Remove the records of this agent's workers, which have ended: their leases would last a while."""
+        here = worker_name_of(socket.gethostname())
+        # First their addresses, which tell the others that a worker without a record may live.
+        for worker_id, address in readable_folder(self._client, AddressRecord, self._keys.addresses, here).items():
+            if address.agent_id == self._agent_id:
+                self._client.delete(self._keys.addresses + worker_id)
+        _, found = self._client.get_prefix(self._keys.workers + here)
+        for kv in found:
+            worker = readable(WorkerRecord, kv)
+            if worker is not None and worker.agent_id == self._agent_id:
+                self._client.delete(kv.key)  # no transaction: a full etcd takes none, but it deletes
+                with contextlib.suppress(EtcdFullError):
+                    for write in burial(kv, self._client.get(self._keys.coordinator), self._keys)[1:]:
+                        self._client.txn(write.compare, write.ops)
+
+    def tidy_up(self, is_live: bool) -> None:
+        """Remove the records that only agents need, if this was the last agent.
+
+        Runs in the last agent, and possibly in several that leave at once. If all were killed before, the records expire.
+        """
+        keys = self._keys
+        is_last = none_under(keys.agents)  # an agent may register at any time, and keeps what it then writes
+        if self._client.txn([is_last], [DeletePrefix(keys.store), DeletePrefix(keys.agents_left)]).succeeded:
+            self._client.txn([is_last, absent(keys.agent_coordinator)], [Delete(keys.agent_notice)])
+            if is_live and self.why_over():
+                self._client.txn([is_last], [Delete(keys.agent_round)])
+
+
+# The TorchElastic rendezvous backend `etcd-v3`, selected with `torchrun --rdzv-backend=etcd-v3`.
+#
+# Plain scripts get TorchElastic's contract: a change of membership restarts all workers. Once workers that can be re-formed
+# in process have registered (`JobRecord.live`), they handle joins and leaves. Agents then only start and end their own
+# workers, and never restart those of others. The agent that coordinates (`rounds.py`) decides with `rounds.py` which agents
+# form a round. Each agent watches three keys and writes its own record.
 
 BACKEND = "etcd-v3"
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _POLL_S = 0.5  # seconds between polls; the mirror wakes us, so this only bounds the cost of a missed wake-up
 _WORD_TTL_S = 5.0  # minimum lifetime of an agent's sign-off in seconds; a dead coordinator may have to be replaced meanwhile
@@ -401,9 +736,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
     # -- callbacks of our round's store (RoundAgent)
 
     def starts(self, num_workers: int) -> None:
-        if num_workers > 1 and self._left_state is None and left_state.ROOT.is_dir():
+        if num_workers > 1 and self._left_state is None and transfer.ROOT.is_dir():
             try:
-                self._left_state = OwnedFolder(left_state.PREFIX, left_state.ROOT)
+                self._left_state = OwnedFolder(transfer.PREFIX, transfer.ROOT)
             except OSError as error:
                 logger.warning(
                     "run %r: the job's state will not survive a restart of this node's workers: %s", self._config.run_id, error
@@ -525,7 +860,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return self._own.record.state == "waiting"
 
     def _export(self) -> None:
-        environment.export(self._config, self._agent_id, self._left_state.name if self._left_state is not None else None)
+        export(self._config, self._agent_id, self._left_state.name if self._left_state is not None else None)
 
     def _store_prefix(self, round_number: int) -> str:
         return f"{self._keys.store}{round_number}/"

@@ -1,27 +1,226 @@
-"""A small typed client for etcd v3: keys, transactions and leases.
-
-Decides when to retry and when to give up. The meaning of the keys is defined in `job/records.py` and above. A live copy of a
-prefix is in `mirror.py`.
-"""
+"""A small typed client for etcd v3: keys, transactions, leases and elections."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
+import logging
+import math
+import os
+import random
+import secrets
+import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
 
-from lightning_dlrover.rdzv.etcd.caller import Caller
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.errors import PermissionDeniedError
-from lightning_dlrover.rdzv.etcd.lease import CLOSE_DEADLINE_S, Lease, Leases, SharedLease
-from lightning_dlrover.rdzv.etcd.messages import compare_message, key_value, op_message, range_end
-from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, DeletePrefix, KeyValue, Op, Put, Txn
-from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
+from lightning_dlrover.rdzv.etcd.connection import (
+    RETRY_PAUSE_S,
+    Caller,
+    compare_message,
+    etcdrpc,
+    key_value,
+    op_message,
+    range_end,
+)
+from lightning_dlrover.rdzv.etcd.types import (
+    Compare,
+    Delete,
+    DeletePrefix,
+    EtcdConfig,
+    EtcdError,
+    KeyValue,
+    LeaseLostError,
+    Op,
+    OpT,
+    PermissionDeniedError,
+    Put,
+    Txn,
+    absent,
+    created,
+    read_password,
+)
 
-__all__ = ["EtcdClient"]
+# Leases: etcd deletes their keys once the process that refreshes them is gone.
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CLOSE_DEADLINE_S = 2.0
+"""Seconds to wait for threads to end."""
+
+
+class Lease:
+    """A lease in etcd: keys bound to it are deleted when it ends. Created by `EtcdClient.lease`.
+
+    `lost` is set only when etcd itself reports that the lease is gone. Refreshes of an unreachable etcd are retried without
+    limit, because a recovered etcd gives every lease its full time again.
+    """
+
+    def __init__(self, leases: Leases, lease_id: int, ttl_s: float) -> None:
+        self.id = lease_id
+        self.ttl_s = ttl_s
+        self.lost = threading.Event()
+        self._refreshed_at = time.monotonic()
+        self._leases = leases
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def keep_alive(self, times_per_ttl: int = 2) -> Lease:
+        """Refresh the lease from a background thread until it is closed, revoked or lost; return the lease."""
+        with self._lock:
+            if self._thread is None and not self._stop.is_set():
+                self._thread = threading.Thread(
+                    target=self._run, args=(times_per_ttl,), name=f"etcd-lease-{self.id:x}", daemon=True
+                )
+                self._thread.start()
+        return self
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since etcd has granted or refreshed the lease."""
+        return time.monotonic() - self._refreshed_at
+
+    def has_ended(self) -> bool:
+        """Check with etcd whether the lease is gone, and refresh it if not."""
+        return self.lost.is_set() or self._leases.refresh(self.id, self._leases.timeout_s) <= 0
+
+    def revoke(self) -> None:
+        """End the lease now: its keys are deleted at once."""
+        self.close()
+        self._leases.revoke(self.id)
+
+    def close(self, timeout_s: float = CLOSE_DEADLINE_S) -> None:
+        """Stop refreshing and join the thread. The lease expires within `ttl_s`."""
+        self._stop.set()
+        with self._lock:
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+
+    def _run(self, times_per_ttl: int) -> None:
+        pause_s = self.ttl_s / times_per_ttl
+        limit_s = min(self.ttl_s - pause_s, self._leases.timeout_s)
+        while not self._stop.wait(pause_s):
+            try:
+                remaining_s = self._leases.refresh(self.id, limit_s)
+            except LeaseLostError:
+                remaining_s = 0
+            except EtcdError as error:
+                if not self._stop.is_set() and pause_s != RETRY_PAUSE_S:
+                    logger.warning("lease %x is not being refreshed: %s", self.id, error)
+                pause_s = RETRY_PAUSE_S  # short, because the call itself took long and every attempt counts now
+                continue
+            if remaining_s <= 0:
+                self.lost.set()
+                logger.warning(
+                    "lease %x was lost: etcd did not hear from this process for %g s, or it was revoked",
+                    self.id,
+                    self.ttl_s,
+                )
+                return
+            self._refreshed_at = time.monotonic()
+            pause_s = self.ttl_s / times_per_ttl
+
+
+class Leases:
+    """Create, refresh and revoke leases.
+
+    Args:
+        adopt: called with each new lease, to close it with its client.
+    """
+
+    def __init__(self, caller: Caller, adopt: Callable[[Lease], None]) -> None:
+        self._caller = caller
+        self._adopt = adopt
+
+    @property
+    def timeout_s(self) -> float:
+        return self._caller.config.timeout_s
+
+    def grant(self, ttl_s: float) -> Lease:
+        """Create a lease, which expires after `ttl_s` unless kept alive (etcd: whole seconds, at least 2)."""
+        # An id of our own makes the request safe to retry: a second grant of the same id is refused, not added.
+        lease_id = random.SystemRandom().randrange(1, 1 << 62)
+        request = etcdrpc.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)), ID=lease_id)
+        attempts: list[None] = []
+        try:
+            granted = float(self._caller.call("create a lease", "Lease", "LeaseGrant", request, attempts).TTL)
+        except EtcdError as error:
+            if len(attempts) < 2 or "already exists" not in str(error):
+                raise
+            granted = float(request.TTL)
+        lease = Lease(self, lease_id, granted)
+        self._adopt(lease)
+        return lease
+
+    def join(self, prefix: str, ttl_s: float) -> Lease:
+        """Return the lease that all clients of a prefix share, and keep it alive from here as well."""
+        number = int.from_bytes(hashlib.sha256(prefix.encode()).digest()[:7], "big") | 1
+        request = etcdrpc.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)), ID=number)
+        try:
+            granted = float(self._caller.call("create a lease", "Lease", "LeaseGrant", request).TTL)
+        except EtcdError as error:
+            if "already exists" not in str(error):
+                raise
+            granted = float(self.refresh(number, self.timeout_s))
+        lease = Lease(self, number, granted or ttl_s)
+        self._adopt(lease)
+        return lease.keep_alive(times_per_ttl=3)
+
+    def refresh(self, lease_id: int, timeout_s: float) -> int:
+        """Refresh a lease; return the seconds that it has left, 0 if it no longer exists in etcd."""
+        request = etcdrpc.LeaseKeepAliveRequest(ID=lease_id)
+        return int(self._caller.call("refresh a lease", "Lease", "LeaseKeepAlive", request, timeout_s=timeout_s).TTL)
+
+    def revoke(self, lease_id: int) -> None:
+        with contextlib.suppress(LeaseLostError):  # gone already, as intended
+            self._caller.call("revoke a lease", "Lease", "LeaseRevoke", etcdrpc.LeaseRevokeRequest(ID=lease_id))
+
+
+class SharedLease:
+    """The common lease of all that several clients write under a prefix; see `EtcdClient.share_lifetime`."""
+
+    def __init__(self, leases: Leases) -> None:
+        self.prefix = ""  # empty: no key is bound to the shared lease
+        self.ttl_s = 0.0
+        self._leases = leases
+        self._lease: Lease | None = None
+        self._lock = threading.Lock()
+
+    def use(self, prefix: str, ttl_s: float) -> None:
+        self.prefix, self.ttl_s = prefix, ttl_s
+
+    def bound(self, op: OpT) -> OpT:
+        """Return `op`, with the shared lease added if it is a put without one."""
+        if not self.prefix or not isinstance(op, Put) or op.lease_id or not op.key.startswith(self.prefix):
+            return op
+        with self._lock:
+            if self._lease is None or self._lease.lost.is_set():
+                self._lease = self._leases.join(self.prefix, self.ttl_s)
+            return dataclasses.replace(op, lease_id=self._lease.id)
+
+    def keep(self, ops: Sequence[Op], write: Callable[[], T]) -> T:
+        """Return the result of `write`, retried once if the lease that has expired can only be the shared one."""
+        try:
+            return write()
+        except LeaseLostError:
+            if self._lease is None or any(isinstance(op, Put) and op.lease_id for op in ops):
+                raise
+            self._lease.close()
+            self._lease.lost.set()
+        return write()
+
+
+# A small typed client for etcd v3: keys, transactions and leases.
+#
+# Decides when to retry and when to give up. The meaning of the keys is defined in `job/records.py` and above. A live copy
+# of a prefix is in `mirror.py`.
 
 MOST_RANGES = 128
 """Prefixes read in one transaction. etcd's default limit of operations (`--max-txn-ops`)."""
@@ -289,3 +488,89 @@ class EtcdClient:
         deadline = time.monotonic() + timeout_s
         for child in list(self._children):
             child.close(max(0.1, deadline - time.monotonic()))
+
+
+# Elect the holder of a key: when to stand, how to take the key, and what shows that it is still held and fences its writes.
+#
+# Workers and agents elect their coordinators, and `job/tenure.py` controllers, brains and places in a pool. The key is
+# bound to its holder's lease. Its create revision is the holder's term: it changes with every loss of the key, so a write
+# that is fenced on it and arrives late is refused.
+
+PER_CANDIDATE_S = 0.0005
+"""Seconds per candidate over which candidacies are spread after a holder's death: the first one spares the others theirs."""
+
+
+def candidacy_delay_s(num_candidates: int) -> float:
+    """Draw how long a candidate waits before it stands, so that not all do at once."""
+    return random.SystemRandom().uniform(0.0, num_candidates * PER_CANDIDATE_S)
+
+
+@dataclass(frozen=True)
+class Election:
+    """The election for one key."""
+
+    key: str
+
+    def candidacy(self, value: bytes, lease_id: int) -> tuple[Compare, Put]:
+        """Return the transaction that takes the key if it is free: its condition and its write."""
+        return absent(self.key), Put(self.key, value, lease_id)
+
+    def claim(self, client: EtcdClient, value: bytes, lease_id: int) -> int:
+        """Take the key if it is free. Return the term if that lease holds it now, else 0.
+
+        Raises:
+            EtcdError: etcd does not answer; the lease may or may not hold the key.
+        """
+        is_free, put = self.candidacy(value, lease_id)
+        client.txn([is_free], [put])
+        entry = client.get(self.key)  # the holder, even if the transaction's first answer was lost
+        return entry.create_revision if entry is not None and entry.lease_id == lease_id else 0
+
+    def fence(self, term: int) -> Compare:
+        """Return the condition that holds for as long as this term lasts."""
+        return created(self.key) == term
+
+    def is_held(self, entry: KeyValue | None, term: int) -> bool:
+        """Whether the key's entry shows that this term lasts."""
+        return self.fence(term).holds(entry)
+
+
+# A random password for an etcd that serves one job, for clients that a Unix socket cannot reach.
+
+USER = "root"
+"""User of a job's own etcd. It has no other users, so none needs fewer permissions."""
+
+
+def make_password(file: Path) -> None:
+    """Write a random password into a file that only this user reads. A file that is there is kept.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    # Whole or not at all, as the next `dlrover run` keeps what it finds.
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    with open(unfinished, "w", opener=lambda path, flags: os.open(path, flags | os.O_EXCL, 0o600)) as written:
+        written.write(secrets.token_hex(32) + "\n")
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(unfinished, file)
+    finally:
+        unfinished.unlink()
+
+
+def require_password(endpoint: str, file: Path) -> None:
+    """Let an etcd without users refuse everyone who does not know the password in a file.
+
+    Raises:
+        EtcdError: etcd does not answer, or has users already.
+    """
+    access = EtcdConfig(endpoint, USER, str(file))
+    caller = Caller(EtcdConfig(endpoint))
+    try:
+        add = etcdrpc.AuthUserAddRequest(name=USER, password=read_password(access))
+        caller.call("create a user", "Auth", "UserAdd", add)
+        caller.call("create a role", "Auth", "RoleAdd", etcdrpc.AuthRoleAddRequest(name="root"))
+        caller.call("grant a role", "Auth", "UserGrantRole", etcdrpc.AuthUserGrantRoleRequest(user=USER, role="root"))
+        caller.call("require a password", "Auth", "AuthEnable", etcdrpc.AuthEnableRequest())
+    finally:
+        caller.close()

@@ -1,33 +1,76 @@
-"""Read the condition of an etcd server: release, size, quota, compaction, alarms, latency and clock.
-
-Release, size and alarms come from gRPC, and every user may read them. The quota, the last compaction and the clock come from
-the HTTP pages that etcd serves on the same port; they stay unknown where a proxy passes gRPC alone.
-"""
+"""The condition of an etcd server: read it, judge it, warn about it when a job starts, and wait while it is full."""
 
 from __future__ import annotations
 
 import email.utils
 import http.client
 import json
+import logging
 import re
 import ssl
 import statistics
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from google.protobuf.unknown_fields import UnknownFieldSet  # type: ignore[import-untyped]
 
-from lightning_dlrover.rdzv.etcd.caller import Caller
+from lightning_dlrover.output import Finding, error, ok, warning
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig, parse_endpoints
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.etcd.operations import Put, exists
-from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
-from lightning_dlrover.rdzv.etcd.unix_socket import HTTPOverSocket, socket_path
+from lightning_dlrover.rdzv.etcd.connection import Caller, etcdrpc
+from lightning_dlrover.rdzv.etcd.types import (
+    EtcdConfig,
+    EtcdError,
+    EtcdFullError,
+    HTTPOverSocket,
+    Put,
+    exists,
+    is_loopback,
+    parse_endpoints,
+    socket_path,
+)
 
-__all__ = ["DEFAULT_QUOTA_BYTES", "Clock", "EtcdCondition", "alarms_of", "inspect"]
+# Warn about releases of etcd with known faults.
+
+# Oldest release of each line in which a user's permissions on a prefix hold (CVE-2026-33413, -33343, -44283).
+FIXED_VERSIONS = ((3, 4, 44), (3, 5, 30), (3, 6, 11))
+
+
+def version_warning(version: str) -> str | None:
+    """Return the warning for this release of etcd, or None."""
+    found = _parsed(version)
+    if found is None:
+        return None
+    fixed = next((f for f in FIXED_VERSIONS if f[:2] == found[:2]), None)
+    if fixed is None and found > FIXED_VERSIONS[0]:
+        return None
+    if fixed is not None and found >= fixed:
+        return None
+    target = ".".join(map(str, fixed or FIXED_VERSIONS[-1]))
+    losses = "may lose an acknowledged write when a node crashes and " if may_lose_writes(version) else ""
+    return (
+        f"etcd {version} {losses}does not confine users to their prefix (CVE-2026-33413, -33343, -44283); "
+        f"upgrade to {target} or newer"
+    )
+
+
+def may_lose_writes(version: str) -> bool:
+    """Whether this release of etcd may lose an acknowledged write in a crash."""
+    found = _parsed(version)
+    return found is not None and (3, 5, 0) <= found < (3, 5, 5)
+
+
+def _parsed(version: str) -> tuple[int, int, int] | None:
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2]), int(match[3])) if match is not None else None
+
+
+# Read the condition of an etcd server: release, size, quota, compaction, alarms, latency and clock.
+#
+# Release, size and alarms come from gRPC, and every user may read them. The quota, the last compaction and the clock come
+# from the HTTP pages that etcd serves on the same port; they stay unknown where a proxy passes gRPC alone.
 
 DEFAULT_QUOTA_BYTES = 2 << 30
 
@@ -188,3 +231,153 @@ def _page(config: EtcdConfig, path: str) -> tuple[str, str]:
             connection.close()
     except (OSError, http.client.HTTPException):
         return "", ""
+
+
+# Decide what of an etcd server's condition is trouble, and name the next move.
+
+MANY_REVISIONS = 200_000
+"""Number of writes after which to warn about an etcd that was never compacted: it then holds some hundred MiB, and grows."""
+
+NEARLY_FULL, FULL = 0.8, 0.95
+"""Fractions of its quota at which etcd's database is a warning, and an error."""
+
+SLOW_S = 0.1
+"""Seconds for a read above which changes of a job's workers, which take a dozen requests, are felt."""
+
+
+def judge(endpoint: str, condition: EtcdCondition, many_revisions: int = MANY_REVISIONS) -> list[Finding]:
+    """Return the findings about one server and its answers to this user.
+
+    Args:
+        many_revisions: number of revisions, never compacted, that is a warning.
+    """
+    latency = f"{condition.latency_s * 1000:.0f} ms a read"
+    if not condition.has_leader:
+        answer = error("etcd", f"{endpoint} has no leader: it serves nothing", "bring a majority of its members back")
+    elif condition.write_problem and not condition.alarms:
+        move = "grant the user readwrite on --key-prefix, or give --user and --password-file (docs/reference/security.md)"
+        answer = error("etcd", condition.write_problem, move)
+    elif condition.latency_s > SLOW_S:
+        answer = warning("etcd", f"{endpoint} takes {latency}", "give etcd a fast disk of its own and a near network")
+    else:
+        answer = ok("etcd", f"{endpoint} answers, {latency}")
+    return [answer, *judge_server(endpoint, condition, many_revisions)]
+
+
+def judge_server(endpoint: str, condition: EtcdCondition, many_revisions: int = MANY_REVISIONS) -> list[Finding]:
+    """Return the findings about release, size and compaction, which are alike for all users; see `judge`."""
+    [(host, _)] = parse_endpoints(endpoint)
+    return [_release(host, condition.version), _size(condition), _compaction(condition, many_revisions)]
+
+
+def _release(host: str, version: str) -> Finding:
+    problem = version_warning(version)
+    # Users of a loopback etcd are those of this machine, so their permissions matter less. A lost write matters everywhere.
+    if problem is None or (is_loopback(host) and not may_lose_writes(version)):
+        return ok("etcd release", version)
+    text, _, move = problem.partition("; ")
+    return warning("etcd release", text, move)
+
+
+def _size(condition: EtcdCondition) -> Finding:
+    check = "etcd size"
+    quota = condition.quota_bytes or DEFAULT_QUOTA_BYTES
+    part = condition.size_bytes / quota
+    text = f"{_mib(condition.size_bytes)} of {_mib(quota)}" + ("" if condition.quota_bytes else " (the default quota)")
+    if "CORRUPT" in condition.alarms:
+        return error(
+            check, f"{text}; alarm CORRUPT: members hold different data", "restore etcd from a snapshot of a good member"
+        )
+    free = condition.size_bytes - (condition.used_bytes if condition.used_bytes is not None else condition.size_bytes)
+    room = "etcdctl defrag" if free > condition.size_bytes // 2 else "etcdctl compact REVISION, etcdctl defrag"
+    room += ", then etcdctl alarm disarm" if condition.alarms else ""
+    move = f"{room}; then --auto-compaction-retention=1h, or a larger --quota-backend-bytes, in etcd's command line"
+    if condition.alarms:
+        return error(check, f"{text}; alarm {', '.join(condition.alarms)}: it takes no writes", move)
+    if part >= NEARLY_FULL:
+        return (error if part >= FULL else warning)(check, f"{text}, {part:.0%}: at its quota it takes no writes", move)
+    return ok(check, text)
+
+
+def _compaction(condition: EtcdCondition, many: int) -> Finding:
+    check, compacted = "etcd compaction", condition.compacted_revision
+    move = "start etcd with --auto-compaction-retention=1h"
+    if condition.compacts_by_itself:
+        return ok(check, f"automatic; at revision {condition.revision}")
+    if compacted:
+        return ok(check, f"last at revision {compacted} of {condition.revision}")
+    if compacted is None:
+        return ok(check, f"unknown, as its metrics are not served; at revision {condition.revision}")
+    if condition.revision >= many:
+        return warning(check, f"none of {condition.revision} revisions was ever removed, so its database grows", move)
+    off = " and switched off" if condition.compacts_by_itself is False else ""
+    return ok(check, f"none yet{off}, at revision {condition.revision}; a shared etcd needs --auto-compaction-retention=1h")
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.1f} MiB" if num_bytes < 100 << 20 else f"{num_bytes >> 20} MiB"
+
+
+# Warn once, when a job starts, about troubles of its etcd. Nothing waits for this, and it fails nothing.
+#
+# `health.py` decides what is trouble, as for `dlrover doctor`.
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 2.0  # seconds for each of a dozen requests; a server that is slower has troubles of its own
+
+
+def warn_of_troubles(config: EtcdConfig, warn: Callable[[str], None]) -> threading.Thread:
+    """Ask each endpoint in a thread for release, size, quota and compaction, and call `warn` at most once. Returns at once."""
+
+    def run() -> None:
+        try:
+            text = troubles_of(config)
+        except Exception:  # an unforeseen answer must not disturb the job
+            logger.debug("etcd at %s could not be inspected", config.endpoints, exc_info=True)
+            return
+        if text:
+            warn(text)
+
+    thread = threading.Thread(target=run, name="dlrover-etcd-check", daemon=True)
+    thread.start()
+    return thread
+
+
+def troubles_of(config: EtcdConfig) -> str:
+    """Return a line for each trouble of the servers, with the next move; empty if there is none, or none can be found."""
+    found: dict[str, tuple[str, Finding]] = {}
+    for one in config.of_each_endpoint():
+        endpoint = one.endpoints.removeprefix("https://")
+        try:
+            condition = inspect(replace(one, timeout_s=min(_TIMEOUT_S, config.timeout_s)), prefix=None)
+        except EtcdError as error:  # other code finds out that it does not answer; the user may not be allowed to ask
+            logger.debug("etcd at %s could not be inspected: %s", endpoint, error)
+            continue
+        for finding in judge_server(endpoint, condition):
+            if finding.verdict != "ok":
+                found.setdefault(finding.check, (endpoint, finding))  # members of a cluster mostly have the same troubles
+    return "\n".join(f"{each.check} ({endpoint}): {each.text} -> {each.next_move}" for endpoint, each in found.values())
+
+
+# Wait for a full etcd to take writes again.
+
+T = TypeVar("T")
+
+
+def when_there_is_room(write: Callable[[], T], timeout_s: float) -> T:
+    """Return the result of `write`, which is repeated while etcd is full. The client paces and reports it.
+
+    Args:
+        write: must leave nothing behind where it raises `EtcdFullError`.
+
+    Raises:
+        EtcdFullError: etcd is still full after `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return write()
+        except EtcdFullError:
+            if time.monotonic() > deadline:
+                raise

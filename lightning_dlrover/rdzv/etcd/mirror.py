@@ -9,16 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from lightning_dlrover.rdzv.etcd.caller import RETRY_PAUSE_S
-from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.connection import WatchStream
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.etcd.lease import CLOSE_DEADLINE_S
-from lightning_dlrover.rdzv.etcd.messages import key_value
-from lightning_dlrover.rdzv.etcd.operations import KeyValue
-from lightning_dlrover.rdzv.etcd.stubs import grpc
-
-__all__ = ["Mirror"]
+from lightning_dlrover.rdzv.etcd.client import CLOSE_DEADLINE_S, EtcdClient
+from lightning_dlrover.rdzv.etcd.connection import RETRY_PAUSE_S, WatchStream, grpc, key_value
+from lightning_dlrover.rdzv.etcd.types import EtcdError, KeyValue
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

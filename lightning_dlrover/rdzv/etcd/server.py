@@ -1,17 +1,12 @@
-"""A private etcd on this machine, for a laptop, a test or a job without a configured endpoint.
-
-Not a replacement for a shared etcd: one node, loopback by default, and the bundled release is old (see docs).
-
-etcd admits whoever reaches its ports. Its port for other members of a cluster accepts writes as well, so it is always a Unix
-socket in a folder of mode 0700. The one for clients is too if the server is private; a TCP port on loopback is open to all
-users of the machine.
-"""
+"""A private etcd on this machine, for a laptop, a test or a job without a configured endpoint."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import http.client
+import json
 import os
 import re
 import shutil
@@ -23,12 +18,116 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from lightning_dlrover.addresses import free_port
-from lightning_dlrover.rdzv.etcd import server_failure
-from lightning_dlrover.rdzv.etcd.owned_folder import OwnedFolder
-from lightning_dlrover.rdzv.etcd.unix_socket import HTTPOverSocket, can_hold_sockets
+from lightning_dlrover.host import free_port
+from lightning_dlrover.rdzv.etcd.types import HTTPOverSocket, can_hold_sockets
 
-__all__ = ["EmbeddedEtcd", "EtcdServerError", "find_binary", "version_of"]
+# Temporary folders that do not outlive their owner for long: creating the next one removes those of dead processes.
+#
+# The owner holds a lock on a file in its folder. The kernel releases it however the process ends, so neither a reused
+# process id nor a clock matters.
+
+_OWNER_FILE = ".owner"
+
+
+class OwnedFolder:
+    """A new temporary folder, as `tempfile.TemporaryDirectory`.
+
+    Args:
+        prefix: prefix of its name; folders with this prefix and a dead owner are removed first.
+        root: folder to create it in; None: the system's folder for temporary files.
+    """
+
+    def __init__(self, prefix: str, root: Path | None = None) -> None:
+        _remove_orphans(prefix, root)
+        self._folder = tempfile.TemporaryDirectory(prefix=prefix, dir=root)
+        self.name = self._folder.name
+        unlocked = Path(self.name, f"{_OWNER_FILE}.new")
+        self._lock = unlocked.open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unlocked.rename(Path(self.name, _OWNER_FILE))  # renamed last, so that the file is never visible without its lock
+
+    def cleanup(self) -> None:
+        """Remove the folder."""
+        self._folder.cleanup()
+        self._lock.close()
+
+
+def _remove_orphans(prefix: str, root: Path | None) -> None:
+    for file in (root or Path(tempfile.gettempdir())).glob(f"{prefix}*/{_OWNER_FILE}"):
+        # Another user's folder, or one that is being removed at this moment, is left alone.
+        with contextlib.suppress(OSError), file.open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(file.parent, ignore_errors=True)
+
+
+# Extract from etcd's output the reason for a failed start, in one line, and suggest a remedy.
+
+_MAX_CHARACTERS = 400
+
+_REMEDIES = (
+    (r"no space left|disk quota exceeded", "free space there, or choose another folder (TMPDIR)"),
+    (r"file descriptor limit|too many open files", "raise the limit of open files (ulimit -n) to 150 or more"),
+    (r"file too large", "raise the limit of file sizes (ulimit -f)"),
+    (r"pthread_create|newosproc|resource temporarily unavailable", "raise the limit of processes and threads (ulimit -u)"),
+    (r"cannot allocate memory|out of memory|failed to reserve", "give it more memory: 256 MiB, and no ulimit -v"),
+    (r"SIGKILL", "another process killed it, or the host ran out of memory (dmesg shows that); it needs 256 MiB"),
+    (r"permission denied|read-only file system", "make the folder writable, or choose another one (TMPDIR)"),
+)
+
+
+def reason(log: str) -> str:
+    """Return the fatal message in the log of etcd or of the Go runtime, empty if there is none."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    for levels in ({"fatal", "panic"}, {"error"}):
+        for line in reversed(lines):
+            entry = _entry(line)
+            if entry.get("level") in levels:
+                skipped = ("level", "ts", "caller", "msg", "stacktrace")
+                details = [f"{key} {value}" for key, value in entry.items() if key not in skipped]
+                return _short(
+                    ": ".join([str(entry.get("msg", "")), ", ".join(details)]) if details else str(entry.get("msg", ""))
+                )
+        # Messages of the Go runtime or its C library have no level, and the first one is the cause.
+        for line in lines:
+            if re.match(r"(fatal error|panic|runtime|runtime/cgo|\S*etcd): ", line):
+                return _short(line)
+    return _short(lines[-1]) if lines and not _entry(lines[-1]) else ""
+
+
+def advice(problem: str) -> str:
+    """Return the remedy for a common problem, empty for any other."""
+    return next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, problem, re.IGNORECASE)), "")
+
+
+def exit_in_words(exit_code: int) -> str:
+    """Describe how a process ended, given its exit code from `subprocess`."""
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    try:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"was killed by signal {-exit_code}"
+
+
+def _entry(line: str) -> dict[str, object]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return entry if isinstance(entry, dict) else {}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} ..."
+
+
+# A private etcd on this machine, for a laptop, a test or a job without a configured endpoint.
+#
+# Not a replacement for a shared etcd: one node, loopback by default, and the bundled release is old (see docs).
+#
+# etcd admits whoever reaches its ports. Its port for other members of a cluster accepts writes as well, so it is always a
+# Unix socket in a folder of mode 0700. The one for clients is too if the server is private; a TCP port on loopback is open
+# to all users of the machine.
 
 _NUM_PORT_ATTEMPTS = 5
 _STOP_DEADLINE_S = 5.0
@@ -146,7 +245,7 @@ class EmbeddedEtcd:
         except OSError as error:
             self.stop()
             where = error.filename or self.data_dir or tempfile.gettempdir()
-            remedy = server_failure.advice(str(error))
+            remedy = advice(str(error))
             raise EtcdServerError(
                 f"the embedded etcd cannot be started: {error.strerror or error} ({where})" + (f"; {remedy}" if remedy else "")
             ) from error
@@ -191,16 +290,16 @@ class EmbeddedEtcd:
 
     def _ending(self) -> str:
         code = self._process.poll() if self._process is not None else None
-        return server_failure.ending(code) if code is not None else "runs"
+        return exit_in_words(code) if code is not None else "runs"
 
     def _cause(self, how: str, log: str) -> str:
         assert self.data_dir is not None
-        problem = server_failure.reason(log)
+        problem = reason(log)
         if (free := shutil.disk_usage(self.data_dir).free) < _LITTLE_BYTES:
             problem = f"no space left on device: {free} bytes are free for {self.data_dir}" + (
                 f" ({problem})" if problem else ""
             )
-        remedy = server_failure.advice(f"{problem} {how}")
+        remedy = advice(f"{problem} {how}")
         texts = [f": {problem}" if problem else "", f"; {remedy}" if remedy else "", f". Its log is kept in {self._keep_log()}"]
         return "".join(texts)
 
@@ -327,7 +426,7 @@ def find_binary() -> str:
     if not versions and any(candidates):
         binary = next(path for path in candidates if path is not None)
         problem = _problem_of(binary)
-        remedy = server_failure.advice(problem) or "run it by hand, or give the endpoint of a running etcd"
+        remedy = advice(problem) or "run it by hand, or give the endpoint of a running etcd"
         raise EtcdServerError(f"{binary} cannot be run: {problem}; {remedy}")
     if not versions:
         raise EtcdServerError(
@@ -363,5 +462,5 @@ def _problem_of(path: str) -> str:
         ran = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    ending = server_failure.ending(ran.returncode)
-    return f"{ending}: {server_failure.reason(ran.stderr) or ran.stdout[:80].strip() or 'it printed no version'}"
+    ending = exit_in_words(ran.returncode)
+    return f"{ending}: {reason(ran.stderr) or ran.stdout[:80].strip() or 'it printed no version'}"

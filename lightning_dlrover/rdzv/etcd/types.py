@@ -1,18 +1,95 @@
-"""Connection settings for etcd: endpoints, user, password and certificates."""
+"""What every user of etcd shares, without gRPC: errors, connection settings, and the parts of a transaction."""
 
 from __future__ import annotations
 
+import http.client
 import ipaddress
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, TypeVar
 
 from lightning_dlrover import variables
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.etcd.unix_socket import socket_path
 
-__all__ = ["EtcdConfig", "access_from", "is_loopback", "parse_endpoints", "read_password"]
+# Errors between a process and etcd.
+
+
+class EtcdError(RuntimeError):
+    """etcd refused a request, or cannot be used as configured."""
+
+
+class PermissionDeniedError(EtcdError):
+    """etcd refuses this to the authenticated user."""
+
+
+class EtcdUnavailableError(EtcdError):
+    """No endpoint responded within the timeout. A write may or may not have been applied."""
+
+
+class EtcdFullError(EtcdUnavailableError):
+    """etcd refuses writes because its database has reached its quota.
+
+    It still serves reads and single deletions, and refreshes, revokes and expires leases. It refuses new leases and, before
+    3.4.20 and 3.5.7, every transaction, also one that only reads or deletes.
+    """
+
+
+class LeaseLostError(EtcdError):
+    """The lease of a key to be written no longer exists in etcd."""
+
+
+class UnreadablePasswordError(EtcdUnavailableError):
+    """The password file cannot be read at this moment."""
+
+
+# Endpoints that are Unix sockets, ``unix:/path``: reachable on this host only, and by no user whom its folder keeps out.
+
+MAX_PATH_BYTES = 107
+"""Maximum length of a socket's path. Linux has room for 108 bytes, the last of which is zero."""
+
+# Commas separate endpoints, and gRPC reads the path as part of a URL.
+_PATH = r"/[A-Za-z0-9_./:@+~=-]+"
+
+
+def socket_path(endpoint: str) -> str | None:
+    """Return the path of an endpoint ``unix:/path``; None if it is not one.
+
+    Raises:
+        ValueError: the path is not absolute, is too long, or holds characters that an endpoint cannot have.
+    """
+    text = endpoint.strip()
+    if not text.startswith("unix:"):
+        return None
+    path = re.sub("^//(?=/)", "", text.removeprefix("unix:"))
+    if re.fullmatch(_PATH, path) is None or len(path) > MAX_PATH_BYTES:
+        raise ValueError(
+            f"etcd endpoint {text!r} is not the path of a Unix socket: give unix:/PATH, absolute, of at most {MAX_PATH_BYTES} "
+            "bytes, and without spaces and commas"
+        )
+    return path
+
+
+def can_hold_sockets(folder: str, num_further_bytes: int) -> bool:
+    """Whether a socket whose name takes that many bytes in this folder can be an endpoint."""
+    return re.fullmatch(_PATH, folder) is not None and len(folder) + num_further_bytes <= MAX_PATH_BYTES
+
+
+class HTTPOverSocket(http.client.HTTPConnection):
+    """An HTTP connection through a Unix socket."""
+
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+# Connection settings for etcd: endpoints, user, password and certificates.
 
 
 def parse_endpoints(text: str) -> list[tuple[str, int]]:
@@ -111,3 +188,98 @@ def read_password(config: EtcdConfig) -> str | None:
     if not lines or not lines[0]:
         raise EtcdError(f"cannot use {what}: its first line is empty")
     return lines[0]
+
+
+# Parts of a transaction: conditions, operations and the result.
+
+
+@dataclass(frozen=True)
+class KeyValue:
+    key: str
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    version: int  # 1 when created, one more per put
+    lease_id: int  # id of the key's lease; 0: none
+
+
+@dataclass(frozen=True)
+class Compare:
+    """One condition of a transaction; build it with `created`, `modified`, `absent`, `exists` or `none_under`."""
+
+    key: str
+    target: Literal["create", "mod"]
+    result: Literal["equal", "greater"]
+    revision: int
+    is_prefix: bool = False  # the condition is about each key that begins with `key`
+
+    def holds(self, entry: KeyValue | None) -> bool:
+        """Whether it is true of the key's entry, None if there is none. Not for a prefix."""
+        found = (entry.create_revision if self.target == "create" else entry.mod_revision) if entry is not None else 0
+        return found > self.revision if self.result == "greater" else found == self.revision
+
+
+@dataclass(frozen=True)
+class _RevisionOf:
+    key: str
+    target: Literal["create", "mod"]
+
+    def __eq__(self, revision: object) -> Compare:  # type: ignore[override]
+        if not isinstance(revision, int):
+            raise TypeError(f"a revision is an int, not {type(revision).__name__}")
+        return Compare(self.key, self.target, "equal", revision)
+
+
+def created(key: str) -> _RevisionOf:
+    """``created(key) == revision``: the key exists since exactly this revision (0: it does not exist)."""
+    return _RevisionOf(key, "create")
+
+
+def modified(key: str) -> _RevisionOf:
+    """``modified(key) == revision``: the key was not written since that revision (0: it does not exist)."""
+    return _RevisionOf(key, "mod")
+
+
+def absent(key: str) -> Compare:
+    return Compare(key, "create", "equal", 0)
+
+
+def none_under(prefix: str) -> Compare:
+    return Compare(prefix, "create", "equal", 0, is_prefix=True)
+
+
+def exists(key: str) -> Compare:
+    return Compare(key, "create", "greater", 0)
+
+
+@dataclass(frozen=True)
+class Put:
+    key: str
+    value: bytes
+    lease_id: int = 0
+
+
+@dataclass(frozen=True)
+class Delete:
+    key: str
+
+
+@dataclass(frozen=True)
+class DeletePrefix:
+    key: str  # of all keys that begin with it
+
+
+@dataclass(frozen=True)
+class Get:
+    key: str
+
+
+Op = Put | Delete | DeletePrefix | Get
+OpT = TypeVar("OpT", bound=Op)
+
+
+@dataclass(frozen=True)
+class Txn:
+    succeeded: bool
+    revision: int
+    values: list[KeyValue]  # results of the Gets that found their keys, in order

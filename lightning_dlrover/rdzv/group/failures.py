@@ -1,22 +1,245 @@
-"""Progress of a job in its etcd record: whether it is announced, its fits begun and finished, and whether joiners can enter."""
+"""Why a worker's round is broken, what it reports of that and of its progress, and how it leaves or undoes a growth."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import logging
+import os
+import signal
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Protocol
 
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from lightning_dlrover.codec import RecordError
 from lightning_dlrover.output import counted
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.job.events import FitFinished, StateClosed
-from lightning_dlrover.rdzv.job.records import JobRecord, NodesRecord, RecordError
-from lightning_dlrover.rdzv.live.member import HasFormation, MembershipError
-from lightning_dlrover.rdzv.live.membership import Membership
-from lightning_dlrover.rdzv.live.probe import dead_workers
+from lightning_dlrover.rdzv.desync import CollectiveMonitor, MismatchError
+from lightning_dlrover.rdzv.etcd.types import EtcdError, EtcdUnavailableError, LeaseLostError
+from lightning_dlrover.rdzv.job.events import FitFinished, GrowthFailed, StateClosed, WorkerFailed, events_of
+from lightning_dlrover.rdzv.job.records import JobRecord, NodesRecord, PlanRecord
+from lightning_dlrover.rdzv.membership import rounds
+from lightning_dlrover.rdzv.membership.member import (
+    EvictedError,
+    Formation,
+    HasFormation,
+    LeftOutError,
+    MembershipError,
+    RoundEndedError,
+    WorldError,
+)
+from lightning_dlrover.rdzv.membership.membership import Membership
+from lightning_dlrover.rdzv.membership.rounds import dead_workers
+from lightning_dlrover.rdzv.membership.worker_records import dismiss
 
-__all__ = ["JobStanding"]
+# Distinguish a broken round from a mistake in the user's code.
+
+MAX_ATTEMPTS = 8
+"""Recoveries at one place in the program before its error is attributed to the user's code."""
+
+
+def is_group_failure(error: BaseException) -> bool:
+    """Whether `error` was raised by a collective whose peer is gone, and not by the user's own code.
+
+    Example:
+        >>> is_group_failure(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
+        True
+        >>> is_group_failure(ValueError("batch is empty"))
+        False
+    """
+    text = str(error)
+    if any(mark in text for mark in _MISTAKES):
+        return False
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(mark in text for mark in _LOSSES)
+
+
+_LOSSES = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "NCCL communicator was aborted",
+    "NCCL error",
+    "ncclRemoteError",
+    "ncclSystemError",
+)
+"""Texts of errors raised by collectives when a peer is gone."""
+
+_MISTAKES = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError", "Duplicate GPU detected")
+"""Texts of NCCL's errors that would recur in the next round, such as two workers on one GPU."""
+
+
+class MaySever(Protocol):
+    """Connections of a round, which end with it."""
+
+    @property
+    def are_severed(self) -> bool: ...
+
+
+class Failures:
+    """Classify errors that end a worker's rounds as recoverable or not, and limit recoveries.
+
+    Args:
+        sockets: connections of the round.
+    """
+
+    def __init__(self, sockets: MaySever, meeting: Callable[[], CollectiveMonitor | None]) -> None:
+        self.mismatch: MismatchError | None = None
+        self._sockets = sockets
+        self._meeting = meeting
+        self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and the number of recoveries with it
+        self._last_failure = ""  # text of the newest error that was attributed to a loss
+
+    def is_failure(self, error: BaseException) -> bool:
+        """See `World.is_failure`."""
+        if isinstance(error, MembershipError | LeftOutError | MismatchError):
+            return False
+        self.raise_mismatch(error)
+        is_loss = is_group_failure(error) or isinstance(error, RoundEndedError)
+        is_loss = is_loss or (self._sockets.are_severed and _may_follow_from_an_abort(error))
+        if is_loss:
+            self._last_failure = f"{type(error).__name__}: {error}"[:2000]
+        return is_loss
+
+    def raise_mismatch(self, error: BaseException | None = None) -> None:
+        """Raise the mismatch that has ended the round, if any, in place of `error`, its consequence."""
+        if (meeting := self._meeting()) is not None:
+            self.mismatch = meeting.await_mismatch()
+        if self.mismatch is not None and error is not self.mismatch:
+            raise self.mismatch from error
+
+    def count_attempt(self, hello: bytes) -> None:
+        """Count one more recovery at the place that `hello` names.
+
+        Raises:
+            WorldError: there were too many recoveries at this place.
+        """
+        self._attempts = (hello, self._attempts[1] + 1 if self._attempts[0] == hello else 1)
+        if self._attempts[1] > MAX_ATTEMPTS:
+            raise WorldError(
+                f"collectives failed {MAX_ATTEMPTS} times in a row at {hello.decode()}; giving up. "
+                f"The last error was: {self._last_failure or 'unknown'}"
+            )
+
+
+def _may_follow_from_an_abort(error: BaseException) -> bool:
+    """Whether an error may come from the groups of a round that was ended while code used them."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False  # it would come again in the next round
+    if isinstance(error, RuntimeError):
+        return True
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    # Without its groups torch raises ValueError, KeyError, TypeError or AssertionError, whichever table it looks into first.
+    return frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed")
+
+
+# Report why a worker waits or fails: in its output, to its agent, and in the job's history.
 
 log = logging.getLogger(__name__)
+
+MANY = 100
+"""Members of a round above which they do not all read each other's records for a text."""
+
+
+class Reports:
+    """Reports of one worker's waits and errors for people.
+
+    Args:
+        worker: has the round that this worker formed last.
+    """
+
+    def __init__(self, membership: Membership, run_id: str, worker: HasFormation) -> None:
+        self._membership = membership
+        self._run_id = run_id
+        self._worker = worker
+
+    def error(self, error: BaseException) -> None:
+        """See `World.report_error`."""
+        if isinstance(error, WorldError | MembershipError) and (first := self._first_failure()) is not None:
+            text, failed = first
+            _add_note(error, f"\nThe first to fail was {text.partition(': ')[0]}:\n{failed.traceback}")
+        if is_group_failure(error) and (lost := self._lost_members()):
+            _add_note(
+                error,
+                f"\nThis worker failed because the job has lost {', '.join(lost)}, in whose collective it was: "
+                "see why that one has ended. Outside of a training loop a loss ends the other workers, too",
+            )
+        get_error_handler().record_exception(error)
+        text = "".join(traceback.format_exception(error))
+        worker_id, formation = self._membership.worker_id, self._worker.formation
+        with contextlib.suppress(EtcdError):
+            failed = WorkerFailed(worker_id, formation.rank if formation is not None else 0, text[-20000:], time.time())
+            self._membership.shared.event(failed, f"worker {worker_id}: {type(error).__name__}: {error}"[:500])
+            self._membership.shared.outbox.write()
+
+    def wait(self, what: str) -> None:
+        """Log the reason for this worker's wait, and the failure that led to it."""
+        worker_id = self._membership.worker_id
+        waits_for = ""
+        with contextlib.suppress(EtcdError):
+            if (round_ := self._membership.view.round) is None or len(round_.members) <= MANY:
+                waits_for = rounds.waits(self._membership.all_records()).get(worker_id, "")
+        waits_for = waits_for or f"waits for {what}"
+        first = self._first_failure()
+        log.warning(
+            "run %s: worker %s %s%s",
+            self._run_id,
+            worker_id,
+            waits_for,
+            f"; the first to fail was {first[0]}" if first is not None else "",
+        )
+
+    def _lost_members(self) -> list[str]:
+        """Return dead members of the round that this worker formed last."""
+        if (formation := self._worker.formation) is None:
+            return []
+        members = formation.round.members
+        with contextlib.suppress(EtcdError):
+            self._membership.bury_the_dead(members)
+            with contextlib.suppress(TimeoutError, EvictedError):  # another worker may be burying them, which takes a moment
+                number = formation.round.number
+                self._membership.wait_for(
+                    lambda view: True if view.lost or (view.round and view.round.number > number) else None,
+                    1.0,
+                    "the loss of a worker",
+                )
+            if len(members) <= MANY:
+                present = self._membership.workers.present(members)
+                return [member for member in members if member not in present]
+        return [member for member in members if member in self._membership.view.lost]
+
+    def _first_failure(self) -> tuple[str, WorkerFailed] | None:
+        """Return text and report of the first peer that failed with an error."""
+        formation = self._worker.formation
+        if formation is not None and formation.size > MANY and formation.rank != 0:
+            return None  # rank 0 reads the history: a thousand workers that wait for one would keep etcd from their leases
+        peers = set(formation.round.members) - {self._membership.worker_id} if formation is not None else set()
+        with contextlib.suppress(EtcdError):
+            events = self._membership.shared.journal.events() if peers else []
+            return next(((r.text, failed) for r, failed in events_of(events, WorkerFailed) if failed.worker_id in peers), None)
+        return None
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):  # Python 3.10 prints no notes
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+
+
+# Progress of a job in its etcd record: whether it is announced, its fits begun and finished, and whether joiners can enter.
 
 
 class JobStanding:
@@ -189,3 +412,241 @@ class JobStanding:
         except (EtcdError, RecordError) as error:
             # The work is done. Garbage in etcd must not turn it into a failure.
             log.warning("run %s: could not mark the job as finished: %s", self._run_id, error)
+
+
+# End a worker's process on request, or when its agent has ended.
+
+AGENT_GRACE_S = 30.0
+"""Seconds from SIGTERM until torchrun kills a worker. Without its agent, a worker that cannot hand over ends itself by then."""
+
+
+class DrainOnSigterm:
+    """Makes SIGTERM drain this worker, which hands over and leaves, beside the script's own handler of the signal.
+
+    Args:
+        wait_timeout_s: limit on trying to write the request; `AGENT_GRACE_S` if the agent has ended.
+        agent_pid: process id of the agent; 0: unknown.
+    """
+
+    def __init__(self, membership: Membership, wait_timeout_s: float, agent_pid: int = 0) -> None:
+        self._membership = membership
+        self._wait_timeout_s = wait_timeout_s
+        self._agent_pid = agent_pid
+        self._pid = os.getpid()
+        self._of_script: Any = None  # the script's handler; no function if it has none
+        self._is_running = False
+        self._is_listening = False
+
+    def listen(self) -> None:
+        """Take the place of the signal's handler, which is called, too. Does nothing outside the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            self._is_listening = True
+            self.keep()
+
+    def keep(self) -> None:
+        """Listen again if the script has set a handler meanwhile. Call it from the main thread, now and then."""
+        if self._is_listening and (found := signal.getsignal(signal.SIGTERM)) != self._handle:
+            self._of_script = found
+            signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, signum: int, frame: Any) -> None:
+        if self._is_running:
+            return  # the script's handler has called the one that it replaced
+        is_worker = os.getpid() == self._pid
+        if is_worker:
+            # A handler must not wait for etcd: the main thread may hold a lock that the client needs.
+            threading.Thread(target=self._leave, name="dlrover-drain", daemon=True).start()
+        if callable(self._of_script):
+            self._is_running = True
+            try:
+                self._of_script(signum, frame)
+            finally:
+                self._is_running = False
+        elif not is_worker:  # a process that the worker has forked
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _leave(self) -> None:
+        # While etcd is unavailable training goes on, and a change of membership waits.
+        membership = self._membership
+        began, is_explained = time.monotonic(), False
+        deadline = began + self._wait_timeout_s
+        while not membership.own.evicted:
+            try:
+                membership.own.drain("the worker received SIGTERM")
+                return
+            except (EtcdUnavailableError, LeaseLostError) as error:
+                problem: EtcdError = error
+            except EtcdError as error:
+                problem, deadline = error, 0.0
+            # An agent that is signalled twice, as by the threads of a killed parent, ends without killing its worker.
+            if time.monotonic() > (min(deadline, began + AGENT_GRACE_S) if _has_ended(self._agent_pid) else deadline):
+                # The request cannot be written, so no round would ever release this worker. The others will detect its end.
+                log.warning("worker %s ends at once, it cannot announce that it leaves: %s", membership.worker_id, problem)
+                os._exit(128 + signal.SIGTERM)
+            if not is_explained and isinstance(problem, EtcdUnavailableError):
+                is_explained = True
+                log.warning(
+                    "worker %s was asked to leave (SIGTERM), and cannot hand over because etcd does not answer. It trains on "
+                    "until etcd is back, or until its agent kills it, which torchrun does after 30 s. If no other worker goes "
+                    "on, start the job again with the newest checkpoint (trainer.fit(ckpt_path=...)): %s",
+                    membership.worker_id,
+                    problem,
+                )
+            time.sleep(0.1)
+
+
+def end_with_agent(agent_pid: int) -> None:
+    """Make this process receive SIGTERM when its agent ends: no other process would restart it, or end it with its node.
+
+    Args:
+        agent_pid: process id of the agent; 0: unknown.
+
+    Raises:
+        SystemExit: the agent has already ended.
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if _has_ended(agent_pid):
+        # The agent ended while this process was importing torch, too early for the signal.
+        raise SystemExit(f"the elastic agent of this worker, process {agent_pid}, has ended: so does the worker")
+
+
+def _has_ended(agent_pid: int) -> bool:
+    """Return whether the agent is known and has ended."""
+    if not agent_pid:
+        return False
+    try:
+        return bool(psutil.Process(agent_pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+# Undo a growth with which the script cannot continue.
+#
+# A script may be right with n workers and wrong with more: it gathers shares of one size, or a share has a single sample,
+# or a joiner's host is broken. A job that has trained must not end by that. So for some steps after workers have joined, an
+# error of the script is taken as theirs: they are dismissed, and the others form the next round without them and make the
+# step again. An error there is the script's own.
+#
+# open        a planned round with joiners has formed
+# -> over     `TRIAL_STEPS` steps were made, or no joiner is left
+# -> failed   a step has failed on this worker; if it fails once more, the growth before is undone, too, if it is still open
+# -> over     the step was made; or it has failed without any joiners, so the number of workers is not to blame
+#
+# Each worker follows this by itself, in its main thread. Several may find the failure; what each of them writes is the
+# same.
+
+TRIAL_STEPS = 20
+"""Steps after a growth within which an error of the script undoes it."""
+
+MAX_CHARS = 300
+"""Maximum length of a reason on record."""
+
+
+@dataclasses.dataclass
+class _Growth:
+    joiners: list[str]
+    first_step: int | None = None  # first step after it
+
+
+class Growth:
+    """One worker's view of the job's newest growths."""
+
+    def __init__(self, membership: Membership, run_id: str) -> None:
+        self._membership = membership
+        self._run_id = run_id
+        self._open: list[_Growth] = []  # oldest first
+        self._size = self._round = 0  # of the newest round
+        self._step = 0  # next step, as far as this worker knows
+        self._failed: list[int] = []  # numbers of workers with which a step has failed, until it is made
+        self._failed_step = 0
+
+    def formed(self, formation: Formation) -> None:
+        """Note that a round was formed."""
+        members, hellos = formation.round.members, formation.hellos
+        self._size, self._round = len(members), formation.round.number
+        if formation.round.kind in ("grow", "replace"):
+            self._open.append(_Growth([w for w in members if not hellos.get(w)]))  # only workers without the state send none
+        for growth in self._open:
+            growth.joiners = [worker for worker in growth.joiners if worker in members]
+        self._open = [growth for growth in self._open if growth.joiners]
+
+    def step_begins(self, number: int) -> None:
+        """Note the number of the next step; called before some of the steps."""
+        self._step = number
+        for growth in self._open:
+            growth.first_step = number if growth.first_step is None else growth.first_step
+        self._open = [each for each in self._open if each.first_step is None or number - each.first_step < TRIAL_STEPS]
+        if number > self._failed_step:
+            self._failed = []
+
+    def undo(self, error: BaseException) -> bool:
+        """Dismiss the newest joiners because of an error in a step. Return False if it is the script's own.
+
+        If this returns True, the caller has to recover, as after a loss.
+        """
+        job = self._membership.view.job
+        if not self._open or self._former < (job.min_workers if job is not None else 1):
+            self._acquit()
+            return False
+        reason = self._reason(error)
+        # Indented, so that nobody takes it for the error that has ended this process.
+        trace = textwrap.indent("".join(traceback.format_exception(error)), "  | ")
+        log.error("run %s: %s; the job goes back to %s\n%s", self._run_id, reason, counted(self._former, "worker"), trace)
+        if not self._put_on_record(reason):
+            return False
+        self._failed.append(self._size)
+        self._failed_step = self._step
+        return True
+
+    def ends_by(self, error: BaseException) -> None:
+        """Keep the job from another growth to this size if this worker, a joiner, is about to end by an error."""
+        if self._open and self._membership.worker_id in self._open[-1].joiners:
+            self._put_on_record(self._reason(error))
+
+    @property
+    def _former(self) -> int:
+        return self._size - len(self._open[-1].joiners)
+
+    def _reason(self, error: BaseException) -> str:
+        text = f"{counted(self._size, 'worker')} failed where {self._former} had trained: {type(error).__name__}: {error}"
+        return " ".join(text.split())[:MAX_CHARS]
+
+    def _put_on_record(self, reason: str) -> bool:
+        try:
+            self._record(reason)
+        except (EtcdError, RecordError, MembershipError) as trouble:
+            log.error("run %s: the growth cannot be undone, as etcd took no record of it: %s", self._run_id, trouble)
+            return False
+        return True
+
+    def _record(self, reason: str) -> None:
+        shared, size, former = self._membership.shared, str(self._size), self._former
+        is_first = False
+
+        def failed(job: JobRecord) -> JobRecord:
+            nonlocal is_first
+            is_first = size not in job.failed_sizes
+            return dataclasses.replace(job, failed_sizes={**job.failed_sizes, size: reason}) if is_first else job
+
+        def smaller(plan: PlanRecord | None) -> PlanRecord | None:
+            if plan is None or plan.num_workers <= former:
+                return None
+            return dataclasses.replace(plan, num_workers=former, reason=reason, created_at=time.time())
+
+        shared.update_job(failed)  # first: no growth to this size may come in between
+        for worker in self._open[-1].joiners:
+            dismiss(shared.journal, worker, self._round, reason)
+        shared.journal.swap(PlanRecord, shared.journal.keys.plan, smaller)
+        if is_first:
+            shared.event(GrowthFailed(self._size, former, self._membership.worker_id, reason), f"goes back: {reason}")
+
+    def _acquit(self) -> None:
+        """Let the job grow to all sizes again with which the present step has failed: fewer workers have failed in it, too."""
+        sizes, self._failed = {str(size) for size in self._failed}, []
+        if not sizes:
+            return
+        try:
+            self._membership.shared.update_job(lambda job: job.trying_again(sizes))
+        except (EtcdError, RecordError, MembershipError) as trouble:
+            log.warning("run %s: the failure with %s workers stays on record: %s", self._run_id, ", ".join(sizes), trouble)

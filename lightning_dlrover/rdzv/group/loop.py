@@ -18,20 +18,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lightning_dlrover.rdzv.group import transfer
-from lightning_dlrover.rdzv.group.aborts import checked_updates
-from lightning_dlrover.rdzv.group.buffers import BufferCopies
-from lightning_dlrover.rdzv.group.left_state import HostStateError, newest, resume
 from lightning_dlrover.rdzv.job.events import FitResumed, TrainingStalled
-from lightning_dlrover.rdzv.live.member import Formation, RoundEndedError
+from lightning_dlrover.rdzv.membership.member import Formation, RoundEndedError
+from lightning_dlrover.rdzv.transport import transfer
+from lightning_dlrover.rdzv.transport.process_groups import checked_updates
+from lightning_dlrover.rdzv.transport.transfer import BufferCopies, HostStateError, newest, resume
 
 if TYPE_CHECKING:
-    from lightning_dlrover.rdzv.group.left_state import HostStateCache
-    from lightning_dlrover.rdzv.group.transfer import Packed
     from lightning_dlrover.rdzv.job.events import Event
-    from lightning_dlrover.rdzv.live.member import WorldError
+    from lightning_dlrover.rdzv.membership.member import WorldError
+    from lightning_dlrover.rdzv.transport.transfer import HostStateCache, Packed
 
-__all__ = ["Handover", "Pace", "Stateful", "Step", "handover", "model_fingerprint", "steps", "updates_made"]
 
 log = logging.getLogger(__name__)
 

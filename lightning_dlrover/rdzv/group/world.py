@@ -1,19 +1,4 @@
-"""The process group of a job's current round, formed and re-formed inside one worker process.
-
-This is all that a training loop needs to be live-elastic. Most loops need only `World.steps`
-(docs/guide/plain_pytorch.md). Loops that want more control use its building blocks:
-  - `World.start` or `World.admit` to enter the job;
-  - `World.propose` and `World.agreed` between steps;
-  - `World.switch` after a new round was agreed;
-  - `World.recover` after a failed collective;
-  - `World.finish` and `World.leave` at the end.
-
-Every worker enters a round with a `hello` of a few bytes. It receives the hellos of all others before the process group exists,
-which is enough to determine which worker is ahead.
-
-The main thread forms and destroys groups. The membership thread only severs them (`RoundSockets`), so that a collective in
-which the main thread is blocked raises at once.
-"""
+"""The process group of a job's current round, formed and re-formed inside one worker process."""
 
 from __future__ import annotations
 
@@ -21,57 +6,370 @@ import atexit
 import contextlib
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover._version import __version__
-from lightning_dlrover.open_files import raise_limit
+from lightning_dlrover.rdzv.desync import (
+    CollectiveMonitor,
+    MismatchError,
+    OutsideOfLoops,
+    PlaceInProgram,
+    Purpose,
+    Vote,
+    compare_with,
+)
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.etcd.room import when_there_is_room
-from lightning_dlrover.rdzv.group import torch_names, transfer, waits
-from lightning_dlrover.rdzv.group.aborts import DeviceWait
-from lightning_dlrover.rdzv.group.alone import LoneWorld
-from lightning_dlrover.rdzv.group.backends import prepare_environment, traits_of, with_gloo
-from lightning_dlrover.rdzv.group.communicators import slow_to_connect
+from lightning_dlrover.rdzv.etcd.health import when_there_is_room
+from lightning_dlrover.rdzv.etcd.types import EtcdError, EtcdUnavailableError
 from lightning_dlrover.rdzv.group.config import WorldConfig
-from lightning_dlrover.rdzv.group.data_unpickler import accept_only_data
-from lightning_dlrover.rdzv.group.ending import CLOSE_S
-from lightning_dlrover.rdzv.group.failures import Failures, is_group_failure
-from lightning_dlrover.rdzv.group.forming import Forming
-from lightning_dlrover.rdzv.group.gloo import RoundSockets, StoreServer, own_address, protect_forks, use_interface_of
-from lightning_dlrover.rdzv.group.groups import RoundGroups
-from lightning_dlrover.rdzv.group.growth import Growth
-from lightning_dlrover.rdzv.group.hooks import compare_with
-from lightning_dlrover.rdzv.group.leaving import DrainOnSigterm, end_with_agent
-from lightning_dlrover.rdzv.group.left_state import HostStateCache
+from lightning_dlrover.rdzv.group.failures import (
+    DrainOnSigterm,
+    Failures,
+    Growth,
+    JobStanding,
+    Reports,
+    end_with_agent,
+    is_group_failure,
+)
+from lightning_dlrover.rdzv.group.forming import Forming, Neighbour, Patrol, Reach
 from lightning_dlrover.rdzv.group.loop import Stateful, Step, steps
-from lightning_dlrover.rdzv.group.means import ProcessBackend
-from lightning_dlrover.rdzv.group.meeting import CollectiveMonitor, MismatchError, OutsideOfLoops, PlaceInProgram
-from lightning_dlrover.rdzv.group.purpose import Purpose
-from lightning_dlrover.rdzv.group.reach import Neighbour, Reach
-from lightning_dlrover.rdzv.group.reports import Reports
-from lightning_dlrover.rdzv.group.standing import JobStanding
-from lightning_dlrover.rdzv.group.transfer import Packed
-from lightning_dlrover.rdzv.group.votes import Vote
 from lightning_dlrover.rdzv.job.events import Event, StateKept
-from lightning_dlrover.rdzv.job.records import RoundRecord
-from lightning_dlrover.rdzv.live.admission import JobClosedError
-from lightning_dlrover.rdzv.live.member import Formation, LeftOutError, Member, MembershipError, WorldError, run_blocking
-from lightning_dlrover.rdzv.live.membership import Membership
-from lightning_dlrover.rdzv.live.shared_records import SharedRecords
-from lightning_dlrover.rdzv.live.worker_view import WorkerView
+from lightning_dlrover.rdzv.job.records import RoundRecord, WorkerState
+from lightning_dlrover.rdzv.membership.member import (
+    CannotMeetError,
+    EvictedError,
+    Formation,
+    LeftOutError,
+    Member,
+    MembershipError,
+    TooLateError,
+    VoidRoundError,
+    WorldError,
+    run_blocking,
+)
+from lightning_dlrover.rdzv.membership.membership import JobClosedError, Membership
+from lightning_dlrover.rdzv.membership.rounds import WorkerView
+from lightning_dlrover.rdzv.membership.worker_records import SharedRecords
+from lightning_dlrover.rdzv.transport import torch_names, transfer, waits
+from lightning_dlrover.rdzv.transport.data_unpickler import accept_only_data
+from lightning_dlrover.rdzv.transport.process_groups import (
+    CLOSE_S,
+    DeviceWait,
+    RoundSockets,
+    StoreServer,
+    own_address,
+    prepare_environment,
+    protect_forks,
+    slow_to_connect,
+    traits_of,
+    use_interface_of,
+    with_gloo,
+)
+from lightning_dlrover.rdzv.transport.torch_names import HashStore
+from lightning_dlrover.rdzv.transport.transfer import HostStateCache, Packed
+from lightning_dlrover.rdzv.transport.waits import RoundGroups, raise_limit
 
-__all__ = ["AnyWorld", "World"]
+# The world of a script that was started by hand, with one worker, no etcd, and the same methods.
+
+
+class LoneWorld:
+    """A `World` of a single worker, which no other worker can join.
+
+    It has all methods of `World`. Those that need other workers or the job's records raise a `WorldError`.
+    """
+
+    def __init__(self) -> None:
+        self.backend = "gloo"
+        self.is_asynchronous = False
+        self.num_fits = 0
+        self.place: PlaceInProgram = OutsideOfLoops()  # place of the training loop that runs
+        self.wishes: list[int] = []
+        self._formation: Formation | None = None
+        self._has_finished = False
+
+    def __enter__(self) -> LoneWorld:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.leave()
+
+    def steps(self, num_steps: int, *, first_step: int = 0, check_interval_s: float = 0.1, **state: Stateful) -> Iterator[Step]:
+        """See `World.steps`."""
+        yield from steps(self, num_steps, first_step, state, check_interval_s)
+
+    # --- entering and leaving ----------------------------------------------------------------------------------------
+
+    @property
+    def worker_id(self) -> str:
+        return "alone"
+
+    @property
+    def formation(self) -> Formation | None:
+        return self._formation
+
+    @property
+    def left_state(self) -> HostStateCache | None:
+        return None
+
+    @property
+    def owned_sockets(self) -> list[tuple[int, int]]:
+        return []
+
+    @property
+    def num_begun(self) -> int:
+        return 0
+
+    def start(self) -> Formation:
+        """Form a group of one worker, in which the user's collectives work as usual."""
+        round_ = RoundRecord(1, [self.worker_id], "start with 1 worker", "start", planned=True)
+        dist.init_process_group(self.backend, store=HashStore(), rank=0, world_size=1)
+        self._formation = Formation(round_, {self.worker_id: b""}, 0)
+        return self._formation
+
+    def guard(self, replica: DistributedDataParallel) -> None:
+        pass  # there is no peer to lose
+
+    def wait_for_device(self, device: torch.device) -> None:
+        pass  # gradients need no reduction
+
+    def listen_for_sigterm(self) -> None:
+        pass  # there is no peer that would go on
+
+    def resign(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        """Leave the group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # --- the job -----------------------------------------------------------------------------------------------------
+
+    def announce(self, fingerprint: str, global_batch_size: int = 0, data: str = "") -> None:
+        pass
+
+    @property
+    def has_finished(self) -> bool:
+        return self._has_finished
+
+    def finish(self, num_steps: int, fit: int = 1) -> None:
+        self._has_finished = True
+
+    def is_stop(self, number: int) -> bool:
+        return False
+
+    def keep_for_successors(self, step: int, packed: Packed) -> None:
+        pass
+
+    def event(self, event: Event, text: str) -> None:
+        pass
+
+    def report_error(self, error: BaseException) -> None:
+        pass
+
+    # --- while the round lasts ---------------------------------------------------------------------------------------
+
+    @property
+    def broken(self) -> bool:
+        return False
+
+    def broken_error(self) -> WorldError:
+        return WorldError("the round has ended")
+
+    def is_failure(self, error: BaseException) -> bool:
+        return False
+
+    def is_recoverable(self, error: BaseException, is_in_step: bool) -> bool:
+        return False
+
+    def compared(self, purpose: Callable[[], Purpose]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def alone(self, reason: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def all_reach(self, place: str, timeout_s: float | None = None) -> bool:
+        return True
+
+    def propose(self, check_every: int = 1, wishes: Sequence[int] = (), place: int = 0) -> None:
+        self.wishes = list(wishes)  # without peers the minimum is the worker's own number
+
+    @property
+    def is_voting(self) -> bool:
+        return False
+
+    def agreed(self) -> tuple[int | None, int]:
+        return None, 1
+
+    # --- unavailable without others ----------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> NoReturn:
+        raise _refusal("a configuration")
+
+    @property
+    def membership(self) -> NoReturn:
+        raise _refusal("records of a job")
+
+    @property
+    def view(self) -> NoReturn:
+        raise _refusal("records of a job")
+
+    @property
+    def records(self) -> NoReturn:
+        raise _refusal("records of a job")
+
+    @property
+    def standing(self) -> NoReturn:
+        raise _refusal("a record of its job")
+
+    def admit(self, hello: bytes, fingerprint: str) -> Formation:
+        raise _refusal("a job to be admitted to")
+
+    def switch(self, number: int, hello: bytes) -> Formation:
+        raise _refusal(f"a round {number} to switch to")
+
+    def recover(self, hello: bytes) -> Formation:
+        raise _refusal("other workers to recover with")
+
+    def connect(self, target: RoundRecord, name: str, workers: Sequence[str]) -> dist.ProcessGroupGloo:
+        raise _refusal("other workers to connect to")
+
+
+def _refusal(what: str) -> WorldError:
+    return WorldError(
+        f"this worker was started by hand, so it has not got {what}: "
+        "start the script with torchrun --rdzv-backend=etcd-v3, or with dlrover run"
+    )
+
+
+# Operations of a worker's process for the membership protocol.
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+NEWS_S = 3.0
+"""Seconds of waiting after which a worker logs the reason."""
+
+WAIT_PROBE_S = 0.05
+"""Seconds between two probes of workers during a wait."""
+
+FULL_PAUSE_S = 0.2
+"""Seconds between two attempts to write a record while etcd's database is full."""
+
+
+class ProcessBackend:
+    """Implementation of `MemberBackend` that blocks the worker's thread.
+
+    Args:
+        reach: finds members that do not respond.
+        form, destroy: bring the round's process groups up, and tear them down.
+    """
+
+    def __init__(
+        self,
+        config: WorldConfig,
+        membership: Membership,
+        reach: Reach,
+        reports: Reports,
+        form: Callable[[RoundRecord, bytes], Formation],
+        destroy: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._membership = membership
+        self._reach = reach
+        self._reports = reports
+        self._form = form
+        self._destroy = destroy
+
+    @property
+    def worker_id(self) -> str:
+        return self._membership.worker_id
+
+    @property
+    def view(self) -> WorkerView:
+        return self._membership.view
+
+    async def until(
+        self, found: Callable[[WorkerView], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+    ) -> T:
+        membership = self._membership
+        news_at = time.monotonic() + NEWS_S
+        patrol = Patrol(membership, probe, WAIT_PROBE_S).pause()
+
+        def tick() -> None:
+            nonlocal news_at
+            if time.monotonic() > news_at:
+                news_at = float("inf")
+                self._reports.wait(what)
+            patrol.look()
+
+        try:
+            limit_s = timeout_s or self._config.wait_timeout_s
+            return membership.wait_for(found, limit_s, what, tick, membership.is_being_staffed)
+        except TimeoutError as error:
+            raise TooLateError(str(error)) from error
+
+    async def write(
+        self, state: WorkerState, number: int, fingerprint: str | None = None, unreachable: Sequence[str] = ()
+    ) -> None:
+        # While etcd is unavailable a change of membership waits.
+        deadline = time.monotonic() + self._config.wait_timeout_s
+        while True:
+            try:
+                self._membership.own.update(state, number, fingerprint, unreachable)
+                return
+            except EtcdUnavailableError as error:
+                if time.monotonic() > deadline:
+                    raise WorldError(f"worker {self.worker_id} could not publish that it is {state}: {error}") from error
+                time.sleep(FULL_PAUSE_S)  # a full etcd refuses writes at once
+
+    async def bury_the_dead(self, workers: Sequence[str]) -> None:
+        Patrol(self._membership, workers, WAIT_PROBE_S).look()
+
+    async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
+        return self._reach.silent(workers)
+
+    async def form(self, target: RoundRecord, hello: bytes) -> Formation:
+        try:
+            formation = self._form(target, hello)
+        except EvictedError:
+            raise
+        except (VoidRoundError, CannotMeetError, RuntimeError) as error:
+            log.info("run %s: round %d did not form: %s", self._config.run_id, target.number, error or type(error).__doc__)
+            raise
+        self._membership.has_reached(target.members)
+        return formation
+
+    async def destroy(self) -> None:
+        self._destroy()
+
+
+# The process group of a job's current round, formed and re-formed inside one worker process.
+#
+# This is all that a training loop needs to be live-elastic. Most loops need only `World.steps`
+# (docs/guide/plain_pytorch.md). Loops that want more control use its building blocks:
+#   - `World.start` or `World.admit` to enter the job;
+#   - `World.propose` and `World.agreed` between steps;
+#   - `World.switch` after a new round was agreed;
+#   - `World.recover` after a failed collective;
+#   - `World.finish` and `World.leave` at the end.
+#
+# Every worker enters a round with a `hello` of a few bytes. It receives the hellos of all others before the process group
+# exists, which is enough to determine which worker is ahead.
+#
+# The main thread forms and destroys groups. The membership thread only severs them (`RoundSockets`), so that a collective
+# in which the main thread is blocked raises at once.
 
 LEAVE_S = 5.0
 """Seconds for an abort that follows a shutdown, before the process ends."""

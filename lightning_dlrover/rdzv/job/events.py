@@ -12,49 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from lightning_dlrover.codec import from_fields
-from lightning_dlrover.rdzv.job.records import EventRecord, RecordError
-
-__all__ = [
-    "DecisionMade",
-    "Event",
-    "FitFinished",
-    "FitResumed",
-    "GrowthFailed",
-    "HangFound",
-    "JobFailed",
-    "MemoryShort",
-    "NodeMemoryShort",
-    "NodesHeldUp",
-    "OutcomeJudged",
-    "PlannerEvent",
-    "RecordIgnored",
-    "ReplicaDrifted",
-    "RoundFormed",
-    "RowsSkipped",
-    "SequenceOpened",
-    "SettingsApplied",
-    "SizeGiven",
-    "SizeRequested",
-    "SnapshotCompleted",
-    "SnapshotFailed",
-    "SnapshotLost",
-    "StateClosed",
-    "StateKept",
-    "StateRolledBack",
-    "StragglerFound",
-    "StreamOpened",
-    "TablesMoved",
-    "TrainingStalled",
-    "UnknownEvent",
-    "ValuesLost",
-    "WindowMeasured",
-    "WorkerFailed",
-    "WorkerLost",
-    "content_of",
-    "events_of",
-    "record_of",
-]
+from lightning_dlrover.codec import RecordError, from_fields
+from lightning_dlrover.rdzv.job.records import EventRecord
 
 
 @dataclass(frozen=True)
@@ -254,7 +213,7 @@ class StragglerFound(Event):
     step: int
     saved_s: float
     cost_s: float
-    # See `planner.stragglers.Straggler`.
+    # See `tuning.stragglers.Straggler`.
     global_rank: int
     part: str
     own_s: float
@@ -273,7 +232,7 @@ class MemoryShort(Event):
     worker_id: str
     round: int
     step: int
-    # See `planner.memory_growth.Remedy` and `MemoryForecast`.
+    # See `tuning.memory.Remedy` and `MemoryForecast`.
     act: str
     reason: str
     num_workers: int

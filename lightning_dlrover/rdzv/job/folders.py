@@ -1,7 +1,5 @@
-"""Where the snapshots of jobs are on a host, and how a process that holds none of them removes those of a job that is over.
-
-A worker that was killed leaves its files behind. If it was the last one on its host, the agent beside it removes them, or its
-`dlrover run` on this machine.
+"""Where a job's data is on a host: its snapshots, and the run folder and etcd that a command uses unless its options name
+others.
 """
 
 from __future__ import annotations
@@ -12,12 +10,19 @@ import hashlib
 import os
 import shutil
 import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from lightning_dlrover.rdzv.job.records import Keys
+from lightning_dlrover import variables
+from lightning_dlrover.rdzv.etcd.types import access_from
+from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, Keys
 
-__all__ = ["JOB_FILE", "ROOT", "hold", "is_held", "is_private", "name_of_job", "remove_snapshots", "short", "users_folder"]
+# Where the snapshots of jobs are on a host, and how a process that holds none of them removes those of a job that is over.
+#
+# A worker that was killed leaves its files behind. If it was the last one on its host, the agent beside it removes them, or
+# its `dlrover run` on this machine.
 
 ROOT = Path("/dev/shm")
 
@@ -92,3 +97,23 @@ def _remove_from_disk(folder: Path) -> None:
         disk = Path(os.fsdecode((folder / JOB_FILE).read_bytes()))
         if disk.is_absolute() and disk.name == folder.name:
             shutil.rmtree(disk, ignore_errors=True)
+
+
+# The etcd and the run folders that a command uses unless its options name others.
+
+DEFAULT_RUN_DIR = Path("runs")
+"""Parent of the jobs' run folders."""
+
+
+@dataclass(frozen=True)
+class EtcdDefaults:
+    """The etcd of a job's worker that starts a command, or the one that the user has set."""
+
+    endpoint: str | None
+    prefix: str
+    access: Mapping[str, str]  # see `EtcdConfig.access`
+
+    @classmethod
+    def of_this_process(cls) -> EtcdDefaults:
+        endpoint, prefix = os.environ.get(variables.ENDPOINT), os.environ.get(variables.PREFIX)
+        return cls(endpoint or None, prefix or DEFAULT_PREFIX, access_from(os.environ))

@@ -17,12 +17,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from lightning_dlrover.codec import RecordError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
-from lightning_dlrover.rdzv.etcd.operations import Compare, Get, KeyValue, Put, modified
-from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, NodesRecord, RecordError, decode, encode
-
-__all__ = ["ContentionError", "FenceLostError", "Found", "Journal", "read", "read_events", "readable", "readable_folder"]
+from lightning_dlrover.rdzv.etcd.types import Compare, EtcdError, EtcdUnavailableError, Get, KeyValue, Put, modified
+from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, NodesRecord, decode, encode
 
 R = TypeVar("R")
 Reader = Callable[[type[R], KeyValue | None], R | None]

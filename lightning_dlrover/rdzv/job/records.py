@@ -13,39 +13,6 @@ from typing import Any, Literal, TypeVar
 
 from lightning_dlrover.codec import RecordError, from_fields, to_json
 
-__all__ = [
-    "FORMAT_VERSION",
-    "AddressRecord",
-    "AgentNotice",
-    "AgentRecord",
-    "AgentRound",
-    "CheckpointRecord",
-    "CheckpointRequest",
-    "ControllerRecord",
-    "DrainRecord",
-    "EventRecord",
-    "JobRecord",
-    "Keys",
-    "NodeRecord",
-    "NodesRecord",
-    "Notice",
-    "PlacesRecord",
-    "PlanRecord",
-    "ProgressRecord",
-    "RecordError",
-    "RoundRecord",
-    "SearchRecord",
-    "SnapshotRecord",
-    "StacksRecord",
-    "StacksRequest",
-    "WindowRecord",
-    "WorkerRecord",
-    "WorkerState",
-    "decode",
-    "encode",
-    "worker_name_of",
-]
-
 FORMAT_VERSION = 1
 """Format number in every record. Readers refuse any other number."""
 

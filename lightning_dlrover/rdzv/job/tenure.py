@@ -14,15 +14,10 @@ from typing import Generic, Protocol, TypeVar
 
 import psutil
 
-from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.election import Election
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
-from lightning_dlrover.rdzv.etcd.lease import Lease
-from lightning_dlrover.rdzv.etcd.operations import Compare, KeyValue
+from lightning_dlrover.rdzv.etcd.client import Election, EtcdClient, Lease
+from lightning_dlrover.rdzv.etcd.types import Compare, EtcdError, KeyValue
 from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.records import encode
-
-__all__ = ["Holder", "Tenure", "holder_text"]
 
 log = logging.getLogger(__name__)
 

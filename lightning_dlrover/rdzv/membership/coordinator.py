@@ -1,34 +1,65 @@
-"""Decide a worker's writes on behalf of the job: elections, rounds, notices and burials.
-
-Each write is one transaction, and the decisions need no clock, thread or connection. `Coordinator.candidacy` reads the shared
-records. In office, `Coordinator.next_write` reads one copy of all the job's records and returns this worker's next write, if
-any. The caller knocks at the ports of missing members before, runs the write and reads again. A copy must show etcd at a
-single revision. The number of the next round and the revision that guards it must come from the same moment, or an old decision
-could overwrite a new round.
-
-Three things keep rounds unique even if messages are lost, late or repeated:
-  - the fence: a round is written only while the election key is the one under which it was decided;
-  - the guard: a round replaces only the very revision of the round that it follows;
-  - a worker decides only on a copy that shows its own election, and hence every round of the coordinators before it.
-
-A round that leaves missing members out is written only while none of them has registered again.
-"""
+"""The worker that coordinates a job's rounds: its election, what it reads of the job, what it decides and announces."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import logging
+import random
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
-from lightning_dlrover.rdzv.etcd.election import Election
-from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Op, Put, created, exists, modified
-from lightning_dlrover.rdzv.job.records import Keys, RoundRecord, encode
-from lightning_dlrover.rdzv.live.probe import Answer
-from lightning_dlrover.rdzv.live.rounds import JobView, RoundTimeouts, awaited, may_return, next_round
-from lightning_dlrover.rdzv.live.worker_view import notice_of
+from lightning_dlrover.output import counted
+from lightning_dlrover.rdzv.etcd.client import Election, EtcdClient, Lease, candidacy_delay_s
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.types import (
+    Compare,
+    Delete,
+    EtcdFullError,
+    EtcdUnavailableError,
+    Get,
+    KeyValue,
+    Op,
+    Put,
+    created,
+    exists,
+    modified,
+)
+from lightning_dlrover.rdzv.job.events import RoundFormed, WorkerLost, record_of
+from lightning_dlrover.rdzv.job.journal import Journal, readable
+from lightning_dlrover.rdzv.job.records import EventRecord, Keys, RoundRecord, WorkerRecord, encode
+from lightning_dlrover.rdzv.membership.rounds import (
+    Answer,
+    Decoder,
+    JobView,
+    RoundTimeouts,
+    answers,
+    awaited,
+    cause,
+    losses,
+    may_return,
+    next_round,
+    notice_of,
+)
+from lightning_dlrover.rdzv.membership.worker_records import Outbox
 
-__all__ = ["Coordinator", "Entries", "Write", "burial"]
+# Decide a worker's writes on behalf of the job: elections, rounds, notices and burials.
+#
+# Each write is one transaction, and the decisions need no clock, thread or connection. `Coordinator.candidacy` reads the
+# shared records. In office, `Coordinator.next_write` reads one copy of all the job's records and returns this worker's next
+# write, if any. The caller knocks at the ports of missing members before, runs the write and reads again. A copy must show
+# etcd at a single revision. The number of the next round and the revision that guards it must come from the same moment, or
+# an old decision could overwrite a new round.
+#
+# Three things keep rounds unique even if messages are lost, late or repeated:
+#   - the fence: a round is written only while the election key is the one under which it was decided;
+#   - the guard: a round replaces only the very revision of the round that it follows;
+#   - a worker decides only on a copy that shows its own election, and hence every round of the coordinators before it.
+#
+# A round that leaves missing members out is written only while none of them has registered again.
 
 Entries = Mapping[str, KeyValue]
 
@@ -200,3 +231,409 @@ def burial(record: KeyValue, election: KeyValue | None, keys: Keys) -> list[Writ
     if election is not None and election.value == worker_id.encode():
         writes.append(Write("unseat", (created(election.key) == election.create_revision,), (Delete(election.key),)))
     return writes
+
+
+# All records of a job, followed by its coordinator, and records of single workers, read when they are needed.
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+GETS_PER_REQUEST = 100
+"""Records read in one transaction: etcd refuses more than 128 operations."""
+
+MAX_KNOWN = 2000
+"""Workers of which one worker remembers the records, in addition to those that it asks for."""
+
+ABSENT_S = 1.0
+"""Seconds for which a worker without a record is not asked for again. It may register again after an outage of etcd."""
+
+
+class JobMirror:
+    """A mirror of all records, open while this worker coordinates the job. For use by one thread.
+
+    Args:
+        decoder: also decodes the shared records while the mirror is closed, and so knows their last readable versions.
+    """
+
+    def __init__(self, client: EtcdClient, keys: Keys, on_change: Callable[[], None], decoder: Decoder) -> None:
+        self._client = client
+        self._keys = keys
+        self._on_change = on_change
+        self._mirror: Mirror | None = None
+        self._decoder = decoder
+        self._view = JobView()
+        self._view_since = 0.0
+
+    def look(self) -> tuple[Mapping[str, KeyValue], JobView, float]:
+        """Return all records at one revision, the view that they give, and the seconds for which it has not changed.
+
+        Opens the mirror if it is closed.
+
+        Raises:
+            EtcdError: the records cannot be read.
+        """
+        if self._mirror is None:
+            self._mirror = Mirror(self._client, self._keys.live, self._on_change)
+            self._view = JobView()
+        entries = self._mirror.snapshot()
+        view = self._decoder.view(entries)
+        if view is not self._view and view != self._view:
+            self._view, self._view_since = view, time.monotonic()
+        return entries, self._view, time.monotonic() - self._view_since
+
+    @property
+    def is_healthy(self) -> bool:
+        """False while etcd cannot be reached, so that the records may be out of date."""
+        return self._mirror is None or self._mirror.healthy
+
+    def wait_for(self, found: Callable[[dict[str, KeyValue]], T | None], timeout_s: float) -> T:
+        """See `Mirror.wait_for`."""
+        assert self._mirror is not None
+        return self._mirror.wait_for(found, timeout_s)
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Stop following the records. `look` starts again."""
+        mirror, self._mirror = self._mirror, None
+        if mirror is not None:
+            mirror.close(timeout_s)
+
+
+class WorkerRecords:
+    """Records of single workers. What does not change during a worker's life is read once: its address, host and agent.
+
+    Args:
+        mirror: knows whether etcd answers. If not, nothing waits for it.
+    """
+
+    def __init__(self, client: EtcdClient, keys: Keys, mirror: Mirror) -> None:
+        self._client = client
+        self._keys = keys
+        self._mirror = mirror
+        self._known: dict[str, KeyValue] = {}
+        self._decoded: dict[str, tuple[KeyValue, WorkerRecord | None]] = {}  # each entry once, as probes need them often
+        self._absent: dict[str, float] = {}  # workers without a record, and when this was found
+
+    def entries(self, worker_ids: Iterable[str]) -> dict[str, KeyValue]:
+        """Return entries of workers that were registered when they were read. Their state may be out of date.
+
+        While etcd does not answer, these are the workers that were read before.
+        """
+        wanted, now = list(worker_ids), time.monotonic()
+        unknown = [w for w in wanted if w not in self._known and now - self._absent.get(w, -ABSENT_S) >= ABSENT_S]
+        if len(self._known) + len(self._absent) > MAX_KNOWN + len(wanted):  # most of them have left
+            for forgotten in (self._known, self._decoded, self._absent):
+                forgotten.clear()
+            unknown = wanted
+        if unknown and self._mirror.healthy:
+            try:
+                found = self.present(unknown)
+            except EtcdUnavailableError as error:
+                log.debug("could not read the records of workers: %s", error)
+            else:
+                self._absent.update({worker: now for worker in unknown if worker not in found})
+        # Several threads read and forget records.
+        entries = ((worker, self._known.get(worker)) for worker in wanted)
+        return {worker: entry for worker, entry in entries if entry is not None}
+
+    def present(self, worker_ids: Iterable[str]) -> dict[str, KeyValue]:
+        """Read which workers are registered now, and return their entries.
+
+        Raises:
+            EtcdError: etcd does not answer.
+        """
+        wanted = list(worker_ids)
+        found: dict[str, KeyValue] = {}
+        for first in range(0, len(wanted), GETS_PER_REQUEST):
+            values = self._read([self._keys.workers + worker for worker in wanted[first : first + GETS_PER_REQUEST]])
+            found |= {entry.key.removeprefix(self._keys.workers): entry for entry in values}
+        self._known.update(found)
+        for worker in wanted:
+            if worker not in found:
+                self._known.pop(worker, None)
+        return found
+
+    def _read(self, keys: list[str]) -> list[KeyValue]:
+        if len(keys) > 1:
+            with contextlib.suppress(EtcdFullError):  # a full etcd takes no transactions, not even of reads alone
+                return self._client.txn([], [Get(key) for key in keys]).values
+        return [entry for key in keys if (entry := self._client.get(key)) is not None]
+
+    def of(self, worker_ids: Iterable[str]) -> dict[str, WorkerRecord]:
+        """Return what is constant in the records of `entries` that can be read."""
+        records = {worker: self._decode(worker, entry) for worker, entry in self.entries(worker_ids).items()}
+        return {worker: record for worker, record in records.items() if record is not None}
+
+    def _decode(self, worker_id: str, entry: KeyValue) -> WorkerRecord | None:
+        decoded = self._decoded.get(worker_id)
+        if decoded is None or decoded[0] is not entry:
+            decoded = self._decoded[worker_id] = (entry, readable(WorkerRecord, entry))
+        return decoded[1]
+
+    def forget(self, worker_id: str) -> None:
+        """Read a worker's record afresh when it is needed again."""
+        self._known.pop(worker_id, None)
+        self._decoded.pop(worker_id, None)
+
+
+# The lines of a job's history about a new round.
+
+MANY = 100
+"""Members of a round above which its line in the history names only those that came or went."""
+
+MAX_LINES = 100
+"""Maximum number of lines in one transaction. etcd allows 128 operations (--max-txn-ops), and a round needs two of them."""
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """The lines about one round."""
+
+    round: RoundRecord
+    puts: tuple[Put, ...]  # writes for the round's own transaction
+    others: tuple[EventRecord, ...]  # lines that the transaction has no room for: losses beyond `MAX_LINES`
+
+
+class Announcer:
+    """Reports rounds in the transactions that write them.
+
+    Written later, the lines would be missing if the coordinator were killed before, or if etcd's answer were lost.
+
+    Args:
+        outbox: takes lines that a transaction has no room for.
+        worker_id: the coordinator.
+        buried: workers that the coordinator itself has buried.
+    """
+
+    def __init__(self, journal: Journal, outbox: Outbox, worker_id: str, buried: Collection[str]) -> None:
+        self._journal = journal
+        self._outbox = outbox
+        self._worker_id = worker_id
+        self._buried = buried
+
+    def of(self, view: JobView, round_: RoundRecord, decided_s: float) -> Announcement:
+        """Return the lines about a round that is about to be written."""
+        lines = lines_about(view, round_, round(decided_s, 3), self._buried)
+        puts = self._journal.puts(lines[-MAX_LINES:], self._worker_id)
+        return Announcement(round_, tuple(puts), tuple(lines[:-MAX_LINES]))
+
+    def made(self, announcement: Announcement) -> None:
+        """Note that the round was written."""
+        round_ = announcement.round
+        log.info(
+            "run %s: round %d: %s, %d workers",
+            *(self._journal.keys.run_id, round_.number, round_.reason, len(round_.members)),
+        )
+        for line in announcement.others:
+            self._outbox.add(line)
+        self._journal.note_appended(len(announcement.puts))
+
+
+def lines_about(view: JobView, round_: RoundRecord, decided_s: float, buried: Collection[str]) -> list[EventRecord]:
+    """Return the lines about the workers lost before a round, and last the one about the round.
+
+    Args:
+        view: the view on which the round was decided.
+        decided_s: seconds from the last change of the records to this decision.
+        buried: workers that the coordinator itself has buried.
+    """
+    lines = []
+    for worker_id in losses(view, round_):
+        how = _evidence(view, worker_id, buried)
+        lost = WorkerLost(worker_id, round_.number - 1, how, decided_s)
+        lines.append(record_of(lost, f"worker {worker_id} is gone: {how}"))
+    formed = RoundFormed(
+        number=round_.number,
+        members=round_.members if len(round_.members) <= MANY else [],
+        num_members=len(round_.members),
+        kind=round_.kind,
+        planned=round_.planned,
+        reason=round_.reason,
+        cause=cause(view, round_),
+        decided_s=decided_s,
+    )
+    text = f"round {round_.number}: {counted(len(round_.members), 'worker')}, {round_.reason}"
+    return [*lines, record_of(formed, text)]
+
+
+def _evidence(view: JobView, worker_id: str, buried: Collection[str]) -> str:
+    """Describe the coordinator's evidence that a worker is lost."""
+    if worker_id in view.workers:
+        return "it did not answer, or cannot be reached"
+    if worker_id in buried:
+        return "its port refuses connections"
+    if worker_id in view.addresses:
+        return "its lease ended, and it did not come back in time"
+    return "its agent or another worker found its process gone"
+
+
+# Run the election of the coordinator, and its decisions in office, against etcd.
+
+CHECK_S = 10.0
+"""Approximate seconds between two checks that the election key's holder is registered."""
+
+MAX_SILENCE = 0.8
+"""Share of a lease's time without a refresh after which etcd counts as away. Refreshes are due after half of it."""
+
+KNOCK_S = 1.0
+"""Seconds between two knocks at the ports of missing members."""
+
+MAX_KNOCKS = 200
+"""Ports of missing members at which this worker knocks at once. Each takes an open file, and the script may need many."""
+
+ANSWER_S = 0.3
+"""Maximum seconds for which a missing member's port may take to answer."""
+
+SIGHT_S = 5.0
+"""Maximum seconds until a write of this worker shows up in its copy of the records."""
+
+
+class Office:
+    """One worker's candidacy for coordinator, and its term. For use by one thread.
+
+    Args:
+        shared: mirror of `keys.shared`.
+        on_change: called when the records of other workers have changed, while this worker is in office.
+        decoder: decodes the shared records, in the same thread.
+        announcer: adds the lines of the job's history about a round to its transaction.
+        reached: workers that this one has formed a round with.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        keys: Keys,
+        worker_id: str,
+        lease: Lease,
+        timeouts: RoundTimeouts,
+        shared: Mirror,
+        on_change: Callable[[], None],
+        decoder: Decoder,
+        announcer: Announcer,
+        reached: Collection[str],
+    ) -> None:
+        self._client = client
+        self._keys = keys
+        self._coordinator = Coordinator(keys, worker_id, lease.id, timeouts)
+        self._shared = shared
+        self._lease = lease
+        self._announcer = announcer
+        self._reached = reached
+        self._knocked_at = -KNOCK_S
+        self._num_knocks = 0
+        self._told_of: list[str] = []  # missing members whose return the log says is awaited
+        self._job_mirror = JobMirror(client, keys, on_change, decoder)
+        self._stands_at: float | None = None  # time of this worker's candidacy, while there is no coordinator
+        self._holder_is_checked_at = time.monotonic() + CHECK_S
+        self._is_refused = False  # whether etcd was full at this worker's last write
+
+    def act(self, num_members: int) -> None:
+        """Make this worker's next write on behalf of the job, if there is one.
+
+        Args:
+            num_members: approximate number of candidates.
+
+        Raises:
+            EtcdError: etcd does not answer.
+        """
+        is_late = self._lease.silent_s > MAX_SILENCE * self._lease.ttl_s
+        if is_late or not (self._shared.healthy and self._job_mirror.is_healthy):
+            self._coordinator.was_cut_off(time.monotonic())  # also as a candidate: in office it must know of the outage
+        try:
+            self._act(self._shared.snapshot(), num_members)
+        except EtcdFullError:
+            self._is_refused = True
+            raise
+
+    def _act(self, shared: Entries, num_members: int) -> None:
+        if not self._coordinator.is_in_office(shared):
+            self.step_down()
+            self._campaign(shared, num_members)
+            return
+        self._stands_at = None
+        if self._is_refused:
+            self._find_room(shared)
+        # Read both together: the view must come from the revision that guards the next round.
+        entries, view, age_s = self._job_mirror.look()
+        self._knock(view)
+        write = self._coordinator.next_write(entries, view, time.monotonic(), time.time())
+        if write is None:
+            return
+        announcement = self._announcer.of(view, write.round, age_s) if write.round is not None else None
+        lines = announcement.puts if announcement is not None else ()
+        if not self._client.txn(write.compare, [*write.ops, *lines]).succeeded:
+            return
+        if announcement is not None:
+            self._announcer.made(announcement)
+        # The next decision must see this write, or it would be repeated in vain.
+        with contextlib.suppress(TimeoutError):
+            self._job_mirror.wait_for(lambda now: None if write.may_succeed(now) else True, SIGHT_S)
+
+    def _knock(self, view: JobView) -> None:
+        """Find out which missing members live, and say that the next round waits for them."""
+        if view.missing and time.monotonic() - self._knocked_at >= KNOCK_S:
+            first = self._num_knocks % len(view.missing) if len(view.missing) > MAX_KNOCKS else 0
+            turn = [*view.missing[first:], *view.missing[:first]][:MAX_KNOCKS]
+            found = answers([view.addresses[w] for w in turn], ANSWER_S)
+            self._knocked_at = time.monotonic()
+            self._num_knocks = first + len(turn)
+            self._coordinator.hear({w: self._judged(view, w, answer) for w, answer in found.items()})
+        awaited = self._coordinator.awaits_return(view, time.monotonic())
+        if not set(awaited) <= set(self._told_of):
+            log.warning(
+                "workers %s are cut off from etcd, and not known to be dead: waits for their return", ", ".join(awaited)
+            )
+        self._told_of = awaited
+
+    def _judged(self, view: JobView, worker_id: str, answer: Answer) -> Answer:
+        # A refusal from another host may come from a firewall as long as that address was never reached. If nobody else holds
+        # the state, such a network could not carry the job anyway.
+        is_proof = not view.holders or worker_id in self._reached or view.addresses[worker_id].host == socket.gethostname()
+        return answer if answer != "refuses" or is_proof else "silent"
+
+    def _find_room(self, shared: Entries) -> None:
+        """Write the notice again as it is, until etcd takes it.
+
+        Healthy workers whose leases expired while etcd was full can register again from then on, and need time for that. A
+        round would come too early for them if it were the first write.
+        """
+        last = shared.get(self._keys.notice)
+        if last is not None:
+            self._client.txn([modified(last.key) == last.mod_revision], [Put(last.key, last.value)])
+        self._is_refused = False
+        self._coordinator.was_cut_off(time.monotonic())
+
+    @property
+    def is_about_to_stand(self) -> bool:
+        """Whether this worker waits for a moment before it stands for coordinator, so that not all do at once."""
+        return self._stands_at is not None
+
+    def step_down(self, timeout_s: float = 0.0) -> None:
+        """Stop following the records of other workers."""
+        self._job_mirror.close(timeout_s)
+
+    def came_back(self, lease: Lease) -> None:
+        """Note that this worker has registered again, under another lease."""
+        self._lease = lease
+        self._coordinator.came_back(lease.id, time.monotonic())
+
+    def _campaign(self, shared: Entries, num_members: int) -> None:
+        if self._keys.coordinator in shared:
+            self._stands_at, self._is_refused = None, False
+        elif self._stands_at is None:
+            self._stands_at = time.monotonic() + candidacy_delay_s(num_members)
+        if self._stands_at is not None and time.monotonic() < self._stands_at:
+            return
+        write = self._coordinator.candidacy(shared, self._is_vacant(shared))
+        if write is not None and self._client.txn(write.compare, write.ops).succeeded:
+            before = shared.get(self._keys.coordinator)
+            with contextlib.suppress(TimeoutError):
+                self._shared.wait_for(lambda now: True if now.get(self._keys.coordinator) != before else None, SIGHT_S)
+
+    def _is_vacant(self, shared: Entries) -> bool:
+        """Whether the election key's holder has no record. Checked rarely: removing its record also unseats it."""
+        election = shared.get(self._keys.coordinator)
+        if election is None or time.monotonic() < self._holder_is_checked_at:
+            return False
+        self._holder_is_checked_at = time.monotonic() + CHECK_S * random.SystemRandom().uniform(0.8, 1.2)
+        return self._client.get(self._keys.workers + election.value.decode(errors="replace")) is None

@@ -14,24 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from lightning_dlrover.rdzv.job.records import RoundRecord, WorkerState
-from lightning_dlrover.rdzv.live.worker_view import WorkerView
-
-__all__ = [
-    "CannotMeetError",
-    "EvictedError",
-    "Formation",
-    "HasFormation",
-    "LeftOutError",
-    "Member",
-    "MemberBackend",
-    "MembershipError",
-    "RoundEndedError",
-    "TooLateError",
-    "UnreachableError",
-    "VoidRoundError",
-    "WorldError",
-    "run_blocking",
-]
+from lightning_dlrover.rdzv.membership.rounds import WorkerView
 
 T = TypeVar("T")
 
@@ -73,7 +56,7 @@ class WorldError(RuntimeError):
         >>> with mock.patch.dict(os.environ, WORLD_SIZE="2"):  # another launcher has started two workers
         ...     World.from_environment()
         Traceback (most recent call last):
-        lightning_dlrover.rdzv.live.member.WorldError: this worker is one of 2 (WORLD_SIZE), started without ...
+        lightning_dlrover.rdzv.membership.member.WorldError: this worker is one of 2 (WORLD_SIZE), started without ...
     """
 
 

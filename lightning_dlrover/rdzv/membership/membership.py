@@ -1,14 +1,4 @@
-"""Run the membership protocol of `rounds.py` and `coordinator.py` against etcd, as one worker of a job.
-
-Holds the worker's own record, mirrors the records of the others, and takes part in the election of the coordinator. It is
-independent of process groups: `world.py` forms them for the rounds that appear here.
-
-One thread per worker (`_run`) does all background work. It decodes the mirror's changes, notifies the listener, coordinates
-while it holds the election key, and writes queued events. The calling thread writes only the worker's own record and burials.
-
-A worker mirrors the shared records and its own one. Only the coordinator mirrors the records of all workers (`job_mirror.py`),
-so a change costs the others the same in a job of any size.
-"""
+"""Run the membership protocol against etcd, as one worker of a job."""
 
 from __future__ import annotations
 
@@ -22,37 +12,141 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+from lightning_dlrover.codec import RecordError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdFullError, EtcdUnavailableError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.types import EtcdError, EtcdFullError, EtcdUnavailableError, absent, is_loopback
 from lightning_dlrover.rdzv.job.events import RecordIgnored
 from lightning_dlrover.rdzv.job.journal import Journal, readable, readable_folder
 from lightning_dlrover.rdzv.job.records import (
+    HISTORY_TTL_S,
     JobRecord,
     Keys,
-    RecordError,
     RoundRecord,
     WorkerRecord,
     WorkerState,
     worker_name_of,
 )
-from lightning_dlrover.rdzv.live.admission import MembershipConfig, enter_job, refuse_loopback
-from lightning_dlrover.rdzv.live.announcement import Announcer
-from lightning_dlrover.rdzv.live.coordinator import burial
-from lightning_dlrover.rdzv.live.job_mirror import WorkerRecords
-from lightning_dlrover.rdzv.live.member import EvictedError
-from lightning_dlrover.rdzv.live.office import Office
-from lightning_dlrover.rdzv.live.outbox import BATCH
-from lightning_dlrover.rdzv.live.own_record import OwnRecord
-from lightning_dlrover.rdzv.live.probe import dead_workers
-from lightning_dlrover.rdzv.live.rounds import JobView, awaited
-from lightning_dlrover.rdzv.live.shared_records import SharedRecords
-from lightning_dlrover.rdzv.live.view import Decoder, read_view
-from lightning_dlrover.rdzv.live.worker_view import WorkerView
+from lightning_dlrover.rdzv.membership.coordinator import Announcer, Office, WorkerRecords, burial
+from lightning_dlrover.rdzv.membership.member import EvictedError, MembershipError
+from lightning_dlrover.rdzv.membership.rounds import (
+    Decoder,
+    JobView,
+    RoundTimeouts,
+    WorkerView,
+    awaited,
+    dead_workers,
+    read_view,
+)
+from lightning_dlrover.rdzv.membership.worker_records import BATCH, OwnRecord, SharedRecords
 
-__all__ = ["Membership"]
+# Decide whether a worker may join a job.
+
+
+class JobClosedError(MembershipError):
+    """The job has finished or failed; there is nothing to join.
+
+    Example:
+        >>> def exit_code(error):
+        ...     return 0 if isinstance(error, JobClosedError) else 1
+        >>> exit_code(JobClosedError("job 'ctr' has finished"))
+        0
+    """
+
+
+@dataclass(frozen=True)
+class MembershipConfig:
+    run_id: str
+    prefix: str
+    agent_id: str
+    local_rank: int
+    min_workers: int
+    max_workers: int
+    version: str
+    address: str  # address at which other workers reach this one
+    port: int  # port of this worker's TCPStore
+    workers_per_node: int = 1  # workers that come and go together
+    lease_ttl_s: float = 5.0
+    history_ttl_s: float = HISTORY_TTL_S
+    timeouts: RoundTimeouts = field(default_factory=RoundTimeouts)
+
+
+def enter_job(journal: Journal, config: MembershipConfig) -> None:
+    """Create the job's record if there is none, and check that this worker may join.
+
+    Raises:
+        JobClosedError: the job has ended.
+        MembershipError: the job is run by another release of this package, or a record of the job cannot be read.
+    """
+    keys = journal.keys
+    try:
+        job = journal.get(JobRecord, keys.job).record
+        if job is None:
+            first = JobRecord(
+                phase="starting",
+                live=True,
+                min_workers=config.min_workers,
+                max_workers=config.max_workers,
+                version=config.version,
+                workers_per_node=config.workers_per_node,
+                created_at=time.time(),
+            )
+            journal.fenced_write({keys.job: first}, [absent(keys.job)])
+            job = journal.get(JobRecord, keys.job).record
+        if job is None:
+            raise MembershipError(f"run {config.run_id!r}: {keys.job!r} vanished while joining; start the worker again")
+        journal.get(RoundRecord, keys.round)
+    except RecordError as error:
+        raise MembershipError(f"run {config.run_id!r} cannot be joined: {error}") from error
+    if job.unfinished_fit and not journal.client.get_prefix(keys.workers)[1]:
+        raise MembershipError(
+            f"run {config.run_id!r}: all workers were lost in fit number {job.unfinished_fit} of the script, and "
+            "only the first can be resumed; start a new run with another --rdzv-id"
+        )
+    if job.phase in ("finished", "failed"):
+        raise JobClosedError(
+            f"run {config.run_id!r} has {job.phase}{': ' + job.message if job.message else ''}; "
+            "start a new run with another --rdzv-id"
+        )
+    if job.version != config.version:
+        raise MembershipError(
+            f"run {config.run_id!r} is run by lightning-dlrover {job.version}, this worker has "
+            f"{config.version}: install the same release on every node"
+        )
+
+
+def refuse_loopback(config: MembershipConfig, workers: Iterable[WorkerRecord]) -> None:
+    """
+    Raises:
+        MembershipError: the workers run on several hosts, and one of them has an address that others cannot reach.
+    """
+    own = config.address
+    for worker in workers:
+        if worker.host == socket.gethostname():
+            continue
+        for host, address in ((worker.host, worker.address), (socket.gethostname(), own)):
+            if is_loopback(address):
+                raise MembershipError(
+                    f"run {config.run_id!r}: workers on host {host} are known by the loopback address {address}, "
+                    "which other hosts cannot reach; start every node of the job with --rdzv-endpoint=ADDRESS:PORT where "
+                    "ADDRESS is that of etcd on the network, not localhost nor a name that /etc/hosts maps to 127.0.x.x"
+                )
+
+
+# Run the membership protocol of `rounds.py` and `coordinator.py` against etcd, as one worker of a job.
+#
+# Holds the worker's own record, mirrors the records of the others, and takes part in the election of the coordinator. It is
+# independent of process groups: `world.py` forms them for the rounds that appear here.
+#
+# One thread per worker (`_run`) does all background work. It decodes the mirror's changes, notifies the listener,
+# coordinates while it holds the election key, and writes queued events. The calling thread writes only the worker's own
+# record and burials.
+#
+# A worker mirrors the shared records and its own one. Only the coordinator mirrors the records of all workers
+# (`coordinator.py`), so a change costs the others the same in a job of any size.
 
 log = logging.getLogger(__name__)
 

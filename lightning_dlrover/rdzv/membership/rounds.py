@@ -1,33 +1,142 @@
-"""Decide the next round of a job: the membership protocol as a pure function.
-
-`next_round` reads everything etcd holds about a job and returns the round that should be written, or None. It is level
-triggered: the same view always gives the same round, whichever events led there and whichever worker computes it. The fence
-that accepts only one worker's decision is in `coordinator.py`. A worker's reaction to a round is in `member.py`.
-
-    job      starting -> training -> finished | failed      advanced by rank 0 (failed: by the controller)
-    worker   starting ----------------> active              each worker writes only its own record
-             standby -> ready --------> active
-             active -> reforming -> active
-    round    n -> n + 1                                      written only by the coordinator, fenced on its election key
-
-A worker takes part while its record exists. The record is removed when the worker's lease expires, when its agent reports that
-the process has ended, or when its port is found to refuse connections. Only the last two prove that the process is gone, and
-remove the worker's address as well. A member without a record but with an address is missing: it may be cut off from etcd, hold
-the job's state, and come back. `may_return` tells for whom the coordinator waits then.
-"""
+"""The membership protocol as pure functions: the next round of a job, decided from a view of its records."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+import errno
+import selectors
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
+from lightning_dlrover.codec import RecordError
 from lightning_dlrover.output import counted
-from lightning_dlrover.rdzv.job.records import AddressRecord, AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
-from lightning_dlrover.rdzv.live.probe import Answer
+from lightning_dlrover.rdzv.etcd.types import KeyValue
+from lightning_dlrover.rdzv.job.records import (
+    AddressRecord,
+    AgentRecord,
+    DrainRecord,
+    JobRecord,
+    Keys,
+    Notice,
+    PlanRecord,
+    RoundRecord,
+    WorkerRecord,
+    decode,
+)
 
-__all__ = ["JobView", "RoundTimeouts", "awaited", "cause", "lacks_workers", "losses", "may_return", "next_round", "waits"]
+# Probe the ports of workers to detect which of them are gone.
 
+Answer = Literal["accepts", "refuses", "silent"]
+"""Response of a worker's port to a connection."""
+
+
+def dead_beside(
+    me: str,
+    workers: Sequence[str],
+    probers: Collection[str],
+    knock: Callable[[list[str]], Mapping[str, Answer]],
+    num_answers: int = 1,
+) -> list[str]:
+    """Probe the workers after `me` in a ring until some of them answer; return the dead ones among those probed.
+
+    If every living worker of the ring does this, all dead ones are found: each by the nearest living worker before it. A worker
+    probes two others as a rule, however long the ring is. If many have died at once, it probes twice as many each time.
+
+    Args:
+        me: this worker; need not be in the ring.
+        workers: the ring.
+        probers: workers that probe this ring, too. Only their answers count.
+        knock: connects to workers; leaves out those whose answer proves nothing to this worker.
+        num_answers: answers after which to stop; more of them make up for probers that cannot tell whether others are dead.
+    """
+    first = workers.index(me) + 1 if me in workers else 0
+    ring = [w for w in (*workers[first:], *workers[:first]) if w != me]
+    dead: list[str] = []
+    num_probed, num_next = 0, num_answers
+    while num_answers > 0 and num_probed < len(ring):
+        found = knock(ring[num_probed : num_probed + num_next])
+        num_probed, num_next = num_probed + num_next, 2 * num_next
+        dead += [w for w, answer in found.items() if answer == "refuses"]
+        num_answers -= sum(answer == "accepts" and w in probers for w, answer in found.items())
+    return dead
+
+
+def dead_workers(records: Iterable[WorkerRecord], timeout_s: float = 0.3) -> list[str]:
+    """Return the ids of workers that are certainly dead: their host refuses connections to their port.
+
+    A worker that does not answer at all (host gone, process stopped) is not in the list. Its lease decides.
+    """
+    return [worker_id for worker_id, answer in answers(records, timeout_s).items() if answer == "refuses"]
+
+
+def silent_workers(records: Iterable[WorkerRecord], timeout_s: float = 1.0) -> list[str]:
+    """Return the ids of workers that neither accept nor refuse a connection: they are cut off, or their host is gone."""
+    return [worker_id for worker_id, answer in answers(records, timeout_s).items() if answer == "silent"]
+
+
+def answers(records: Iterable[WorkerRecord | AddressRecord], timeout_s: float) -> dict[str, Answer]:
+    """Connect to each worker's port, and return the responses within `timeout_s` by worker id.
+
+    Workers for which this process cannot open a socket are left out.
+    """
+    named: dict[int, Answer] = {0: "accepts", errno.ECONNREFUSED: "refuses"}
+    return {worker_id: named.get(code, "silent") for worker_id, code in _knock(records, timeout_s).items()}
+
+
+def _knock(records: Iterable[WorkerRecord | AddressRecord], timeout_s: float) -> dict[str, int]:
+    """Try to connect to each worker's port; return 0 or the error number, by worker id."""
+    answers: dict[str, int] = {}
+    with selectors.DefaultSelector() as selector:
+        for record in records:
+            try:
+                family, _, _, _, target = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
+            except OSError:
+                answers[record.worker_id] = errno.EHOSTUNREACH
+                continue
+            try:
+                sock = socket.socket(family, socket.SOCK_STREAM)
+            except OSError:
+                continue  # this process has no room for another open file, which says nothing about the worker
+            sock.setblocking(False)
+            code = sock.connect_ex(target)
+            if code in (errno.EINPROGRESS, errno.EWOULDBLOCK):
+                answers[record.worker_id] = errno.ETIMEDOUT
+                selector.register(sock, selectors.EVENT_WRITE, record.worker_id)
+            else:
+                answers[record.worker_id] = code
+                sock.close()
+        deadline = time.monotonic() + timeout_s
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                sock = key.fileobj  # type: ignore[assignment]
+                answers[key.data] = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                selector.unregister(sock)
+                sock.close()
+        for key in list((selector.get_map() or {}).values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+    return answers
+
+
+# Decide the next round of a job: the membership protocol as a pure function.
+#
+# `next_round` reads everything etcd holds about a job and returns the round that should be written, or None. It is level
+# triggered: the same view always gives the same round, whichever events led there and whichever worker computes it. The
+# fence that accepts only one worker's decision is in `coordinator.py`. A worker's reaction to a round is in `member.py`.
+#
+# job      starting -> training -> finished | failed      advanced by rank 0 (failed: by the controller)
+# worker   starting ----------------> active              each worker writes only its own record
+#          standby -> ready --------> active
+#          active -> reforming -> active
+# round    n -> n + 1                                      written only by the coordinator, fenced on its election key
+#
+# A worker takes part while its record exists. The record is removed when the worker's lease expires, when its agent reports
+# that the process has ended, or when its port is found to refuse connections. Only the last two prove that the process is
+# gone, and remove the worker's address as well. A member without a record but with an address is missing: it may be cut off
+# from etcd, hold the job's state, and come back. `may_return` tells for whom the coordinator waits then.
 
 MORE = "waits for more workers"
 
@@ -615,3 +724,188 @@ def _round(view: JobView, members: list[str], kind: str, planned: bool, reason: 
 def _numbered(hosts: list[str]) -> list[int]:
     numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     return [numbers[host] for host in hosts]
+
+
+# What each worker of a job sees: the shared records, and what the coordinator's notice says of the other workers.
+#
+# Only the coordinator follows the records of all workers. It writes what the others must know into one notice: with each
+# round, and whenever the notice would change. So a change costs a job of n workers a few writes and n notifications each,
+# instead of n writes of which each notifies n workers.
+
+MAX_NAMED = 2
+"""Workers that a notice names where readers ask only whether there is another one beside themselves."""
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """One worker's view of its job."""
+
+    job: JobRecord | None = None
+    round: RoundRecord | None = None
+    plan: PlanRecord | None = None
+    notice: Notice | None = None
+    term: int = 0  # create revision of the election key; 0: there is no coordinator
+    leaver: str = ""  # id of the worker that looks, once it has asked to leave itself
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the coordinator in office has written the notice. The notice of an earlier one may be long out of date."""
+        return self.notice is not None and self.notice.term == self.term
+
+    @property
+    def is_past_start(self) -> bool:
+        """Whether a worker is past the start: it trains, or builds its model to join or start later."""
+        return self.notice is not None and self.is_told and self.notice.is_past_start
+
+    @property
+    def given_up(self) -> Sequence[str]:
+        """Members that report the current round as not formed or broken: all, or some of them."""
+        return self._of_round.given_up if self._of_round is not None else ()
+
+    @property
+    def keepers(self) -> Sequence[str]:
+        """Those of `given_up` that have the job's state and were not asked to leave: all, or some of them."""
+        return self._of_round.keepers if self._of_round is not None else ()
+
+    @property
+    def lost(self) -> Sequence[str]:
+        """Members of the current round that are gone."""
+        return self._of_round.lost if self._of_round is not None else ()
+
+    @property
+    def leavers(self) -> Sequence[str]:
+        """Workers outside of the current round that still take part in a hand-over to it."""
+        return self._of_round.leavers if self._of_round is not None else ()
+
+    @cached_property
+    def drains(self) -> Set[str]:
+        """Workers that were asked to leave."""
+        told = self.notice.drains if self.notice is not None else ()
+        return frozenset((*told, self.leaver) if self.leaver else told)
+
+    @cached_property
+    def replacements(self) -> Set[str]:
+        """Workers that were asked to leave once another worker can replace them."""
+        return frozenset(self.notice.replacements) if self.notice is not None else frozenset()
+
+    @property
+    def lacks_workers(self) -> bool:
+        """Whether the present workers cannot form a further round, however long they wait."""
+        return self.notice is not None and self.is_told and self.notice.lacks_workers
+
+    @property
+    def _of_round(self) -> Notice | None:
+        """The notice, if it refers to the current round."""
+        is_current = self.notice is not None and self.round is not None and self.notice.round_number == self.round.number
+        return self.notice if is_current else None
+
+
+def notice_of(view: JobView, term: int) -> Notice:
+    """Return the notice that tells the other workers what `view` shows.
+
+    Args:
+        term: create revision of the coordinator's election key.
+    """
+    failed, holders = view.failed, set(view.holders)
+    return Notice(
+        term=term,
+        round_number=view.round.number if view.round is not None else 0,
+        is_past_start=bool(view.survivors or view.in_state("standby", "ready")),
+        given_up=failed[:MAX_NAMED],
+        keepers=[w for w in failed if w in holders and w not in view.drains][:MAX_NAMED],
+        lost=[w for w in view.lost if w not in view.addresses],  # the others may come back
+        leavers=view.in_state("active"),
+        drains=sorted(view.drains),
+        replacements=sorted(view.replacements),
+        lacks_workers=lacks_workers(view),
+    )
+
+
+def worker_view_of(view: JobView) -> WorkerView:
+    """Return the view of workers whose coordinator sees `view`."""
+    return WorkerView(view.job, view.round, view.plan, notice_of(view, 0))
+
+
+# The view of a job that its records give: all of them, or those that every worker follows.
+
+R = TypeVar("R")
+
+
+class Decoder:
+    """Decode the records of one job, each version once. For use by one thread.
+
+    A record that cannot be read is reported to `bad`, and its last readable version stays in force. Garbage under the prefix
+    therefore cannot stop a running job.
+    """
+
+    def __init__(self, keys: Keys, bad: Callable[[str, RecordError], None]) -> None:
+        self._keys = keys
+        self._bad = bad
+        self._read: dict[str, tuple[int, Any]] = {}  # revision and last readable record of each key
+        # The last view and the snapshot that gave it. A mirror's is the same object until a key changes, and is read-only.
+        self._last_view: tuple[Mapping[str, KeyValue], JobView] | None = None
+
+    def view(self, entries: Mapping[str, KeyValue]) -> JobView:
+        """Decode a snapshot of `keys.live`."""
+        if self._last_view is not None and self._last_view[0] is entries and isinstance(entries, MappingProxyType):
+            return self._last_view[1]
+        self._last_view = entries, self._decoded_view(entries)
+        return self._last_view[1]
+
+    def _decoded_view(self, entries: Mapping[str, KeyValue]) -> JobView:
+        keys = self._keys
+        workers = self._folder(entries, keys.workers, WorkerRecord)
+        drains = self._folder(entries, keys.drains, DrainRecord)
+        view = JobView(
+            job=self._record(entries, keys.job, JobRecord),
+            round=self._record(entries, keys.round, RoundRecord),
+            plan=self._record(entries, keys.plan, PlanRecord),
+            workers=workers,
+            addresses=self._folder(entries, keys.addresses, AddressRecord),
+            agents=self._folder(entries, keys.agents, AgentRecord),
+            drains=frozenset(worker for worker, record in drains.items() if not record.once_replaced),
+            dismissals={worker: record.failed_round for worker, record in drains.items() if record.failed_round},
+            # A request by others outlasts the worker's lease. After its expiry the worker's place is free already.
+            replacements=frozenset(w for w, record in drains.items() if record.once_replaced and w in workers),
+        )
+        return view.with_requests_to_nodes()
+
+    def worker_view(self, entries: Mapping[str, KeyValue]) -> WorkerView:
+        """Decode a snapshot of `keys.shared`."""
+        keys = self._keys
+        return WorkerView(
+            job=self._record(entries, keys.job, JobRecord),
+            round=self._record(entries, keys.round, RoundRecord),
+            plan=self._record(entries, keys.plan, PlanRecord),
+            notice=self._record(entries, keys.notice, Notice),
+            term=entries[keys.coordinator].create_revision if keys.coordinator in entries else 0,
+        )
+
+    def _record(self, entries: Mapping[str, KeyValue], key: str, record_type: type[R]) -> R | None:
+        entry = entries.get(key)
+        if entry is None:
+            self._read.pop(key, None)
+            return None
+        revision, record = self._read.get(key, (0, None))
+        if revision != entry.mod_revision:
+            try:
+                record = decode(record_type, entry.value, key)
+            except RecordError as error:
+                self._bad(key, error)
+            self._read[key] = (entry.mod_revision, record)
+        found: R | None = record
+        return found
+
+    def _folder(self, entries: Mapping[str, KeyValue], prefix: str, record_type: type[R]) -> dict[str, R]:
+        found = sorted((e.create_revision, k) for k, e in entries.items() if k.startswith(prefix))
+        if len(self._read) > 2 * len(entries) + 16:  # records of workers that have left
+            self._read = {k: read for k, read in self._read.items() if k in entries}
+        loaded = {k.removeprefix(prefix): self._record(entries, k, record_type) for _, k in found}
+        return {name: record for name, record in loaded.items() if record is not None}
+
+
+def read_view(
+    entries: Mapping[str, KeyValue], keys: Keys, bad: Callable[[str, RecordError], None] = lambda *_: None
+) -> JobView:
+    """Decode one snapshot of `keys.live`. Records that cannot be read are reported to `bad` and left out."""
+    return Decoder(keys, bad).view(entries)

@@ -1,36 +1,203 @@
-"""The record that a worker writes about itself."""
+"""The records that a worker reads and writes: its own, those that all workers share, and the queue of writes that nothing
+waits for.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.errors import EtcdFullError, LeaseLostError
-from lightning_dlrover.rdzv.etcd.lease import Lease
-from lightning_dlrover.rdzv.etcd.operations import Compare, Delete, KeyValue, Put, Txn, absent, created, modified
-from lightning_dlrover.rdzv.job.journal import readable
+from lightning_dlrover.codec import RecordError
+from lightning_dlrover.rdzv.etcd.client import EtcdClient, Lease
+from lightning_dlrover.rdzv.etcd.mirror import Mirror
+from lightning_dlrover.rdzv.etcd.types import (
+    Compare,
+    Delete,
+    EtcdError,
+    EtcdFullError,
+    EtcdUnavailableError,
+    KeyValue,
+    LeaseLostError,
+    Put,
+    Txn,
+    absent,
+    created,
+    exists,
+    modified,
+)
+from lightning_dlrover.rdzv.job.events import Event, record_of
+from lightning_dlrover.rdzv.job.journal import MAX_EVENTS, FenceLostError, Journal, read, readable, readable_folder
 from lightning_dlrover.rdzv.job.records import (
     MAX_UNREACHABLE,
     AddressRecord,
+    CheckpointRecord,
+    CheckpointRequest,
     DrainRecord,
+    EventRecord,
+    JobRecord,
     Keys,
-    RecordError,
+    NodesRecord,
+    PlacesRecord,
+    PlanRecord,
     RoundRecord,
+    SearchRecord,
+    SnapshotRecord,
+    StacksRecord,
+    StacksRequest,
+    WindowRecord,
     WorkerRecord,
     WorkerState,
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.live.member import EvictedError
+from lightning_dlrover.rdzv.membership.member import EvictedError, MembershipError
 
-__all__ = ["OwnRecord"]
+# Requests to a job's workers: leave, make room for a replacement, report stack traces.
+
+
+def ask_for_replacement(journal: Journal, worker_id: str, reason: str, *guard: Compare) -> bool:
+    """Request a worker's replacement; False if it is gone or was drained already, or if a guard fails."""
+    drain = journal.keys.drains + worker_id
+    # A worker that must leave at once, because its host is taken away, cannot wait for its replacement.
+    may_ask = (*guard, exists(journal.keys.workers + worker_id), absent(drain))
+    return journal.fenced_write({drain: DrainRecord(worker_id, reason, once_replaced=True)}, may_ask)
+
+
+def dismiss(journal: Journal, worker_id: str, failed_round: int, reason: str) -> bool:
+    """Request that a worker is in no round after `failed_round`, which the caller is about to report as broken.
+
+    Returns:
+        False if it is gone.
+    """
+    request = DrainRecord(worker_id, reason, failed_round=failed_round)
+    return journal.fenced_write({journal.keys.drains + worker_id: request}, [exists(journal.keys.workers + worker_id)])
+
+
+def ask_for_stacks(journal: Journal, asked_by: str, reason: str, after: int | None = None) -> StacksRequest | None:
+    """Request a stack trace from every worker of a job; None if another process has just done so.
+
+    Args:
+        after: number of the newest request that the caller has seen, 0 if there is none; None: always write a new request.
+    """
+    key = journal.keys.stacks_request
+    found = journal.get(StacksRequest, key, readable)
+    newest = found.record.number if found.record is not None else 0
+    if after is not None and newest > after:
+        return None
+    request = StacksRequest(newest + 1, asked_by, reason, time.time())
+    return request if journal.fenced_write({key: request}, [modified(key) == found.revision]) else None
+
+
+def read_stacks(journal: Journal) -> dict[str, StacksRecord]:
+    """Return each worker's newest stack trace. Records that cannot be read are left out."""
+    return readable_folder(journal.client, StacksRecord, journal.keys.stacks)
+
+
+# Queue for writes that no worker waits for, until etcd accepts them, however long it is unavailable or full.
 
 log = logging.getLogger(__name__)
+
+BATCH = 100
+"""Lines in one transaction. etcd allows 128 operations (--max-txn-ops)."""
+
+MAX_BYTES = 512 * 1024
+"""Bytes of lines in one transaction, unless it is a single line. etcd takes requests of 1.5 MiB (--max-request-bytes)."""
+
+
+class Outbox:
+    """Queue one worker's lines for the job's history and its changes of other records, and write them in order."""
+
+    def __init__(self, journal: Journal, worker_id: str) -> None:
+        self._journal = journal
+        self._worker_id = worker_id
+        self._events: deque[EventRecord] = deque()
+        self._sent: list[Put] = []  # the oldest lines as they were sent: etcd may hold them although it did not answer
+        self._changes: dict[str, Callable[[], object]] = {}  # writes by name, oldest first
+        self._lock = threading.Lock()
+
+    @property
+    def waiting(self) -> list[str]:
+        """Names of the changes that etcd does not hold yet."""
+        return list(self._changes)
+
+    def add(self, event: EventRecord) -> None:
+        """Queue one line for the job's history; never blocks."""
+        if len(self._events) >= MAX_EVENTS:
+            return  # after such a long outage of etcd the older lines matter more
+        self._events.append(event)
+
+    def add_change(self, name: str, write: Callable[[], object]) -> None:
+        """Queue a change; never blocks. It replaces a queued one of the same name."""
+        self._changes[name] = write
+
+    def change(self, name: str, write: Callable[[], object]) -> bool:
+        """Carry out a change now, or queue it while etcd is unavailable. Return whether it was carried out.
+
+        Raises:
+            what `write` raises, except `EtcdUnavailableError`.
+        """
+        if not self._changes:  # otherwise etcd was unavailable a moment ago, and training should not wait for it again
+            try:
+                write()
+                return True
+            except EtcdUnavailableError as error:
+                log.warning("%s is recorded later: %s", name, error)
+        self.add_change(name, write)
+        return False
+
+    def write(self, most: int = MAX_EVENTS) -> None:
+        """Write the queued changes and lines. Those that etcd cannot take now stay in the queue, those that it refuses do not.
+
+        Args:
+            most: lines after which to stop. A thread that has other work to do writes one transaction of them at a time.
+        """
+        # Two threads write: the background thread, and the one that flushes before its process ends.
+        with self._lock:
+            for name, write in list(self._changes.items()):
+                try:
+                    write()
+                except EtcdUnavailableError:
+                    raise
+                except (EtcdError, RecordError, MembershipError) as error:  # another attempt would fail alike
+                    log.error("%s is not recorded: %s", name, error)
+                if self._changes.get(name) is write:
+                    del self._changes[name]
+            num_written = 0
+            while self._events and num_written < most:
+                num_written += self._write_lines(min(BATCH, most - num_written))
+
+    def _write_lines(self, most: int) -> int:
+        """Write or drop the oldest lines; return how many."""
+        lines = list(itertools.islice(self._events, len(self._sent) or most))
+        while True:
+            try:
+                puts = self._sent or self._journal.puts(lines, self._worker_id)
+                if len(lines) == 1 or sum(len(put.value) for put in puts) <= MAX_BYTES:
+                    self._sent = puts  # another attempt writes the same keys again, and no line twice
+                    self._journal.append_all(puts)
+                    break
+            except EtcdUnavailableError:
+                raise
+            except (EtcdError, ValueError) as error:
+                if len(lines) == 1:
+                    log.error("a line of the job's history is not recorded: %s: %s", lines[0].text[:200], error)
+                    break
+            self._sent = []
+            lines = lines[: len(lines) // 2]
+        self._sent = []
+        for _ in lines:
+            self._events.popleft()
+        return len(lines)
+
+
+# The record that a worker writes about itself.
 
 
 class OwnRecord:
@@ -220,3 +387,189 @@ class OwnRecord:
     def _drain_request(self, lease: Lease) -> Put:
         record = DrainRecord(self._worker_id, self._drain_reason)
         return Put(self._keys.drains + self._worker_id, encode(record), lease.id)
+
+
+# The records that all workers of a job share, as one worker reads and writes them.
+#
+# The mirror answers what it holds without a request. Writes that no worker waits for go through the outbox.
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class SharedRecords:
+    """A job's history, plan, checkpoints, searches, nodes, requests and figures.
+
+    Args:
+        mirror: mirror of the job's shared records.
+        own: the worker's own record. Without it the worker changes none of the job's records: it may be cut off, and others may
+            have taken the job over.
+        wake: makes the thread that writes the outbox take a turn.
+    """
+
+    def __init__(self, journal: Journal, mirror: Mirror, worker_id: str, own: OwnRecord, wake: Callable[[], None]) -> None:
+        self.journal = journal
+        self.outbox = Outbox(journal, worker_id)
+        self._keys = journal.keys
+        self._mirror = mirror
+        self._worker_id = worker_id
+        self._own = own
+        self._wake = wake
+
+    def event(self, event: Event, text: str) -> None:
+        """Queue one line for the job's history, which the background thread writes at once; never waits for etcd."""
+        self.outbox.add(record_of(event, text))
+        self._wake()
+
+    def update_job(self, change: Callable[[JobRecord], JobRecord]) -> None:
+        """Compare-and-swap the job record until `change` of its newest version is stored."""
+        self._swap(JobRecord, self._keys.job, lambda job: change(job) if job else None)
+
+    def record(self, name: str, change: Callable[[JobRecord], JobRecord]) -> bool:
+        """Update the job record now, or once etcd is available. Return whether it was done.
+
+        Args:
+            name: what is recorded, for people. A change that waits under the same name is replaced.
+        """
+        return self.outbox.change(name, lambda: self.update_job(change))
+
+    def update_plan(self, change: Callable[[PlanRecord | None], PlanRecord | None]) -> PlanRecord:
+        """Compare-and-swap the plan and return the resulting one; `change` returns None to leave it unchanged."""
+        return self._swap(PlanRecord, self._keys.plan, change)
+
+    def newest_checkpoint(self) -> CheckpointRecord | None:
+        return self.journal.get(CheckpointRecord, self._keys.checkpoint).record
+
+    def put_checkpoint(self, record: CheckpointRecord, then: Callable[[], None] = lambda: None) -> None:
+        """Record the newest checkpoint now, or once etcd is available.
+
+        Args:
+            then: called after the record was written, maybe in another thread.
+        """
+
+        def write() -> None:
+            self._swap(CheckpointRecord, self._keys.checkpoint, lambda _: record)
+            then()
+
+        self.outbox.change(f"run {self._keys.run_id}: the newest checkpoint", write)
+
+    def checkpoint_request(self) -> int:
+        """Return the number of the newest checkpoint request, 0 if there is none."""
+        request = readable(CheckpointRequest, self._mirror.get(self._keys.checkpoint_request))
+        return request.number if request is not None else 0
+
+    def ask_for_checkpoint(self, reason: str) -> None:
+        """Ask all workers to save a checkpoint between two steps."""
+        self._swap(
+            CheckpointRequest,
+            self._keys.checkpoint_request,
+            lambda now: CheckpointRequest(now.number + 1 if now is not None else 1, reason),
+        )
+
+    def search(self, number: int) -> SearchRecord | None:
+        """Return the result of the script's search with this number, None before there is one."""
+        return read(SearchRecord, self._mirror.get(f"{self._keys.searches}{number}"))
+
+    def put_search(self, number: int, record: SearchRecord) -> None:
+        """Queue a search's result until etcd accepts it. Joiners wait for it; the workers that found it train on."""
+        self._queue(f"result of search {number}", f"{self._keys.searches}{number}", record)
+
+    def put_places(self, record: PlacesRecord) -> None:
+        """Queue where the loaders are; never waits for etcd. A record that etcd does not hold yet is replaced."""
+        self._queue("places in the data", self._keys.places, record)
+
+    def put_snapshot(self, record: SnapshotRecord) -> None:
+        """Queue which snapshot of the tables counts; never waits for etcd."""
+        self._queue("the newest snapshot", self._keys.snapshot, record)
+
+    def places(self) -> PlacesRecord | None:
+        """Read from etcd where the loaders were before the newest round with joiners.
+
+        Raises:
+            EtcdError: etcd does not answer.
+        """
+        return self.journal.get(PlacesRecord, self._keys.places, readable).record
+
+    def window(
+        self, name: str, change: Callable[[WindowRecord | None], WindowRecord | None], timeout_s: float, outdated: str = ""
+    ) -> WindowRecord | None:
+        """Compare-and-swap the record of a stream's window; `change` returns None to leave it unchanged.
+
+        Args:
+            timeout_s: seconds to wait while etcd is away.
+            outdated: a record that is removed with the write of this one.
+        """
+        found = self.journal.swap(WindowRecord, f"{self._keys.windows}{name}", change, timeout_s=timeout_s)
+        if outdated and found.record is not None:
+            with contextlib.suppress(EtcdError):  # it expires with the job
+                self.journal.client.delete(f"{self._keys.windows}{outdated}")
+        return found.record
+
+    def has_controller(self) -> bool:
+        return self._mirror.get(self._keys.controller) is not None
+
+    @property
+    def nodes(self) -> NodesRecord | None:
+        """A controller's record of the job's nodes; None if there is none or it cannot be read."""
+        return readable(NodesRecord, self._mirror.get(self._keys.nodes))
+
+    def replace(self, worker_id: str, reason: str) -> bool:
+        """Request a worker's replacement; False if it is gone or was drained already."""
+        return ask_for_replacement(self.journal, worker_id, reason)
+
+    def stacks_request(self) -> StacksRequest | None:
+        """Return the newest request for stack traces, None if there is none."""
+        return readable(StacksRequest, self._mirror.get(self._keys.stacks_request))
+
+    def ask_for_stacks(self, after: int, reason: str) -> StacksRequest | None:
+        """Request a stack trace from every worker; see `ask_for_stacks`."""
+        return ask_for_stacks(self.journal, self._worker_id, reason, after)
+
+    def put_stacks(self, record: StacksRecord) -> None:
+        """Publish this worker's stack traces, bound to its lease."""
+        self.journal.client.put(self._keys.stacks + self._worker_id, encode(record), self._own.lease)
+
+    def stacks(self, request: int) -> dict[str, StacksRecord]:
+        """Return the responses to a request so far, by worker."""
+        answers = read_stacks(self.journal)
+        return {worker: answer for worker, answer in answers.items() if answer.request == request}
+
+    def put_profile(self, payload: bytes) -> None:
+        """Publish this worker's newest step profile, bound to its lease."""
+        self.journal.client.put(self._keys.profiles + self._worker_id, payload, self._own.lease)
+
+    def put_progress(self, payload: bytes) -> None:
+        """Publish the progress of the job, bound to this worker's lease."""
+        self.journal.client.put(self._keys.progress, payload, self._own.lease)
+
+    def _swap(self, record_type: type[R], key: str, change: Callable[[R | None], R | None]) -> R:
+        record = self._while_registered(lambda: self.journal.swap(record_type, key, change, fence=self._own.fence).record)
+        if record is None:
+            raise MembershipError(f"run {self._keys.run_id!r}: {key!r} does not exist")
+        return record
+
+    def _queue(self, what: str, key: str, record: Any) -> None:
+        put = [Put(key, encode(record))]
+
+        def write() -> None:
+            if not self.journal.client.txn(self._own.fence, put).succeeded:
+                raise FenceLostError(f"{key!r} was not written: this worker is not registered")
+
+        self.outbox.add_change(f"run {self._keys.run_id}: {what}", lambda: self._while_registered(write))
+        self._wake()
+
+    def _while_registered(self, write: Callable[[], T]) -> T:
+        """Run a write that is fenced by this worker's registration."""
+        with contextlib.suppress(FenceLostError):
+            return write()
+        self._own.check(None)  # its lease may have ended a moment ago, as while the script held the GIL
+        try:
+            return write()
+        except FenceLostError as error:
+            raise self._not_registered() from error
+
+    def _not_registered(self) -> Exception:
+        if self._own.evicted:
+            return EvictedError(self._own.evicted_text)
+        # It comes back, or finds that it is evicted.
+        return EtcdUnavailableError(f"run {self._keys.run_id!r}: worker {self._worker_id} is not registered for the moment")

@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_dlrover.rdzv.group import torch_names, transfer
-
-__all__ = ["DataUnpickler", "accept_only_data"]
+from lightning_dlrover.rdzv.transport import torch_names, transfer
 
 # Errors of a checkpoint's parts travel with their tracebacks.
 _OF_ERRORS: list[Any] = [traceback.StackSummary, traceback.FrameSummary]

@@ -1,42 +1,503 @@
-"""Sever a round from outside: shut down the sockets of gloo, which has no abort, and begin the abort of other groups."""
+"""The c10d process groups of a round: connect their communicators, sever, abort and end them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
+import logging
 import os
 import socket
 import stat
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_dlrover.addresses import interface_of
-from lightning_dlrover.rdzv.etcd.config import parse_endpoints
-from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
-from lightning_dlrover.rdzv.group import torch_names
-from lightning_dlrover.rdzv.group.ending import RoundEnd
-from lightning_dlrover.rdzv.group.torch_names import TCPStore
-from lightning_dlrover.rdzv.group.waits import AWAKE_S
-from lightning_dlrover.rdzv.live.member import Member
-from lightning_dlrover.rdzv.live.worker_view import WorkerView
+from lightning_dlrover.host import interface_of
+from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError, parse_endpoints
+from lightning_dlrover.rdzv.job.records import RoundRecord
+from lightning_dlrover.rdzv.membership.member import Member, WorldError
+from lightning_dlrover.rdzv.membership.rounds import WorkerView
+from lightning_dlrover.rdzv.transport import torch_names
+from lightning_dlrover.rdzv.transport.torch_names import PrefixStore, Store, TCPStore
+from lightning_dlrover.rdzv.transport.waits import AWAKE_S
 
-__all__ = [
-    "RoundSockets",
-    "StoreServer",
-    "inet_sockets",
-    "num_begun_in",
-    "own_address",
-    "protect_forks",
-    "shut_down",
-    "use_interface_of",
-]
+# Know how the collectives of each c10d backend behave, and refuse settings under which a lost worker would end the others.
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Behaviour of a c10d backend that decides how its groups are used and ended.
+
+    Attributes:
+        is_asynchronous: collectives return before their results exist, and raise no error when a peer is lost.
+        is_abortable: a group is ended by an abort, because its connections cannot be shut down from outside.
+    """
+
+    is_asynchronous: bool
+    is_abortable: bool
+
+
+_KNOWN = {"gloo": Traits(False, False), "nccl": Traits(True, True)}
+
+
+def register(name: str, traits: Traits) -> None:
+    """Declare the behaviour of a further backend, one that `torch.distributed.Backend.register_backend` knows."""
+    _KNOWN[name.lower()] = traits
+
+
+def with_gloo(backend: str) -> str:
+    """Return the backend of a round's group as torch takes it: `nccl` gets gloo for the script's own tensors on the CPU.
+
+    Raises:
+        ValueError: the behaviour of a backend is not known.
+    """
+    backend = backend.lower()  # as torch takes it
+    for name in _names(backend):
+        if name not in _KNOWN:
+            raise ValueError(
+                f"process groups of the backend {backend!r} cannot be used in a live job, as nothing is known of {name!r}: "
+                f"use one of {', '.join(sorted(_KNOWN))}, or call lightning_dlrover.rdzv.transport.process_groups.register "
+                f"first"
+            )
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+
+
+def traits_of(backend: str) -> Traits:
+    """Return the behaviour of a group: that of its backends together."""
+    parts = [_KNOWN[name] for name in _names(backend)]
+    return Traits(any(part.is_asynchronous for part in parts), any(part.is_abortable for part in parts))
+
+
+def has_gloo_for_cpu(backend: str) -> bool:
+    """Whether tensors on the CPU travel through gloo."""
+    return backend == "gloo" or "cpu:gloo" in backend.split(",")
+
+
+def names_by_device(backend: str) -> dict[str, str]:
+    """Return the backend of each device type; `""` stands for all devices."""
+    pairs = [part.rpartition(":") for part in backend.split(",")]
+    return {device: name for device, _, name in pairs}
+
+
+def _names(backend: str) -> list[str]:
+    return [name.lower() for name in names_by_device(backend).values()]
+
+
+def prepare_environment(environ: MutableMapping[str, str]) -> None:
+    """Make NCCL leave a lost worker to us: its watchdog would end each survivor before the membership knows of the loss.
+
+    torch's agent sets `TORCH_NCCL_ASYNC_ERROR_HANDLING=1` in every worker, so that value says nothing about the user's wish.
+
+    Raises:
+        ValueError: the user has chosen a value that would end survivors.
+    """
+    for name, harmless in _HARMLESS.items():
+        value = environ.get(name)
+        if value is not None and value.strip().lower() not in harmless:
+            raise ValueError(
+                f"{name}={value} makes NCCL end this process when another worker is lost, so the job would not survive a loss: "
+                f"remove {name} from the environment"
+            )
+    environ.update(_NEEDED)
+    environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # channels are opened while a communicator connects, not at its first use
+
+
+_OFF = frozenset(("0", "n", "no", "f", "false", ""))
+
+_HARMLESS: Mapping[str, frozenset[str]] = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": _OFF | {"1"},
+    "NCCL_ASYNC_ERROR_HANDLING": _OFF,
+    "TORCH_NCCL_ENABLE_MONITORING": _OFF,
+    "TORCH_NCCL_PROPAGATE_ERROR": _OFF,
+    "TORCH_NCCL_DESYNC_DEBUG": _OFF,  # it and the next one switch the watchdog on, whatever TORCH_NCCL_ASYNC_ERROR_HANDLING is
+    "TORCH_DISTRIBUTED_DEBUG": frozenset(("", "off", "info")),
+}
+"""Values of torch's variables with which a worker survives the loss of another one (torch/csrc/distributed/c10d, NCCLUtils)."""
+
+_NEEDED: Mapping[str, str] = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog neither aborts groups nor throws
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # nothing ends the process while the watchdog waits for an abort
+    # After an error the watchdog gives this monitor time to write a dump: four times as long, 60 s by default, for each
+    # collective in flight. Whoever drops the group waits for that.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # After each error the watchdog writes to the store of rank 0, so that all write a dump. After a loss of rank 0 each attempt
+    # fails, and the watchdog collects a C++ traceback for each collective in flight.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+
+# End a round's process groups without waiting for workers that are gone.
+#
+# The groups of a backend that is abortable, such as NCCL's, go through these states. Each change is made once, under the
+# lock:
+#
+# open -> aborting            any thread: a collective failed, or the round is over
+# open -> closing             the main thread, after all members have agreed on the next round
+# aborting, closing -> ended  the thread that aborts or shuts down
+#
+# Both calls may block inside the driver while a kernel is stuck, so each runs in a thread of its own. An error there is
+# logged and changes nothing else: the communicators of the next round are others.
+#
+# The groups of the round that ended last are kept until the next one ends. The destructor of NCCL's waits for its watchdog,
+# which needs the interpreter's lock to free a tensor. DDP's reducer drops its group while it holds that lock, so it must
+# never be the last one that does.
+
+log = logging.getLogger(__name__)
+
+STUCK_S = 30.0
+"""Seconds for an abort. A worker whose device does not return from one cannot take part in any further round."""
+
+CLOSE_S = 10.0
+"""Seconds for a planned shutdown, which waits for the other members. The groups are aborted after that."""
+
+EXIT_STUCK = 70
+"""Exit code of a worker whose device does not let go of a lost round."""
+
+
+_ended_last: list[Sequence[Any]] = []
+"""The groups that were ended last: one list at most."""
+
+
+class GroupStuckError(WorldError):
+    """The communicators of an ended round could not be aborted."""
+
+
+class RoundEnd:
+    """The end of one round's groups.
+
+    Args:
+        groups: returns the groups of the round, the newest first. Called once, by the thread that ends them.
+        what: names the round in messages.
+        report: publishes the error that ends this worker, if an abort is stuck. None: such an abort is left behind, as no
+            kernel of these groups can hold up another round.
+    """
+
+    def __init__(self, groups: Callable[[], Sequence[Any]], what: str, report: Callable[[BaseException], None] | None) -> None:
+        self._groups = groups
+        self._what = what
+        self._report = report
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._ended = threading.Event()
+
+    def abort(self) -> None:
+        """Begin to abort the groups, unless they are ending already. Never blocks."""
+        self._begin(self._abort, STUCK_S, self._give_up)
+
+    def close(self) -> None:
+        """Begin to shut the groups down after all members have agreed to leave them. Never blocks."""
+        self._begin(self._shut_down, CLOSE_S, self._abort_instead)
+
+    def wait(self, timeout_s: float = STUCK_S) -> None:
+        """Wait until the groups are gone, so that their memory is free and no kernel of theirs is left.
+
+        Raises:
+            GroupStuckError: they are not gone in time.
+        """
+        if not self._is_open and not self._ended.wait(timeout_s):
+            raise self._stuck(timeout_s)
+
+    def _begin(self, end: Callable[[Sequence[Any]], None], limit_s: float, too_late: Callable[[Sequence[Any]], None]) -> None:
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            groups = list(self._groups())
+
+        def run() -> None:
+            try:
+                end(groups)
+            finally:
+                self._ended.set()
+                before, _ended_last[:] = list(_ended_last), [groups]
+                del before  # in this thread, whose destructors release the interpreter's lock
+
+        def watch() -> None:
+            if not self._ended.wait(limit_s):
+                too_late(groups)
+
+        threading.Thread(target=run, name="dlrover-end-round", daemon=True).start()
+        threading.Thread(target=watch, name="dlrover-watch-end", daemon=True).start()
+
+    def _abort(self, groups: Sequence[Any]) -> None:
+        began = time.monotonic()
+        try:
+            torch_names.abort(groups)
+        except Exception as error:
+            log.warning("%s: its groups were aborted with an error, which changes nothing: %s", self._what, error)
+        log.debug("%s: aborted in %.3f s", self._what, time.monotonic() - began)
+
+    def _shut_down(self, groups: Sequence[Any]) -> None:
+        try:
+            for group in groups:
+                group.shutdown()
+        except Exception as error:
+            log.warning("%s: its groups are aborted, because their shutdown failed: %s", self._what, error)
+            self._abort(groups)
+
+    def _abort_instead(self, groups: Sequence[Any]) -> None:
+        log.warning("%s: a member did not take part in its shutdown for %.0f s; its groups are aborted", self._what, CLOSE_S)
+        self._abort(groups)
+
+    def _give_up(self, groups: Sequence[Any]) -> None:
+        if self._report is None:
+            log.warning(
+                "%s: its communicators have not connected, and their abort waits for that; they are left behind", self._what
+            )
+            return
+        error = self._stuck(STUCK_S)
+        log.critical("%s", error)
+        with contextlib.suppress(Exception):
+            self._report(error)
+        os._exit(EXIT_STUCK)  # the main thread may wait for a kernel that will never end
+
+    def _stuck(self, waited_s: float) -> GroupStuckError:
+        return GroupStuckError(
+            f"{self._what}: the device has not returned from the abort of its communicators for {waited_s:.0f} s, so this "
+            "worker cannot take part in another round; its agent has to start it again. Look for messages of the driver (Xid), "
+            "and set NCCL_DEBUG=INFO to see what NCCL waits for"
+        )
+
+
+# Keep what an aborted collective of an asynchronous backend, such as NCCL, has left in memory away from the weights.
+#
+# The host does not wait for such a collective. Only the stream does, and it continues after an abort as after a success,
+# with arbitrary gradients in the buffers. So the host waits for the stream before results are used, and checks whether the
+# round has ended. gloo needs none of this: its collectives raise.
+
+DEVICE_TICK_S = 1.0
+"""Seconds between two looks at a wait for the device."""
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until the current stream of a device has completed its work. A CPU has none."""
+    if device.type == "cpu":
+        torch.cpu.synchronize()
+    else:
+        torch.get_device_module(device).current_stream(device).synchronize()
+
+
+class DeviceWait:
+    """Wait for a device, and end the round if the wait lasts longer than a collective may.
+
+    Nothing else limits it: gloo ends such a wait by itself, but the watchdog that would do so for NCCL is off (`backends`).
+
+    Args:
+        end_round: ends the round's collectives, so that the stream continues. Called from another thread.
+    """
+
+    def __init__(self, limit_s: float, end_round: Callable[[], None]) -> None:
+        self._limit_s = limit_s
+        self._end_round = end_round
+        self._since = float("inf")
+        self._is_closed = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def wait(self, device: torch.device) -> None:
+        """Wait until the device's current stream has completed its work. The caller checks whether the round has ended."""
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="dlrover-device-wait", daemon=True)
+            self._watcher.start()
+        self._since = time.monotonic()
+        try:
+            wait_for_device(device)
+        finally:
+            self._since = float("inf")
+
+    def close(self) -> None:
+        self._is_closed.set()
+
+    def _watch(self) -> None:
+        while not self._is_closed.wait(min(DEVICE_TICK_S, self._limit_s / 4)):
+            since = self._since
+            if time.monotonic() - since > self._limit_s:
+                log.error(
+                    "this worker has waited %.0f s for its device: another worker takes no part in a collective; the round is "
+                    "ended. DLRoverStrategy(timeout=...) sets the limit",
+                    time.monotonic() - since,
+                )
+                self._since = float("inf")
+                self._end_round()
+
+
+@contextlib.contextmanager
+def checked_updates(check: Callable[[torch.device], None]) -> Iterator[None]:
+    """Call `check` with each device before any step of a PyTorch optimizer of this process.
+
+    If `check` raises an error, the step changes no parameter.
+    """
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for device in {p.device for group in optimizer.param_groups for p in group["params"]}:
+            check(device)
+
+    handle = register_optimizer_step_pre_hook(before_step)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# Connect the communicators of a round before its first collective, for backends that are slow to connect.
+#
+# torch lets NCCL connect at the first collective, in the backward pass of the first step, without a time limit. Here a
+# thread connects as soon as the round is known: for a planned round while the former one still trains. `backends` makes
+# NCCL open its channels then, and not at the first collective.
+#
+# That thread starts no collective. Members may begin collectives of two communicators in different orders, and wait for
+# each other for ever on a device that cannot run both at once (NCCL's user guide, "Using multiple NCCL communicators
+# concurrently"). One small reduction follows once the former round's groups are out of use.
+#
+# connecting -> connected | failed    the thread
+# any -> abandoned                    the main thread or the membership thread: the round is void, or too late
+#
+# A thread that hangs in the driver is left behind. It holds nothing that another round needs.
+
+
+class CommunicatorError(WorldError):
+    """The communicators of a round could not be connected."""
+
+
+class Communicators:
+    """One worker's communicators of one round.
+
+    Args:
+        names: backends to connect, by device type.
+        open_store: connects to the round's store; may wait.
+        former: end of the groups before, whose abort is awaited first: its kernels would hold up the reduction.
+        timeout: limit of a collective.
+    """
+
+    def __init__(
+        self,
+        target: RoundRecord,
+        rank: int,
+        device: torch.device,
+        names: Mapping[str, str],
+        open_store: Callable[[], Store],
+        former: RoundEnd | None,
+        timeout: timedelta,
+    ) -> None:
+        self.round = target
+        self._rank, self._device = rank, device
+        self._names = names
+        self._open_store = open_store
+        self._former = former
+        self._timeout = timeout
+        self._backends: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self.is_abandoned = False
+        self.end: RoundEnd | None = None  # of those that were abandoned
+        self._error: BaseException | None = None
+        self._is_done = threading.Event()
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="dlrover-communicators", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether they are connected, or have failed to."""
+        return self._is_done.is_set()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether they could not be connected, or were abandoned."""
+        return self._error is not None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until they are connected, or have failed to; return whether they have. Without a limit the caller sets one."""
+        return self._is_done.wait(timeout_s)
+
+    def connected(self) -> dict[str, Any]:
+        """Return the backends by name.
+
+        Raises:
+            CommunicatorError: they could not be connected.
+        """
+        assert self.is_done
+        with self._lock:  # another thread may abandon them now
+            if self._error is not None:
+                raise CommunicatorError(f"round {self.round.number}: {self._error}") from self._error
+            backends, self._backends = self._backends, {}
+        return backends
+
+    def warm_up(self) -> None:
+        """Run one small reduction in each communicator. The caller limits the wait, and abandons them after an error.
+
+        Raises:
+            CommunicatorError: a result is wrong.
+        """
+        self._use_device()
+        with self._lock:
+            backends = dict(self._backends)
+        for name, backend in backends.items():
+            ones = torch.ones(1, device=self._device)
+            backend.allreduce([ones]).wait()
+            wait_for_device(self._device)
+            if int(ones) != len(self.round.members):
+                raise CommunicatorError(
+                    f"round {self.round.number}: the first reduction over {name} gave {float(ones)} among "
+                    f"{len(self.round.members)} workers"
+                )
+
+    def abandon(self, reason: str = "the round was given up") -> None:
+        """Abort what is connected or connecting, and end all waits for it with an error. Never blocks."""
+        with self._lock:
+            self.is_abandoned = True
+            self._error = self._error or CommunicatorError(reason)
+            backends, self._backends = self._backends, {}
+        self._is_done.set()
+        if backends:
+            # No abort reaches a communicator that still connects (pytorch issue 103264), and in non-blocking mode it may wait
+            # for that. So an abort that is stuck says nothing about the device, and the thread is left behind.
+            self.end = RoundEnd(lambda: list(backends.values()), f"round {self.round.number}", None)
+            self.end.abort()
+
+    def _run(self) -> None:
+        try:
+            if self._former is not None:
+                self._former.wait()
+            self._use_device()
+            store = self._open_store()
+            for name in dict.fromkeys(self._names.values()):
+                self._connect(name, PrefixStore(name, store))
+        except BaseException as error:
+            log.info("round %d: its communicators did not connect: %s", self.round.number, error)
+            self._error = error
+        else:
+            log.debug("round %d: communicators after %.3f s", self.round.number, time.monotonic() - self._began)
+        finally:
+            self._is_done.set()
+
+    def _use_device(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).set_device(self._device)  # a thread begins with the first device
+
+    def _connect(self, name: str, store: Store) -> None:
+        size = len(self.round.members)
+        backend = torch_names.backend_beside_gloo(name, store, self._rank, size, self._timeout)
+        with self._lock:
+            if self.is_abandoned:
+                raise CommunicatorError("the round was given up")
+            self._backends[name] = backend  # from here on it can be aborted
+        backend.eager_connect_single_device(self._device)
+
+
+def slow_to_connect(backend: str) -> dict[str, str]:
+    """Return the backends of a group, by device type, that are worth connecting early: all but gloo."""
+    return {device: name for device, name in names_by_device(backend).items() if name != "gloo"}
+
+
+# Sever a round from outside: shut down the sockets of gloo, which has no abort, and begin the abort of other groups.
 
 
 def num_begun_in(backends: Sequence[Any]) -> int:

@@ -20,37 +20,21 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dlrover.private_names import MissingNamesError, check_names
 
 try:
-    from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+    from torch._C._distributed_c10d import (
+        HashStore as HashStore,
+    )
+    from torch._C._distributed_c10d import (
+        PrefixStore as PrefixStore,
+    )
+    from torch._C._distributed_c10d import (
+        Store as Store,
+    )
+    from torch._C._distributed_c10d import (
+        TCPStore as TCPStore,
+    )
 except ImportError as error:
     raise MissingNamesError("torch", [f"torch._C._distributed_c10d ({error})"]) from error
 
-__all__ = [
-    "NAMES",
-    "HashStore",
-    "PrefixStore",
-    "Store",
-    "TCPStore",
-    "abort",
-    "accepted_in_files",
-    "after_backward",
-    "as_connected",
-    "backend_beside_gloo",
-    "backend_of",
-    "check",
-    "control_group",
-    "default_groups",
-    "forget_groups",
-    "gloo",
-    "gloo_devices",
-    "has_gradient_hook",
-    "is_in_backward",
-    "is_point_to_point",
-    "num_begun",
-    "replace_buffer_broadcast",
-    "replace_unpickler",
-    "retire",
-    "work_class",
-]
 
 POINT_TO_POINT = frozenset((12, 13, 14))
 """`c10d::OpType` of send, receive and receive from any source. A wait for one that times out breaks its connections."""

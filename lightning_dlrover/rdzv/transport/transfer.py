@@ -1,13 +1,5 @@
-"""Send Python objects with large tensors between workers without copying the tensors, and accept only data from them.
-
-Messages are read by `torch.load(weights_only=True)`, which accepts
-  - tensors, plain Python values, and a few harmless classes of the standard library and of numpy;
-  - enums and dataclasses of modules that this process has imported;
-  - classes that the script has allowed with `torch.serialization.add_safe_globals`.
-
-All workers run one script, so a receiver also accepts the classes and functions in its own state (`names_in`). An attacker with
-access to a connection between two workers can make a worker fail or send it wrong data. The attacker cannot make it run code
-that its own state does not name.
+"""Move a job's state between workers as data: objects with large tensors, a module's buffers, and the state that outlives a
+worker on its host.
 """
 
 from __future__ import annotations
@@ -22,49 +14,35 @@ import fractions
 import io
 import itertools
 import json
+import logging
+import os
 import pathlib
 import re
 import sys
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from lightning_dlrover.rdzv.group import waits
-from lightning_dlrover.rdzv.live.member import RoundEndedError
+from lightning_dlrover.rdzv.membership.member import RoundEndedError
+from lightning_dlrover.rdzv.transport import waits
 
-__all__ = [
-    "HARMLESS",
-    "Packed",
-    "RefusedError",
-    "TransferError",
-    "advice_for",
-    "all_gather",
-    "barrier",
-    "broadcast",
-    "broadcast_object",
-    "dumps",
-    "gather_from",
-    "is_plain_class",
-    "largest",
-    "loaded",
-    "loads",
-    "names_in",
-    "needed_names",
-    "outline",
-    "pack",
-    "read",
-    "receive",
-    "resolved",
-    "round_group",
-    "send",
-    "travel_in",
-    "write",
-]
+# Send Python objects with large tensors between workers without copying the tensors, and accept only data from them.
+#
+# Messages are read by `torch.load(weights_only=True)`, which accepts
+#   - tensors, plain Python values, and a few harmless classes of the standard library and of numpy;
+#   - enums and dataclasses of modules that this process has imported;
+#   - classes that the script has allowed with `torch.serialization.add_safe_globals`.
+#
+# All workers run one script, so a receiver also accepts the classes and functions in its own state (`names_in`). An
+# attacker with access to a connection between two workers can make a worker fail or send it wrong data. The attacker cannot
+# make it run code that its own state does not name.
 
 INLINE_BYTES = 4096
 """Minimum bytes of a tensor with a message of its own. Smaller ones are copied into the object's message, which costs less."""
@@ -503,3 +481,224 @@ def _replaced(part: Any, replace: Callable[[torch.Tensor], torch.Tensor], known:
     if type(part) in (list, tuple):
         return type(part)(_replaced(value, replace, known) for value in part)
     return part
+
+
+# Copy a module's buffers, such as BatchNorm's means, before a step that may be repeated.
+
+log = logging.getLogger(__name__)
+
+MAX_COPIED_BYTES = 64 << 20
+"""Size of the largest buffer that is copied before each step, such as a queue of 65,536 keys of 256 floats."""
+
+
+class BufferCopies:
+    """Copies of a module's buffers on their devices, from before a computation that a loss may interrupt.
+
+    The forward pass writes buffers: a repeated one would count its batch twice, and what an aborted collective returned would
+    stay. The copies keep their memory from step to step. Buffers above `MAX_COPIED_BYTES` are left out, with one warning.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = [(name, part) for name, part in module.named_modules()]
+        self._kept: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []  # each buffer's holder, name and tensor
+        self._copies: list[Tensor] = []
+        self._left_out: set[str] = set()
+
+    def keep(self) -> None:
+        """Copy the buffers, in place of the former copies."""
+        self._kept = [
+            (part._buffers, name, buffer)
+            for path, part in self._parts
+            for name, buffer in part._buffers.items()
+            if buffer is None or self._is_copied(f"{path}.{name}".lstrip("."), buffer)
+        ]
+        buffers = self._tensors()
+        if [_layout(copy) for copy in self._copies] != [_layout(buffer) for buffer in buffers]:
+            self._copies = [torch.empty_like(buffer) for buffer in buffers]
+        _copy(self._copies, buffers)
+
+    def restore(self) -> None:
+        """Set the buffers to their copies. Can be called several times."""
+        for buffers, name, buffer in self._kept:
+            buffers[name] = buffer  # the computation may have assigned another tensor
+        _copy(self._tensors(), self._copies)
+
+    def _tensors(self) -> list[Tensor]:
+        return [buffer for _, _, buffer in self._kept if buffer is not None and not is_expanded(buffer)]
+
+    def _is_copied(self, name: str, buffer: Tensor) -> bool:
+        if buffer.nbytes <= MAX_COPIED_BYTES:
+            return True
+        if name not in self._left_out:
+            self._left_out.add(name)
+            log.warning(
+                "Buffer %s has %.0f MiB, too many to copy before each step: if a worker is lost in a step, what the forward "
+                "pass has written to it stays, and the repeated step writes again",
+                *(name, buffer.nbytes / 2**20),
+            )
+        return False
+
+
+def is_expanded(buffer: Tensor) -> bool:
+    """Whether several elements share memory. Nothing can be written to such a tensor."""
+    strides = buffer.stride()
+    return 0 in strides and any(size > 1 and step == 0 for size, step in zip(buffer.shape, strides, strict=True))
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _copy(to: list[Tensor], values: list[Tensor]) -> None:
+    if not to:
+        return  # torch refuses empty lists
+    with torch.no_grad():
+        torch._foreach_copy_(to, values)  # few kernels for all buffers on a GPU
+
+
+# Keep the state of a job in this host's memory while an elastic agent replaces its group of workers.
+#
+# An agent of several workers ends all of them when one fails. If no worker of another node goes on, the leaving workers
+# write the state into a folder in shared memory. The agent's next group of workers reads it.
+#
+# The folder belongs to the agent, so it holds the state of only one job. It is removed when the agent ends. The folder of a
+# killed agent is removed when the next agent on the host creates one. A state is complete or absent, and replaces the one
+# before.
+
+ROOT = Path("/dev/shm")
+PREFIX = "dlrover-agent-"
+
+
+class HostStateError(RuntimeError):
+    """A state cannot be written to this host's memory, or read from it."""
+
+
+class HostStateCache:
+    """The state left by a former group of this agent, if any.
+
+    Args:
+        folder: the agent's folder for the state.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "state"
+
+    def write(self, step: int, packed: Packed) -> int:
+        """Replace the kept state; return the bytes written.
+
+        Raises:
+            HostStateError: there is no room; the former state stays.
+        """
+        self._remove_unfinished()
+        unfinished = self._file.with_suffix(f".{os.getpid()}")
+        try:
+            with unfinished.open("wb") as file:
+                file.write(json.dumps({"step": step}).encode() + b"\n")
+                write(packed, file)
+                num_bytes = file.tell()
+            unfinished.rename(self._file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise HostStateError(
+                f"the state of step {step} could not be kept in {self._file.parent}: {error}. Give the host, or its container, "
+                "more shared memory (docker run --shm-size), or start one agent per worker"
+            ) from error
+        return num_bytes
+
+    def remove(self) -> None:
+        """Remove the state, for example if no worker can continue from it."""
+        with contextlib.suppress(OSError):
+            self._file.unlink()
+
+    def _remove_unfinished(self) -> None:
+        """Free the memory of unfinished states left by workers that were killed while writing."""
+        for unfinished in self._file.parent.glob(f"{self._file.name}.*"):
+            writer = unfinished.suffix.removeprefix(".")
+            if not Path("/proc", writer).exists():
+                with contextlib.suppress(OSError):
+                    unfinished.unlink()
+
+    def step(self) -> int | None:
+        """Return the optimizer steps made before the state was written; None: there is no state."""
+        try:
+            with self._file.open("rb") as file:
+                return int(json.loads(file.readline(1000))["step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def read(self, classes: Sequence[type] = (), names: Collection[str] = ()) -> Any:
+        """Return the kept object.
+
+        Args:
+            classes: classes accepted in addition to plain data.
+            names: classes and functions accepted by name, see `transfer.names_in`.
+
+        Raises:
+            HostStateError: the state cannot be read.
+        """
+        try:
+            with self._file.open("rb") as file:
+                file.readline(1000)
+                return read(file, classes, names)
+        except (OSError, TransferError) as error:
+            raise HostStateError(f"the state in {self._file} cannot be read: {error}") from error
+
+
+def newest(steps: Sequence[int | None]) -> tuple[int, int]:
+    """Return the largest step of the states on the members' hosts, and its rank; -1 if there is no state."""
+    step = max((step for step in steps if step is not None), default=-1)
+    return step, steps.index(step) if step >= 0 else 0
+
+
+def resume(
+    left: HostStateCache | None,
+    source: int,
+    rank: int,
+    receivers: Collection[int],
+    load: Callable[[Any], None],
+    gather: Callable[[bool], list[bool]],
+    is_failure: Callable[[BaseException], bool],
+    classes: Sequence[type] = (),
+    names: Collection[str] = (),
+) -> bool:
+    """Load one member's state into the receivers. All members of a round call it.
+
+    If a receiver cannot load the state, all members remove theirs: the next group of workers would end like this one.
+
+    Args:
+        source: rank whose host has the state.
+        receivers: ranks that call `load` with the state.
+        gather: returns the values of all members, by rank.
+        is_failure: whether an error means that the round is broken, so that the state may still be whole.
+        classes, names: see `HostStateCache.read`.
+
+    Returns:
+        Whether the source could read the state.
+    """
+    state: Any = None
+    if left is not None and rank == source:
+        try:
+            state = left.read(classes, names)
+        except HostStateError as error:
+            log.warning("%s", error)
+    if not any(gather(state is not None)):
+        return False
+    for receiver in (each for each in receivers if each != source):
+        if rank == source:
+            send(state, receiver)
+        elif rank == receiver:
+            state = receive(source, classes, names)
+    problem: Exception | None = None
+    if rank in receivers:
+        try:
+            load(state)
+        except Exception as error:  # a state of another model, for example, may raise anything
+            if is_failure(error):
+                raise
+            problem = error
+    if not all(gather(problem is None)) and left is not None:
+        left.remove()
+    if problem is not None:
+        raise problem
+    return True

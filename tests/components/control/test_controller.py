@@ -15,19 +15,12 @@ from fake_target import FakeTarget
 from waiting import run_until
 
 from lightning_dlrover.components.control.controller import Controller
-from lightning_dlrover.components.control.observer import MAX_REFUSED
-from lightning_dlrover.components.control.office import ControllerBusyError
-from lightning_dlrover.components.control.reconcile import (
-    FailurePolicy,
-    FinishJob,
-    Limits,
-)
+from lightning_dlrover.components.control.nodes import MAX_REFUSED, ControllerBusyError
+from lightning_dlrover.components.control.reconcile import FailurePolicy, FinishJob, Limits
 from lightning_dlrover.components.targets.target import ANY_SIZE, NodeSize, NotTakenError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
-from lightning_dlrover.rdzv.etcd.operations import KeyValue
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdUnavailableError, KeyValue
 from lightning_dlrover.rdzv.job.records import (
     AgentRecord,
     CheckpointRecord,
@@ -762,7 +755,7 @@ def test_refusal_by_this_package_is_shown_without_the_traceback_through_its_code
     start, frame, *_ = FAILED.splitlines()
     reason = "this worker's data differ from the job's: " + "fix the seed, " * 20
     ours = '  File "/x/site-packages/lightning_dlrover/live/data.py", line 9, in compare'
-    refusal = f"{start}\n{frame}\n{ours}\nlightning_dlrover.rdzv.live.member.MembershipError: {reason}\n"
+    refusal = f"{start}\n{frame}\n{ours}\nlightning_dlrover.rdzv.membership.member.MembershipError: {reason}\n"
     torchs = "E1121 03:07:37.0 8654 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 0\n"
     job.target.log("node1").write_text(refusal + torchs + refusal)
     job.target.nodes["node1"] = "failed"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlrover.components.control.failures import likeness
+from lightning_dlrover.components.control.reconcile import likeness
 
 SAME = [
     "RuntimeError: DataLoader worker (pid(s) {}417, {}5) exited unexpectedly",

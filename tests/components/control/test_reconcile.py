@@ -28,7 +28,7 @@ from lightning_dlrover.components.control.reconcile import (
 )
 from lightning_dlrover.components.targets.target import NodeSize
 from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
-from lightning_dlrover.rdzv.live.rounds import JobView
+from lightning_dlrover.rdzv.membership.rounds import JobView
 
 POLICY = FailurePolicy()
 LATE_S = 10_000.0

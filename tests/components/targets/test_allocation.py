@@ -7,11 +7,7 @@ from collections import Counter
 
 import pytest
 
-from lightning_dlrover.components.targets.machine.allocation import (
-    Allocation,
-    NothingFreeError,
-    Share,
-)
+from lightning_dlrover.components.targets.machine import Allocation, NothingFreeError, Share
 
 GPUS = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
 

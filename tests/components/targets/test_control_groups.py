@@ -10,14 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlrover.components.targets.machine.control_groups import (
-    MemoryGroups,
-    NoMemoryGroupsError,
-)
-from lightning_dlrover.observe.cgroups import (
-    CGROUPS,
-    cgroup_folders,
-)
+from lightning_dlrover.components.targets.machine import MemoryGroups, NoMemoryGroupsError
+from lightning_dlrover.host import CGROUPS, cgroup_folders
 
 MIB = 1 << 20
 
@@ -72,7 +66,7 @@ def test_only_groups_of_killed_processes_are_removed(groups: MemoryGroups) -> No
     kept = groups.create("node1", 64 * MIB)
     source = """
 import os
-from lightning_dlrover.components.targets.machine.control_groups import MemoryGroups
+from lightning_dlrover.components.targets.machine import MemoryGroups
 print(MemoryGroups().create("node1", 64 << 20), flush=True)
 os.kill(os.getpid(), 9)
 """
@@ -131,7 +125,7 @@ def test_reason_is_given_where_memory_cannot_be_limited(controllers: str | None,
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
 def test_missing_right_to_write_a_group_is_explained_with_a_remedy(groups: MemoryGroups) -> None:
     source = """
-from lightning_dlrover.components.targets.machine.control_groups import MemoryGroups
+from lightning_dlrover.components.targets.machine import MemoryGroups
 import os
 os.setresuid(65534, 65534, 65534)
 try:
@@ -171,8 +165,8 @@ def test_divider_of_a_v2_group_moves_out_if_it_is_alone_in_it(scope: tuple[Path,
     folder, controller = scope
     source = f"""
 import pathlib, subprocess, sys
-from lightning_dlrover.components.targets.machine.control_groups import (enable,)
-from lightning_dlrover.observe.cgroups import (cgroup_folders,)
+from lightning_dlrover.components.targets.machine import (enable,)
+from lightning_dlrover.host import (cgroup_folders,)
 scope = pathlib.Path({str(folder)!r})
 scope.joinpath("cgroup.procs").write_text("0")
 with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlrover.components.targets.machine.devices import visible_devices
+from lightning_dlrover.components.targets.machine import visible_devices
 
 TWO_OF_WHICH_ONE_IS_DIVIDED = """\
 GPU 0: NVIDIA H200 (UUID: GPU-5c9a1f64-0000-0000-0000-000000000000)

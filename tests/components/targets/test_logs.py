@@ -5,12 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from pathlib import Path
 
-from lightning_dlrover.components.targets.logs import (
-    PIECE_BYTES,
-    LogFile,
-    log_files,
-    read_tail,
-)
+from lightning_dlrover.components.targets.target import PIECE_BYTES, LogFile, log_files, read_tail
 
 
 def write(file: Path, text: str = "") -> Path:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from manual_clock import ManualClock
 
-from lightning_dlrover.components.targets.polling import Polling
-from lightning_dlrover.components.targets.target import TargetError
+from lightning_dlrover.components.targets.target import Polling, TargetError
 
 
 class Scheduler:

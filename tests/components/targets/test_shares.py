@@ -9,17 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlrover.components.targets.machine import shares
-from lightning_dlrover.components.targets.machine.control_groups import (
-    MemoryGroups,
-    NoMemoryGroupsError,
-)
-from lightning_dlrover.components.targets.machine.shares import MachineShares
-from lightning_dlrover.components.targets.target import (
-    ANY_SIZE,
-    NodeSize,
-    NotTakenError,
-)
+from lightning_dlrover.components.targets import machine as shares
+from lightning_dlrover.components.targets.machine import MachineShares, MemoryGroups, NoMemoryGroupsError
+from lightning_dlrover.components.targets.target import ANY_SIZE, NodeSize, NotTakenError
 from lightning_dlrover.variables import MEMORY_GROUP
 
 CORES = sorted(os.sched_getaffinity(0))

@@ -11,18 +11,9 @@ import pytest
 from slurm_commands import SlurmCommands
 from waiting import eventually
 
-from lightning_dlrover.components.control.post_mortem import examine
-from lightning_dlrover.components.targets.slurm import (
-    SlurmOptions,
-    SlurmTarget,
-)
-from lightning_dlrover.components.targets.target import (
-    App,
-    NodeSize,
-    NodeSpec,
-    NotTakenError,
-    TargetError,
-)
+from lightning_dlrover.components.control.nodes import examine
+from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
+from lightning_dlrover.components.targets.target import App, NodeSize, NodeSpec, NotTakenError, TargetError
 
 MARK = "0123456789"
 PLAIN = SlurmOptions()

@@ -18,11 +18,10 @@ from torchx.specs import AppDef, Role
 from waiting import eventually
 
 from lightning_dlrover.components import elastic
-from lightning_dlrover.components.control.post_mortem import examine
-from lightning_dlrover.components.targets.local import LocalTarget, NodeSpec
-from lightning_dlrover.components.targets.machine.control_groups import MemoryGroups, NoMemoryGroupsError
-from lightning_dlrover.components.targets.target import NodeSize, NotTakenError
-from lightning_dlrover.components.targets.torchx_api import TorchXRunner
+from lightning_dlrover.components.control.nodes import examine
+from lightning_dlrover.components.targets.local import LocalTarget, TorchXRunner
+from lightning_dlrover.components.targets.machine import MemoryGroups, NoMemoryGroupsError
+from lightning_dlrover.components.targets.target import NodeSize, NodeSpec, NotTakenError
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 
 MakeTarget = Callable[..., LocalTarget]
@@ -185,7 +184,8 @@ def test_a_node_ends_with_the_process_that_started_it(etcd: EmbeddedEtcd, run_id
     source = f"""
 import time
 from pathlib import Path
-from lightning_dlrover.components.targets.local import LocalTarget, NodeSpec
+from lightning_dlrover.components.targets.local import LocalTarget
+from lightning_dlrover.components.targets.target import NodeSpec
 target = LocalTarget(NodeSpec({str(script)!r}, (), {etcd.endpoint!r}, {run_id!r}, "/dlrover", 1, 1), Path({str(tmp_path)!r}))
 handle = target.start("node3")
 while not any("pids" in file.read_text() for file in target.logs(handle)):

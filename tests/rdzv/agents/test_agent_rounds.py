@@ -17,12 +17,7 @@ from lightning_dlrover.rdzv.agents.rounds import (
     participants,
     waits,
 )
-from lightning_dlrover.rdzv.job.records import (
-    AgentNotice,
-    AgentRecord,
-    AgentRound,
-    JobRecord,
-)
+from lightning_dlrover.rdzv.job.records import AgentNotice, AgentRecord, AgentRound, JobRecord
 
 
 def _agent(name: str, state: Literal["waiting", "running", "finished"], round_number: int = 0, since: int = 0) -> SeenAgent:

@@ -33,16 +33,13 @@ from warm_process import WarmProcess, run_code
 
 from lightning_dlrover import variables
 from lightning_dlrover._version import __version__
-from lightning_dlrover.rdzv.agents.handler import (
-    EtcdRendezvousHandler,
-    create_backend,
-)
-from lightning_dlrover.rdzv.etcd import start_check
-from lightning_dlrover.rdzv.etcd.caller import Caller
+from lightning_dlrover.rdzv.agents.rendezvous import EtcdRendezvousHandler, create_backend
+from lightning_dlrover.rdzv.etcd import health
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.connection import Caller
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.group import left_state
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
+from lightning_dlrover.rdzv.job.folders import name_of_job, remove_snapshots, short, users_folder
 from lightning_dlrover.rdzv.job.records import (
     AgentRecord,
     AgentRound,
@@ -55,7 +52,7 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
     worker_name_of,
 )
-from lightning_dlrover.rdzv.job.snapshot_folders import name_of_job, remove_snapshots, short, users_folder
+from lightning_dlrover.rdzv.transport import transfer
 
 StartAgent = Callable[..., Agent]
 MakeHandler = Callable[..., EtcdRendezvousHandler]
@@ -173,8 +170,8 @@ def test_worker_inherits_the_address_of_the_jobs_state(
 LIVE = """
 import os, sys, time
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.operations import Put, absent
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
+from lightning_dlrover.rdzv.etcd.types import Put, absent
 from lightning_dlrover.rdzv.job.records import JobRecord, Keys, WorkerRecord, encode
 keys = Keys(os.environ["DLROVER_RUN_ID"], os.environ["DLROVER_PREFIX"])
 agent, rank, world = os.environ["DLROVER_AGENT_ID"], os.environ["RANK"], os.environ["WORLD_SIZE"]
@@ -459,13 +456,13 @@ def test_agent_of_several_workers_has_a_folder_in_memory_until_it_ends(
     assert variables.LEFT_STATE not in os.environ
     single.shutdown()
     # Leave a state as a killed agent would.
-    orphan = left_state.ROOT / f"{left_state.PREFIX}of-nobody"
+    orphan = transfer.ROOT / f"{transfer.PREFIX}of-nobody"
     orphan.mkdir()
     (orphan / ".owner").touch()
     handler = make_handler(key_prefix="/several")
     handler.next_rendezvous().store.set("torchelastic/role_info/0", role % 2)
     folder = Path(os.environ[variables.LEFT_STATE])
-    assert folder.parent == left_state.ROOT
+    assert folder.parent == transfer.ROOT
     assert folder.is_dir()
     assert not orphan.exists()
     (folder / "state").touch()
@@ -500,8 +497,8 @@ DOOMED = """
 import os, signal, sys, threading
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.operations import Put
-from lightning_dlrover.rdzv.agents.handler import create_backend
+from lightning_dlrover.rdzv.etcd.types import Put
+from lightning_dlrover.rdzv.agents.rendezvous import create_backend
 endpoint, run_id, key, content = sys.argv[1:]
 txn = EtcdClient.txn
 def deadly_txn(self, compare, success, failure=()):
@@ -716,7 +713,7 @@ def test_one_agent_of_a_job_without_a_controller_names_the_troubles_of_etcd(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(start_check, "troubles_of", lambda config: "etcd size: 92% -> etcdctl defrag")
+    monkeypatch.setattr(health, "troubles_of", lambda config: "etcd size: 92% -> etcdctl defrag")
     if has_controller:  # `dlrover run` has printed them
         client.put(keys.controller, encode(ControllerRecord("host", 1, "local", {})))
     handlers = [make_handler(2, 2) for _ in range(3)]

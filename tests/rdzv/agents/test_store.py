@@ -15,13 +15,10 @@ import torch.distributed as dist
 from waiting import eventually
 from warm_process import WarmProcess, run_code
 
-from lightning_dlrover.rdzv.agents.c10d_store import (
-    MAX_VALUE_BYTES,
-    EtcdStore,
-)
+from lightning_dlrover.rdzv.agents.store import MAX_VALUE_BYTES, EtcdStore
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import Keys
 
 MakeStore = Callable[[], Any]
@@ -369,8 +366,8 @@ def run_all(fork_server: None, etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -
 ADDING_PROCESS = """
 import sys
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.agents.c10d_store import EtcdStore
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
+from lightning_dlrover.rdzv.agents.store import EtcdStore
 store = EtcdStore(EtcdClient(EtcdConfig(sys.argv[1])), sys.argv[2])
 for _ in range(50):
     store.add("n", 1)
@@ -434,8 +431,8 @@ GLOO_WORKER = """
 import sys
 import torch, torch.distributed as dist
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.agents.c10d_store import EtcdStore
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
+from lightning_dlrover.rdzv.agents.store import EtcdStore
 endpoint, prefix, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 store = dist.PrefixStore("group", EtcdStore(EtcdClient(EtcdConfig(endpoint)), prefix))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -458,8 +455,8 @@ import sys
 from datetime import timedelta
 import torch, torch.distributed as dist
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.agents.c10d_store import EtcdStore
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
+from lightning_dlrover.rdzv.agents.store import EtcdStore
 endpoint, prefix, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 store = EtcdStore(EtcdClient(EtcdConfig(endpoint)), prefix)
 chain = dist.PrefixStore("outer", dist.PrefixStore("inner", store))
@@ -491,8 +488,8 @@ INTERRUPTED = """
 import sys, threading, os, signal
 from datetime import timedelta
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.agents.c10d_store import EtcdStore
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
+from lightning_dlrover.rdzv.agents.store import EtcdStore
 store = EtcdStore(EtcdClient(EtcdConfig(sys.argv[1])), sys.argv[2], timedelta(seconds=100))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's shell has it ignored
 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()

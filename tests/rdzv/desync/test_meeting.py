@@ -16,13 +16,19 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from lightning_dlrover.rdzv.group.meeting import NUM_RECENT, CollectiveMonitor, LoneCollectiveError, OutsideOfLoops
-from lightning_dlrover.rdzv.group.purpose import Place, Purpose
-from lightning_dlrover.rdzv.group.sightings import CollectiveCounts, DesyncReport, can_go_on, difference
-from lightning_dlrover.rdzv.live.member import (
-    RoundEndedError,
-    WorldError,
+from lightning_dlrover.rdzv.desync import (
+    NUM_RECENT,
+    CollectiveCounts,
+    CollectiveMonitor,
+    DesyncReport,
+    LoneCollectiveError,
+    OutsideOfLoops,
+    Place,
+    Purpose,
+    can_go_on,
+    difference,
 )
+from lightning_dlrover.rdzv.membership.member import RoundEndedError, WorldError
 
 USER = Place("/home/me/train.py:3 in main", "", "train.py:3")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lightning_dlrover.rdzv.group.purpose import Place, Purpose, place_of, shown
+from lightning_dlrover.rdzv.desync import Place, Purpose, place_of, shown
 
 USER = Place("/home/me/train.py:3 in main", "", "train.py:3")
 

@@ -12,19 +12,16 @@ from full_etcd import full
 from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import KEYS_PER_PAGE, MOST_RANGES, EtcdClient
-from lightning_dlrover.rdzv.etcd.config import (
-    EtcdConfig,
-)
-from lightning_dlrover.rdzv.etcd.errors import (
-    EtcdFullError,
-    LeaseLostError,
-)
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.etcd.operations import (
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import (
     Delete,
     DeletePrefix,
+    EtcdConfig,
+    EtcdFullError,
     Get,
     KeyValue,
+    LeaseLostError,
     Put,
     absent,
     created,
@@ -32,7 +29,6 @@ from lightning_dlrover.rdzv.etcd.operations import (
     modified,
     none_under,
 )
-from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import Keys
 
 # -- keys and transactions

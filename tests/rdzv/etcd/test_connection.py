@@ -18,16 +18,10 @@ from faulty_etcd import EtcdProxy
 from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import (
-    EtcdConfig,
-)
-from lightning_dlrover.rdzv.etcd.connection import Connection
-from lightning_dlrover.rdzv.etcd.errors import (
-    EtcdUnavailableError,
-)
+from lightning_dlrover.rdzv.etcd.connection import Connection, grpc
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.etcd.stubs import grpc
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdUnavailableError
 from lightning_dlrover.rdzv.job.records import Keys
 
 
@@ -153,10 +147,10 @@ FORKS = """
 import gc, multiprocessing, sys, threading, time
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.errors import EtcdError
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
+from lightning_dlrover.rdzv.etcd.types import EtcdError
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.agents.handler import create_backend
+from lightning_dlrover.rdzv.agents.rendezvous import create_backend
 
 def child():
     began = time.monotonic()

@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import (
-    EtcdConfig,
-    is_loopback,
-    parse_endpoints,
-)
-from lightning_dlrover.rdzv.etcd.errors import (
-    EtcdError,
-)
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError, is_loopback, parse_endpoints
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,10 @@ import pytest
 from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.errors import EtcdError, EtcdUnavailableError
+from lightning_dlrover.rdzv.etcd.connection import etcdrpc
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
-from lightning_dlrover.rdzv.etcd.operations import (
-    KeyValue,
-    Put,
-)
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError, EtcdUnavailableError, KeyValue, Put
 from lightning_dlrover.rdzv.job.records import Keys
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dlrover.rdzv.etcd.release import version_warning
+from lightning_dlrover.rdzv.etcd.health import version_warning
 
 
 @pytest.mark.parametrize("version", ["3.3.27", "3.4.43", "3.5.1", "3.5.29", "3.6.10"])

@@ -15,16 +15,12 @@ import psutil
 import pytest
 from waiting import eventually
 
-from lightning_dlrover.addresses import free_port
-from lightning_dlrover.rdzv.etcd import server, server_failure
+from lightning_dlrover.host import free_port
+from lightning_dlrover.rdzv.etcd import server
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.inspection import inspect
-from lightning_dlrover.rdzv.etcd.server import (
-    EmbeddedEtcd,
-    EtcdServerError,
-    find_binary,
-)
+from lightning_dlrover.rdzv.etcd.health import inspect
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError, find_binary
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 
 
 def _is_alive(pid: int) -> bool:
@@ -165,7 +161,7 @@ def test_etcd_that_was_killed_is_described(tmp_path: Path) -> None:
     ],
 )
 def test_cause_is_found_in_a_log(log: str, cause: str) -> None:
-    found = server_failure.reason(log)
+    found = server.reason(log)
     assert cause in found
     assert bool(found) == bool(cause)
 

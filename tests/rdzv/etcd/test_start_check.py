@@ -14,12 +14,12 @@ import pytest
 from full_etcd import fill, small_etcd
 from secure_etcd import secure_etcd
 
-from lightning_dlrover.rdzv.etcd import verdict
+from lightning_dlrover.rdzv.etcd import health
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.connection import etcdrpc, grpc
+from lightning_dlrover.rdzv.etcd.health import troubles_of, warn_of_troubles
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.etcd.start_check import troubles_of, warn_of_troubles
-from lightning_dlrover.rdzv.etcd.stubs import etcdrpc, grpc
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 
 
 def checks(text: str) -> set[str]:
@@ -30,7 +30,7 @@ def checks(text: str) -> set[str]:
 def test_etcd_without_trouble_is_not_mentioned(etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EtcdConfig(etcd.endpoint)
     assert checks(troubles_of(config)) == set()
-    monkeypatch.setattr(verdict, "version_warning", lambda version: None)
+    monkeypatch.setattr(health, "version_warning", lambda version: None)
     warnings: list[str] = []
     warn_of_troubles(config, warnings.append).join(30)
     assert warnings == []
@@ -56,10 +56,10 @@ def test_nearly_full_etcd_is_one_warning_with_the_next_move(tmp_path: Path) -> N
 def test_etcd_that_never_compacts_is_pointed_out(private_etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded etcd compacts by its command line; another one is told apart by its command line, too."""
     config = EtcdConfig(private_etcd.endpoint)
-    monkeypatch.setattr("lightning_dlrover.rdzv.etcd.inspection._compacts_by_itself", lambda config: None)
-    judge_server = verdict.judge_server
+    monkeypatch.setattr("lightning_dlrover.rdzv.etcd.health._compacts_by_itself", lambda config: None)
+    judge_server = health.judge_server
     monkeypatch.setattr(
-        "lightning_dlrover.rdzv.etcd.start_check.judge_server", lambda endpoint, found: judge_server(endpoint, found, 10)
+        "lightning_dlrover.rdzv.etcd.health.judge_server", lambda endpoint, found: judge_server(endpoint, found, 10)
     )
     with EtcdClient(config) as client:
         for _ in range(12):

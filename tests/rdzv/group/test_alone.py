@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dlrover.rdzv.group.alone import LoneWorld
-from lightning_dlrover.rdzv.group.purpose import Purpose
-from lightning_dlrover.rdzv.group.transfer import pack
-from lightning_dlrover.rdzv.group.world import World
+from lightning_dlrover.rdzv.desync import Purpose
+from lightning_dlrover.rdzv.group.world import LoneWorld, World
 from lightning_dlrover.rdzv.job.events import FitFinished
 from lightning_dlrover.rdzv.job.records import RoundRecord
-from lightning_dlrover.rdzv.live.member import WorldError
+from lightning_dlrover.rdzv.membership.member import WorldError
+from lightning_dlrover.rdzv.transport.transfer import pack
 
 PUBLIC = sorted(name for name in vars(World) if not name.startswith("_") and name != "from_environment")
 ATTRIBUTES = ["backend", "config", "membership", "num_fits", "place", "standing", "wishes"]

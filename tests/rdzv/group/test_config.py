@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dlrover.rdzv.group.config import WorldConfig
+from lightning_dlrover.rdzv.group.config import Timeouts, WorldConfig
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
-from lightning_dlrover.rdzv.timeouts import Timeouts
 
 JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "agent"}
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.group.forming import CONNECT_TIMEOUT_S, _contacts
-from lightning_dlrover.rdzv.group.reach import FEW
+from lightning_dlrover.rdzv.group.forming import CONNECT_TIMEOUT_S, FEW, _contacts
 from lightning_dlrover.rdzv.job.records import Keys
 
 

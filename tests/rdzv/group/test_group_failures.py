@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_dlrover.rdzv.desync import MismatchError
 from lightning_dlrover.rdzv.group.failures import MAX_ATTEMPTS, Failures, is_group_failure
-from lightning_dlrover.rdzv.group.meeting import MismatchError
-from lightning_dlrover.rdzv.live.member import WorldError
+from lightning_dlrover.rdzv.membership.member import WorldError
 
 
 @pytest.mark.parametrize(

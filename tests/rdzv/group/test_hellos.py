@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_dlrover.rdzv.group.hellos import await_hellos, missing_hellos, publish_hello
-from lightning_dlrover.rdzv.group.torch_names import PrefixStore, TCPStore
+from lightning_dlrover.rdzv.group.forming import await_hellos, missing_hellos, publish_hello
+from lightning_dlrover.rdzv.transport.torch_names import PrefixStore, TCPStore
 
 
 class CountedStore:

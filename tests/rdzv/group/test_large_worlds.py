@@ -12,7 +12,7 @@ from warm_process import WarmProcess, run_code
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.group.reach import FEW
+from lightning_dlrover.rdzv.group.forming import FEW
 from lightning_dlrover.rdzv.job.records import AgentRecord, EventRecord, Keys, decode, encode
 
 pytestmark = pytest.mark.usefixtures("fork_server")

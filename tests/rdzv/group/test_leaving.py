@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
-from lightning_dlrover.rdzv.group import leaving
-from lightning_dlrover.rdzv.group.leaving import DrainOnSigterm
+from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError
+from lightning_dlrover.rdzv.group import failures
+from lightning_dlrover.rdzv.group.failures import DrainOnSigterm
 
 
 class Membership:
@@ -69,7 +69,7 @@ def test_worker_ends_itself_when_neither_etcd_nor_its_agent_is_left(
         membership.own.evicted = True  # ends the thread
         has_ended.set()
 
-    monkeypatch.setattr(leaving, "AGENT_GRACE_S", 0.2)
+    monkeypatch.setattr(failures, "AGENT_GRACE_S", 0.2)
     monkeypatch.setattr(os, "_exit", end)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as agent:
         if not has_agent:

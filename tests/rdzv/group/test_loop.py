@@ -10,24 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dlrover.rdzv.group import transfer
-from lightning_dlrover.rdzv.group.aborts import wait_for_device
-from lightning_dlrover.rdzv.group.backends import traits_of
-from lightning_dlrover.rdzv.group.left_state import HostStateCache
-from lightning_dlrover.rdzv.group.loop import (
-    Step,
-    _Loop,
-    handover,
-    model_fingerprint,
-    updates_made,
-)
+from lightning_dlrover.rdzv.group.loop import Step, _Loop, handover, model_fingerprint, updates_made
 from lightning_dlrover.rdzv.job.events import Event
 from lightning_dlrover.rdzv.job.records import RoundRecord
-from lightning_dlrover.rdzv.live.member import (
-    Formation,
-    RoundEndedError,
-    WorldError,
-)
+from lightning_dlrover.rdzv.membership.member import Formation, RoundEndedError, WorldError
+from lightning_dlrover.rdzv.transport import transfer
+from lightning_dlrover.rdzv.transport.process_groups import traits_of, wait_for_device
+from lightning_dlrover.rdzv.transport.transfer import HostStateCache
 
 # --- owners of the state ------------------------------------------------------------------------------------------------------
 

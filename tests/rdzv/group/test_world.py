@@ -17,20 +17,13 @@ from waiting import eventually
 from warm_process import WarmProcess, run_code
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.group.config import WorldConfig
-from lightning_dlrover.rdzv.group.ending import RoundEnd
 from lightning_dlrover.rdzv.group.world import World
-from lightning_dlrover.rdzv.job.records import (
-    AgentRecord,
-    ControllerRecord,
-    JobRecord,
-    Keys,
-    decode,
-    encode,
-)
-from lightning_dlrover.rdzv.live.member import TooLateError
+from lightning_dlrover.rdzv.job.records import AgentRecord, ControllerRecord, JobRecord, Keys, decode, encode
+from lightning_dlrover.rdzv.membership.member import TooLateError
+from lightning_dlrover.rdzv.transport.process_groups import RoundEnd
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 
@@ -154,9 +147,9 @@ MEMBER = """
 import os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
-from lightning_dlrover.live.position import Position, can_meet
+from lightning_dlrover.live.order import Position, can_meet
 from lightning_dlrover.rdzv import World, WorldConfig
-from lightning_dlrover.rdzv.group import torch_names
+from lightning_dlrover.rdzv.transport import torch_names
 
 connect = torch_names.gloo
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_dlrover.codec import RecordError
 from lightning_dlrover.rdzv.job import events
 from lightning_dlrover.rdzv.job.events import (
     DecisionMade,
@@ -49,7 +50,7 @@ from lightning_dlrover.rdzv.job.events import (
     events_of,
     record_of,
 )
-from lightning_dlrover.rdzv.job.records import EventRecord, RecordError, decode, encode
+from lightning_dlrover.rdzv.job.records import EventRecord, decode, encode
 
 CAUSE = '"cause":{"joined":["a"],"lost":[],"left_out":[],"drained":[],"not_in_plan":[]}'
 STRAGGLER = (

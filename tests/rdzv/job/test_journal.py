@@ -10,15 +10,24 @@ import pytest
 from counted_requests import counted
 from full_etcd import full
 
-from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.election import Election
-from lightning_dlrover.rdzv.etcd.errors import EtcdFullError, EtcdUnavailableError
-from lightning_dlrover.rdzv.etcd.operations import Compare, Op, Txn, absent, created, exists, modified
+from lightning_dlrover.codec import RecordError
+from lightning_dlrover.rdzv.etcd.client import Election, EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import (
+    Compare,
+    EtcdConfig,
+    EtcdFullError,
+    EtcdUnavailableError,
+    Op,
+    Txn,
+    absent,
+    created,
+    exists,
+    modified,
+)
 from lightning_dlrover.rdzv.job import journal as journal_module
 from lightning_dlrover.rdzv.job.journal import ContentionError, FenceLostError, Found, Journal, readable
-from lightning_dlrover.rdzv.job.records import CheckpointRequest, EventRecord, Keys, PlanRecord, RecordError, encode
+from lightning_dlrover.rdzv.job.records import CheckpointRequest, EventRecord, Keys, PlanRecord, encode
 
 
 def next_request(now: CheckpointRequest | None) -> CheckpointRequest:

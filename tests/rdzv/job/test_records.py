@@ -8,16 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_dlrover.codec import RecordError
 from lightning_dlrover.rdzv.job import records
-from lightning_dlrover.rdzv.job.records import (
-    AgentRecord,
-    AgentRound,
-    JobRecord,
-    Keys,
-    RecordError,
-    decode,
-    encode,
-)
+from lightning_dlrover.rdzv.job.records import AgentRecord, AgentRound, JobRecord, Keys, decode, encode
 
 RECORDS: list[Any] = [
     AgentRecord("a-1", "host", 7, 2, "running", {"node": "n0"}, 3, "10.0.0.1", 4711),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.operations import Put, absent
+from lightning_dlrover.rdzv.etcd.types import Put, absent
 from lightning_dlrover.rdzv.job import journal
 from lightning_dlrover.rdzv.job.events import RoundFormed, WorkerLost, content_of
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, RoundRecord, WorkerRecord, encode
-from lightning_dlrover.rdzv.live.announcement import Announcer, lines_about
-from lightning_dlrover.rdzv.live.outbox import Outbox
-from lightning_dlrover.rdzv.live.rounds import JobView, next_round
+from lightning_dlrover.rdzv.membership.coordinator import Announcer, lines_about
+from lightning_dlrover.rdzv.membership.rounds import JobView, next_round
+from lightning_dlrover.rdzv.membership.worker_records import Outbox
 
 CONVENER = "w0"
 

@@ -6,13 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_dlrover.rdzv.etcd.operations import (
-    Compare,
-    Delete,
-    KeyValue,
-    Op,
-    Put,
-)
+from lightning_dlrover.rdzv.etcd.types import Compare, Delete, KeyValue, Op, Put
 from lightning_dlrover.rdzv.job.records import (
     AddressRecord,
     DrainRecord,
@@ -25,17 +19,8 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.live.coordinator import (
-    Coordinator,
-    Write,
-    burial,
-)
-from lightning_dlrover.rdzv.live.probe import Answer
-from lightning_dlrover.rdzv.live.rounds import (
-    JobView,
-    RoundTimeouts,
-)
-from lightning_dlrover.rdzv.live.view import Decoder, read_view
+from lightning_dlrover.rdzv.membership.coordinator import Coordinator, Write, burial
+from lightning_dlrover.rdzv.membership.rounds import Answer, Decoder, JobView, RoundTimeouts, read_view
 
 KEYS = Keys("job", "/test")
 TIMEOUTS = RoundTimeouts(start_s=60.0, regroup_s=120.0, return_s=10.0)

@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 
-from lightning_dlrover.perf.samples import StepProfile
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
+from lightning_dlrover.rdzv.etcd.connection import etcdrpc
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.etcd.stubs import etcdrpc
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job import journal
 from lightning_dlrover.rdzv.job.events import WindowMeasured
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, PlanRecord, StacksRecord, encode
-from lightning_dlrover.rdzv.live.admission import MembershipConfig
-from lightning_dlrover.rdzv.live.membership import Membership
+from lightning_dlrover.rdzv.membership.membership import Membership, MembershipConfig
+from lightning_dlrover.tuning.samples import StepProfile
 
 NUM_WORKERS = 2
 MAX_EVENTS = 200

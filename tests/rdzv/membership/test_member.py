@@ -8,20 +8,9 @@ from typing import Any
 
 import pytest
 
-from lightning_dlrover.rdzv.job.records import (
-    JobRecord,
-    RoundRecord,
-    WorkerRecord,
-)
-from lightning_dlrover.rdzv.live.member import (
-    Formation,
-    LeftOutError,
-    Member,
-    WorldError,
-    run_blocking,
-)
-from lightning_dlrover.rdzv.live.rounds import JobView
-from lightning_dlrover.rdzv.live.worker_view import WorkerView, worker_view_of
+from lightning_dlrover.rdzv.job.records import JobRecord, RoundRecord, WorkerRecord
+from lightning_dlrover.rdzv.membership.member import Formation, LeftOutError, Member, WorldError, run_blocking
+from lightning_dlrover.rdzv.membership.rounds import JobView, WorkerView, worker_view_of
 
 ROUND = RoundRecord(5, ["a", "b"], "test", "grow", planned=True)
 

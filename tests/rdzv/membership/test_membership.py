@@ -15,13 +15,8 @@ from full_etcd import fill, full, small_etcd
 from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.config import EtcdConfig
-from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
-from lightning_dlrover.rdzv.etcd.operations import (
-    Delete,
-    Put,
-)
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import Delete, EtcdConfig, EtcdUnavailableError, Put
 from lightning_dlrover.rdzv.job import journal
 from lightning_dlrover.rdzv.job.events import UnknownEvent
 from lightning_dlrover.rdzv.job.records import (
@@ -35,19 +30,10 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.live import office
-from lightning_dlrover.rdzv.live.admission import (
-    JobClosedError,
-    MembershipConfig,
-)
-from lightning_dlrover.rdzv.live.member import (
-    EvictedError,
-    MembershipError,
-)
-from lightning_dlrover.rdzv.live.membership import Membership
-from lightning_dlrover.rdzv.live.rounds import JobView, RoundTimeouts
-from lightning_dlrover.rdzv.live.view import read_view
-from lightning_dlrover.rdzv.live.worker_view import WorkerView
+from lightning_dlrover.rdzv.membership import coordinator
+from lightning_dlrover.rdzv.membership.member import EvictedError, MembershipError
+from lightning_dlrover.rdzv.membership.membership import JobClosedError, Membership, MembershipConfig
+from lightning_dlrover.rdzv.membership.rounds import JobView, RoundTimeouts, WorkerView, read_view
 
 T = TypeVar("T")
 
@@ -200,7 +186,7 @@ def test_a_coordinator_that_lost_its_key_cannot_write_a_round(
 def test_election_key_without_a_holder_is_removed(
     start: Callable[..., Worker], client: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(office, "CHECK_S", 0.2)
+    monkeypatch.setattr(coordinator, "CHECK_S", 0.2)
     (first,) = job_of(start, 1)
     client.put(first.membership.keys.coordinator, b"\xff nobody")
     late = start()

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.errors import EtcdUnavailableError
-from lightning_dlrover.rdzv.etcd.operations import Put
+from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError, Put
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys
-from lightning_dlrover.rdzv.live.outbox import BATCH, Outbox
+from lightning_dlrover.rdzv.membership.worker_records import BATCH, Outbox
 
 
 @pytest.fixture

@@ -12,16 +12,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from lightning_dlrover.rdzv.job.records import (
-    WorkerRecord,
-)
-from lightning_dlrover.rdzv.live.probe import (
-    Answer,
-    answers,
-    dead_beside,
-    dead_workers,
-    silent_workers,
-)
+from lightning_dlrover.rdzv.job.records import WorkerRecord
+from lightning_dlrover.rdzv.membership.rounds import Answer, answers, dead_beside, dead_workers, silent_workers
 
 
 def test_only_a_port_that_refuses_proves_a_death() -> None:

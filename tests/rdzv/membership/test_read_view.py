@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
+from lightning_dlrover.codec import RecordError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.job.records import (
-    DrainRecord,
-    Keys,
-    RecordError,
-    RoundRecord,
-    encode,
-)
-from lightning_dlrover.rdzv.live.rounds import JobView
-from lightning_dlrover.rdzv.live.view import Decoder
+from lightning_dlrover.rdzv.job.records import DrainRecord, Keys, RoundRecord, encode
+from lightning_dlrover.rdzv.membership.rounds import Decoder, JobView
 
 
 def test_garbage_keeps_the_last_readable_version_in_force(client: EtcdClient, keys: Keys) -> None:

@@ -9,14 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlrover.rdzv.job.records import (
-    AgentRecord,
-    JobRecord,
-    PlanRecord,
-    RoundRecord,
-    WorkerRecord,
-)
-from lightning_dlrover.rdzv.live.rounds import (
+from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
+from lightning_dlrover.rdzv.membership.rounds import (
     JobView,
     RoundTimeouts,
     awaited,

@@ -11,22 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.errors import (
-    EtcdUnavailableError,
-    LeaseLostError,
-)
-from lightning_dlrover.rdzv.etcd.operations import (
-    Compare,
-    Delete,
-    KeyValue,
-    Op,
-    Put,
-    Txn,
-)
+from lightning_dlrover.rdzv.etcd.types import Compare, Delete, EtcdUnavailableError, KeyValue, LeaseLostError, Op, Put, Txn
 from lightning_dlrover.rdzv.job.records import Keys
-from lightning_dlrover.rdzv.live.rounds import JobView
-from lightning_dlrover.rdzv.live.view import Decoder
-from lightning_dlrover.rdzv.live.worker_view import WorkerView
+from lightning_dlrover.rdzv.membership.rounds import Decoder, JobView, WorkerView
 
 from .kernel import Kernel, Process, Wake
 

@@ -5,15 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from lightning_dlrover.rdzv.etcd.operations import (
-    Delete,
-    Put,
-)
-from lightning_dlrover.rdzv.job.records import (
-    DrainRecord,
-    PlanRecord,
-    encode,
-)
+from lightning_dlrover.rdzv.etcd.types import Delete, Put
+from lightning_dlrover.rdzv.job.records import DrainRecord, PlanRecord, encode
 
 from .job import Job
 from .process import HANG_S, LEASE_S, Worker

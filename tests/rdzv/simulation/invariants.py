@@ -37,18 +37,10 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from lightning_dlrover.rdzv.etcd.operations import KeyValue
-from lightning_dlrover.rdzv.job.records import (
-    RoundRecord,
-    decode,
-)
-from lightning_dlrover.rdzv.live.member import Formation
-from lightning_dlrover.rdzv.live.rounds import (
-    JobView,
-    awaited,
-    next_round,
-)
-from lightning_dlrover.rdzv.live.worker_view import notice_of
+from lightning_dlrover.rdzv.etcd.types import KeyValue
+from lightning_dlrover.rdzv.job.records import RoundRecord, decode
+from lightning_dlrover.rdzv.membership.member import Formation
+from lightning_dlrover.rdzv.membership.rounds import JobView, awaited, next_round, notice_of
 
 from .etcd import Written
 from .process import BATCH, HANG_S, TIMEOUTS, Hello, Meeting, Worker

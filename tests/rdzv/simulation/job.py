@@ -5,17 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from lightning_dlrover.rdzv.etcd.operations import (
-    Delete,
-    Put,
-)
-from lightning_dlrover.rdzv.job.records import (
-    AgentRecord,
-    Keys,
-    RoundRecord,
-    encode,
-)
-from lightning_dlrover.rdzv.live.coordinator import burial
+from lightning_dlrover.rdzv.etcd.types import Delete, Put
+from lightning_dlrover.rdzv.job.records import AgentRecord, Keys, RoundRecord, encode
+from lightning_dlrover.rdzv.membership.coordinator import burial
 
 from .etcd import Etcd
 from .invariants import Checks

@@ -13,27 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from lightning_dlrover.rdzv.etcd.operations import (
-    KeyValue,
-    Put,
-    exists,
-)
-from lightning_dlrover.rdzv.job.records import (
-    RoundRecord,
-    encode,
-)
-from lightning_dlrover.rdzv.live import coordinator as coordinator_module
-from lightning_dlrover.rdzv.live import rounds as rounds_module
-from lightning_dlrover.rdzv.live.coordinator import (
-    Coordinator,
-    Write,
-)
-from lightning_dlrover.rdzv.live.member import Member
-from lightning_dlrover.rdzv.live.rounds import (
-    JobView,
-    RoundTimeouts,
-)
-from lightning_dlrover.rdzv.live.worker_view import WorkerView
+from lightning_dlrover.rdzv.etcd.types import KeyValue, Put, exists
+from lightning_dlrover.rdzv.job.records import RoundRecord, encode
+from lightning_dlrover.rdzv.membership import coordinator as coordinator_module
+from lightning_dlrover.rdzv.membership import rounds as rounds_module
+from lightning_dlrover.rdzv.membership.coordinator import Coordinator, Write
+from lightning_dlrover.rdzv.membership.member import Member
+from lightning_dlrover.rdzv.membership.rounds import JobView, RoundTimeouts, WorkerView
 
 from . import process as process_module
 from .etcd import Client, Etcd

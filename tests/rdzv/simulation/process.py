@@ -14,14 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightning_dlrover.rdzv.etcd.errors import (
+from lightning_dlrover.rdzv.etcd.types import (
+    Delete,
     EtcdError,
     EtcdUnavailableError,
-    LeaseLostError,
-)
-from lightning_dlrover.rdzv.etcd.operations import (
-    Delete,
     KeyValue,
+    LeaseLostError,
     Put,
     Txn,
     absent,
@@ -38,11 +36,8 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.live.coordinator import (
-    Coordinator,
-    burial,
-)
-from lightning_dlrover.rdzv.live.member import (
+from lightning_dlrover.rdzv.membership.coordinator import Coordinator, burial
+from lightning_dlrover.rdzv.membership.member import (
     CannotMeetError,
     EvictedError,
     Formation,
@@ -54,11 +49,7 @@ from lightning_dlrover.rdzv.live.member import (
     VoidRoundError,
     WorldError,
 )
-from lightning_dlrover.rdzv.live.probe import Answer, dead_beside
-from lightning_dlrover.rdzv.live.rounds import (
-    RoundTimeouts,
-)
-from lightning_dlrover.rdzv.live.worker_view import WorkerView
+from lightning_dlrover.rdzv.membership.rounds import Answer, RoundTimeouts, WorkerView, dead_beside
 
 from .etcd import Client
 from .kernel import Process, Wake

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dlrover.rdzv.group import transfer, waits
+from lightning_dlrover.rdzv.transport import transfer, waits
 
 NUM_VALUES = 1 << 27  # 512 MiB: the transfer lasts long enough to be interrupted
 

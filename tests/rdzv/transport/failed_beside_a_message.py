@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dlrover.rdzv.group.dead_sockets import silence
-from lightning_dlrover.rdzv.group.gloo import inet_sockets
+from lightning_dlrover.rdzv.transport.process_groups import inet_sockets
+from lightning_dlrover.rdzv.transport.waits import silence
 
 SECONDS = 0.4
 

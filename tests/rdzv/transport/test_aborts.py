@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from lightning_dlrover.rdzv.group.aborts import DeviceWait
+from lightning_dlrover.rdzv.transport.process_groups import DeviceWait
 
 
 def test_wait_that_lasts_too_long_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dlrover.rdzv.group.backends import Traits, has_gloo_for_cpu, prepare_environment, traits_of, with_gloo
+from lightning_dlrover.rdzv.transport.process_groups import Traits, has_gloo_for_cpu, prepare_environment, traits_of, with_gloo
 
 
 @pytest.mark.parametrize(

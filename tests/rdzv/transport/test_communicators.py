@@ -15,10 +15,10 @@ import torch.distributed as dist
 from nccl_stand_in import NAME, Quirks
 from waiting import eventually
 
-from lightning_dlrover.rdzv.group import ending, torch_names
-from lightning_dlrover.rdzv.group.communicators import CommunicatorError, Communicators
-from lightning_dlrover.rdzv.group.torch_names import HashStore, Store
 from lightning_dlrover.rdzv.job.records import RoundRecord
+from lightning_dlrover.rdzv.transport import process_groups, torch_names
+from lightning_dlrover.rdzv.transport.process_groups import CommunicatorError, Communicators
+from lightning_dlrover.rdzv.transport.torch_names import HashStore, Store
 
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ def wait_for_backend(communicators: Communicators) -> None:
 
 def test_worker_lives_on_while_the_abort_of_connecting_communicators_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[int] = []
-    monkeypatch.setattr(ending, "STUCK_S", 0.1)
+    monkeypatch.setattr(process_groups, "STUCK_S", 0.1)
     monkeypatch.setattr(os, "_exit", codes.append)
     communicators = connecting(0, HashStore)  # the other member never comes
     wait_for_backend(communicators)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from warm_process import WarmProcess, run_script
 
-from lightning_dlrover.rdzv.group.dead_sockets import silence
+from lightning_dlrover.rdzv.transport.waits import silence
 
 SCRIPT = Path(__file__).with_name("failed_beside_a_message.py")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from waiting import eventually
 
-from lightning_dlrover.rdzv.group import ending
-from lightning_dlrover.rdzv.group.ending import EXIT_STUCK, GroupStuckError, RoundEnd
+from lightning_dlrover.rdzv.transport import process_groups
+from lightning_dlrover.rdzv.transport.process_groups import EXIT_STUCK, GroupStuckError, RoundEnd
 
 
 class Group:
@@ -74,7 +74,7 @@ def test_shutdown_with_an_error_is_followed_by_an_abort(calls: list[str]) -> Non
 
 
 def test_shutdown_that_a_member_has_left_out_is_followed_by_an_abort(calls: list[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(ending, "CLOSE_S", 0.1)
+    monkeypatch.setattr(process_groups, "CLOSE_S", 0.1)
     group = Group(calls)
     group.may_close.clear()
     end = end_of(group)
@@ -89,7 +89,7 @@ def test_worker_whose_abort_is_stuck_ends_with_a_reason(calls: list[str], monkey
     codes: list[int] = []
     reported: list[BaseException] = []
     has_ended = threading.Event()
-    monkeypatch.setattr(ending, "STUCK_S", 0.1)
+    monkeypatch.setattr(process_groups, "STUCK_S", 0.1)
 
     def end_process(code: int) -> None:
         codes.append(code)

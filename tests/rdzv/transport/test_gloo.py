@@ -7,8 +7,8 @@ import socket
 import struct
 from typing import cast
 
-from lightning_dlrover.rdzv.group.gloo import RoundSockets, StoreServer, inet_sockets, shut_down
-from lightning_dlrover.rdzv.live.member import Member, MemberBackend
+from lightning_dlrover.rdzv.membership.member import Member, MemberBackend
+from lightning_dlrover.rdzv.transport.process_groups import RoundSockets, StoreServer, inet_sockets, shut_down
 
 
 def connected_pair(port: int = 0) -> tuple[socket.socket, socket.socket, socket.socket]:

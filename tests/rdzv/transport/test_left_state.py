@@ -11,11 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dlrover.rdzv.group import transfer
-from lightning_dlrover.rdzv.group.left_state import (
-    HostStateCache,
-    HostStateError,
-)
+from lightning_dlrover.rdzv.transport import transfer
+from lightning_dlrover.rdzv.transport.transfer import HostStateCache, HostStateError
 
 
 def state_of(step: int) -> dict[str, Any]:

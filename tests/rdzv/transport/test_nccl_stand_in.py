@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from waiting import eventually
 
-from lightning_dlrover.rdzv.group.torch_names import HashStore, TCPStore
+from lightning_dlrover.rdzv.transport.torch_names import HashStore, TCPStore
 
 REMOTE_ERROR = "ncclRemoteError: A call failed possibly due to a network error"
 CPU = torch.device("cpu")

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.private_names import MissingNamesError, missing_names
 from lightning_dlrover.rdzv import group as room
-from lightning_dlrover.rdzv.group import torch_names
-from lightning_dlrover.rdzv.group.gloo import num_begun_in
-from lightning_dlrover.rdzv.group.hooks import MESSAGES, OPERATIONS
+from lightning_dlrover.rdzv.desync import MESSAGES, OPERATIONS
+from lightning_dlrover.rdzv.transport import torch_names
+from lightning_dlrover.rdzv.transport.process_groups import num_begun_in
 
 NEWER = {"all_gather_single", "reduce_scatter_single", "all_to_all_single"}
 """Names that exist only in later releases, as replacements."""

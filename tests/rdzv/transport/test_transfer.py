@@ -13,18 +13,13 @@ import pytest
 import torch
 from warm_process import WarmProcess, run_code
 
-from lightning_dlrover.rdzv.group.transfer import (
-    INLINE_BYTES,
-    TransferError,
-    _packed,
-    _unpacked,
-)
+from lightning_dlrover.rdzv.transport.transfer import INLINE_BYTES, TransferError, _packed, _unpacked
 
 BOTH = """
 import sys
 from datetime import timedelta
 import torch, torch.distributed as dist
-from lightning_dlrover.rdzv.group import data_unpickler, transfer
+from lightning_dlrover.rdzv.transport import data_unpickler, transfer
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 sys.path.insert(0, sys.argv[3])

@@ -12,11 +12,10 @@ from typing import Any, TypeVar, cast
 import pytest
 import torch
 
-from lightning_dlrover.rdzv.group import torch_names
-from lightning_dlrover.rdzv.group.meeting import CollectiveMonitor, MismatchError
-from lightning_dlrover.rdzv.group.purpose import Purpose
-from lightning_dlrover.rdzv.group.torch_names import HashStore
-from lightning_dlrover.rdzv.group.tree import ARITY, Tree, join_tree
+from lightning_dlrover.rdzv.desync import CollectiveMonitor, MismatchError, Purpose
+from lightning_dlrover.rdzv.transport import torch_names
+from lightning_dlrover.rdzv.transport.torch_names import HashStore
+from lightning_dlrover.rdzv.transport.waits import ARITY, Tree, join_tree
 
 T = TypeVar("T")
 
