@@ -142,7 +142,7 @@ def test_same_command_goes_on_after_ctrl_c(tmp_path: Path, processes: str) -> No
     os.killpg(first.pid, signal.SIGINT)  # a terminal does so
     out, errors = first.communicate(timeout=60)
     assert first.returncode == 130, out + errors
-    found = re.search(r"interrupted; (\d+) of 400 simulations are on record", errors)
+    found = re.search(r"interrupted; (\d+) of 400 simulations are recorded", errors)
     assert found, errors
     kept = records.read_bytes().count(b"\n") - 1
     assert int(found[1]) == kept < 400

@@ -396,7 +396,7 @@ class HeadTexts(HTMLParser):
             self.texts.append(data)
 
 
-@pytest.mark.parametrize("page", sorted(PACKAGE.glob("*/*page.html.j2")), ids=lambda page: f"{page.parent.name}/{page.name}")
+@pytest.mark.parametrize("page", sorted(PACKAGE.rglob("*page.html.j2")), ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_head_of_a_page_is_whole_and_shows_no_text(page: Path) -> None:
     style = (PACKAGE / "report" / "style.html.j2").read_text()
     source = page.read_text().replace('{% include "style.html.j2" %}', style)

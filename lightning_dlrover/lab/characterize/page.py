@@ -365,7 +365,7 @@ def write_comparison(path: Path, one: Measurements, other: Measurements) -> None
 
 def _page_of_two(one: Measurements, other: Measurements, found: Comparison) -> str:
     return render_page(
-        "characterize",
+        "lab/characterize",
         "compare_page.html.j2",
         machines=(one.header.machine, other.header.machine),
         summary=found.summary,
@@ -460,7 +460,7 @@ def _page_of_one(measured: Measurements, studies: Sequence[Study], found: Sequen
     roofline = roofline_figure(list(shown.values()), limits, scope.cores)
     times = [*(visit.at for visit in measured.visits), *(limit.at for limit in measured.limits)]
     return render_page(
-        "characterize",
+        "lab/characterize",
         "page.html.j2",
         machine=measured.header.machine,
         version=measured.header.version,

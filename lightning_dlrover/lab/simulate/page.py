@@ -231,7 +231,7 @@ def write_report(path: Path, inputs: Inputs, simulations: Sequence[Simulated]) -
     example = [s for s in at_first_cost if (s.trace, s.seed) == (first.trace, first.seed)]
     costs = costs_figure(simulations)
     page = render_page(
-        "simulate",
+        "lab/simulate",
         "page.html.j2",
         facts=_facts(inputs, simulations),
         columns=COLUMNS,
