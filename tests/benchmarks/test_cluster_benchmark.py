@@ -96,9 +96,9 @@ def test_folders_without_traces_or_speeds_are_refused(tmp_path: Path) -> None:
         quickly(tmp_path)
 
 
-def test_figures_need_ours_and_another_policy(tmp_path: Path) -> None:
+def test_figures_need_jct_and_another_policy(tmp_path: Path) -> None:
     for policies in (["jct"], ["as-requested", "sia"]):
-        with pytest.raises(BenchmarkError, match="the figures need ours and another policy"):
+        with pytest.raises(BenchmarkError, match="the figures need jct and another policy"):
             quickly(tmp_path, policies=policies)
 
 
