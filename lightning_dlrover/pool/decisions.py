@@ -26,7 +26,7 @@ from lightning_dlrover.pool.budget import (
     wanted_sizes,
     why_never,
 )
-from lightning_dlrover.pool.policies import ELASTIC_POLICIES, make_elastic
+from lightning_dlrover.pool.policies import POOL_POLICIES, make_policy
 from lightning_dlrover.tuning.cluster import Device, Job, Policy, PolicySettings, Profile, Running, Speeds, State, turn_of
 from lightning_dlrover.tuning.plan import Candidate, Decision
 
@@ -54,10 +54,10 @@ def elastic_divider(name: str, max_wait_s: float) -> Divider:
     Raises:
         ValueError: there is no such policy.
     """
-    policy = make_elastic(name, PolicySettings(max_wait_s=max_wait_s, may_pause=False))
+    policy = make_policy(name, PolicySettings(max_wait_s=max_wait_s, may_pause=False))
     # The needs of a new job are learned by running it, so it gets its fewest workers as soon as others can make room. A rigid
     # policy makes none.
-    waits_longer_s = 0.0 if ELASTIC_POLICIES[name].rigid else 2 * max_wait_s
+    waits_longer_s = 0.0 if POOL_POLICIES[name].rigid else 2 * max_wait_s
 
     def divide(jobs: Sequence[PoolJob], free: Resources, now_s: float) -> Mapping[str, int]:
         on_gpus = [job for job in jobs if job.needs.gpus]
@@ -221,7 +221,7 @@ class Rules:
 
     def treated(self, jobs: Sequence[PoolJob]) -> Sequence[PoolJob]:
         """Return jobs as the policy treats them."""
-        return as_asked(jobs, self.budget, self.owners) if ELASTIC_POLICIES[self.policy].rigid else jobs
+        return as_asked(jobs, self.budget, self.owners) if POOL_POLICIES[self.policy].rigid else jobs
 
 
 @dataclass(frozen=True)
