@@ -145,7 +145,8 @@ def _remove_if_unused(folder: Path) -> None:
 
 
 def _try_to_lock(lock: IO[str]) -> bool:
-    """
+    """Lock the file for this process; return False if another process holds the lock.
+
     Raises:
         OSError: the file system has no locks.
     """
@@ -256,11 +257,11 @@ def write_final_report(run_id: str, folder: Path) -> None:
         say(f"report: {folder / 'report.html'}")
 
 
-# The etcd that `dlrover run` starts for its job alone, and who may use it.
+# The etcd that `dlrover run` starts for its job alone. Access depends on the target:
 #
-# target reachable by local processes of this user on this host, through a Unix socket slurm whoever reads the password file
-# in the run folder, that is this user on all hosts kubernetes whoever reads that file, or the Secret that the target makes
-# of it for the pods
+# local       processes of this user on this host, through a Unix socket
+# slurm       processes that can read the password file in the run folder: those of this user, on all hosts
+# kubernetes  as with slurm, and pods through the Secret that the target creates from that file
 
 _PASSWORD_FILE = "etcd.password"
 """File in the run folder, as nodes on other hosts must read it."""

@@ -219,7 +219,8 @@ def read_answer(folder: Path) -> Answer:
 
 
 def write_answer(folder: Path, answer: Answer) -> None:
-    """
+    """Replace the dispatcher's answer in a job's folder.
+
     Raises:
         OSError: the folder cannot be written.
     """

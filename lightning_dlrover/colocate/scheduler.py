@@ -65,7 +65,6 @@ from lightning_dlrover.tuning.cluster import (
 )
 from lightning_dlrover.tuning.memory import MemoryMargin
 
-
 SETTLE_S = 0.3
 """Caches and threads of the former set have gone by then."""
 GPU_SETTLE_S = 1.2
@@ -525,7 +524,8 @@ class _Chosen:
 # ahead, and then wait with their processes stopped. Each kind of job runs alone for a few steps, once. Jobs that would
 # leave most of the machine idle at the end of the queue start first.
 class Scheduler:
-    """
+    """Choose the jobs that run now, by a policy.
+
     Args:
         policy: name of the policy.
         knowledge: measurements of earlier jobs.

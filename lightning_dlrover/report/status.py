@@ -277,7 +277,8 @@ class JobFile:
 
 
 def read_job_file(file: Path) -> JobFile:
-    """
+    """Return the place, process and target of a job, as its run folder's job file records them.
+
     Raises:
         JobNotFoundError: the file is missing or unreadable.
     """
@@ -366,7 +367,8 @@ def list_jobs(
 
 
 def _jobs_of_etcd(place: JobPlace, timeout_s: float = 5.0) -> list[JobSummary]:
-    """
+    """Return a summary of each job under a prefix, sorted by run id.
+
     Raises:
         EtcdError: etcd does not answer.
     """

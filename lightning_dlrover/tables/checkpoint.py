@@ -113,7 +113,8 @@ class _Reader(FileSystemReader):
         self._list = folder / ".metadata"
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """
+        """Return the list of the checkpoint's parts, read without executing what it names.
+
         Raises:
             CheckpointError: the list holds classes or functions that a checkpoint has no use for, or is damaged.
         """

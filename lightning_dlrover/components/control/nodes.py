@@ -835,7 +835,8 @@ class Observer:
             self._plan_by_hand, self._forgiven_at = entry.mod_revision, time.monotonic()
 
     def _note_end(self, name: str, entry: NodeEntry, handle: str, view: JobView, now: float, others: Counter[str]) -> None:
-        """
+        """Record that a node has ended and, if it failed, why.
+
         Args:
             others: members of the current round on each other node.
         """

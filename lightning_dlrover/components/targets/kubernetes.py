@@ -481,7 +481,8 @@ class KubernetesTarget:
         self._api.delete_secret(self._namespace, secret_name(self._spec.run_id, self._mark))
 
     def _make_secret(self) -> None:
-        """
+        """Create the Secret with the password of the job's own etcd, once, if the target is in charge of it.
+
         Raises:
             NotTakenError: there may be no Secret, so no node can start.
         """
@@ -564,7 +565,8 @@ class KubernetesTarget:
         return _pod_state(pod)
 
     def _check_that_it_is_ours(self, name: str, node: str) -> None:
-        """
+        """Accept an existing Job as this job's node if its labels say so.
+
         Raises:
             NotTakenError: a Job of that name exists and is not ours.
                 TargetError: the owner cannot be determined.
@@ -839,7 +841,8 @@ class _PodLogs:
             self._has_news.wait(self._pause_s)
 
     def _read(self, entry: _PodLog, whole: bool) -> None:
-        """
+        """Append the new lines of a pod's output to its file.
+
         Raises:
             ApiError: the output cannot be read.
             OSError: it cannot be written. The next call goes on where this one has stopped.

@@ -234,7 +234,8 @@ class KubernetesApi:
                 pause_s *= 2.0
 
     def _attempt(self, method: str, path: str, query: Mapping[str, str], body: Mapping[str, Any] | None) -> bytes:
-        """
+        """Send a request once, and return the body of the answer.
+
         Raises:
             ApiError: the server refused or did not answer; holds its message.
         """

@@ -424,7 +424,8 @@ class MachineShares:
             self._claims.give_back(share.devices)
 
     def _memory_group(self, node: str, limit_mb: int) -> Path | None:
-        """
+        """Create the node's control group; return None if its memory is not limited.
+
         Raises:
             OSError: the kernel refuses another control group.
         """

@@ -403,7 +403,8 @@ class SlurmTarget:
         return self._exit_status(node) or "failed"
 
     def _call(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """
+        """Run one of Slurm's commands, and return its exit code and output.
+
         Raises:
             TargetError: no answer within the timeout.
             OSError: the command cannot be run.

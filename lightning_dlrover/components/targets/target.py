@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar
 
-
 AppStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "gone"]
 
 
@@ -301,7 +300,8 @@ class Polling(Generic[T]):
         self._expect_change(min(_SOON_S, self._poll_s))
 
     def raise_trouble(self) -> None:
-        """
+        """Raise the error of the newest request, if it failed.
+
         Raises:
             TargetError: the newest request failed.
         """

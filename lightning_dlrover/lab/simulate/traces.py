@@ -19,7 +19,6 @@ import numpy as np
 from lightning_dlrover.tuning.cluster import Floats
 from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile, impossible_figure
 
-
 ALIASES = {
     "num_replicas": "num_workers",
     "local_bsz": "local_batch",
@@ -222,14 +221,12 @@ _Row: TypeAlias = Mapping[str, str | None]
 
 # Workloads: jobs as their users submitted them, from the lines of a trace.
 #
-# Two forms are read, told apart by their columns:
+# Two formats are read, recognised by their columns:
 #
-# - Pollux's artefact (Qiao et al., OSDI 2021): `time` (s), `application`, `num_replicas`, `batch_size`, and perhaps `name`.
-#   The
-#   work and the speed of an application are not in the trace.
+# - Pollux's artefact (Qiao et al., OSDI 2021): `time` (s), `application`, `num_replicas`, `batch_size`, and optionally
+#   `name`. The work and the speed of an application are not in the trace.
 # - ElasticFlow's traces (Gu et al., ASPLOS 2023): `job_id`, `submission_time` (s), `duration` (s, with the devices that the
-#   job
-#   had), `num_gpu`. The application is not in the trace.
+#   job had), `num_gpu`. The application is not in the trace.
 def read_submissions(lines: Iterable[str], source: str, applications: Collection[str], num_devices: int) -> list[Submission]:
     """Return the jobs of a trace in order of time; jobs without a name are named after application and line.
 

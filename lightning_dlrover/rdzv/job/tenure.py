@@ -1,4 +1,4 @@
-"""Hold a key that one process at a time may have, and fence its writes with it.
+"""Hold a key that only one process at a time can hold, and fence that process's writes with it.
 
 A controller holds its job's key, a brain that of its pool, and a `dlrover run` its job's place in a pool. Each loses the key
 with its lease. The create revision of the key then differs, so a write that arrives late is refused.
@@ -36,7 +36,7 @@ H = TypeVar("H", bound=Holder)
 
 
 def holder_text(holder: Holder | None, unknown: str = "another process") -> str:
-    """Name the process that holds a key, for people; `unknown` where its record cannot be read."""
+    """Describe the process that holds a key; `unknown` where its record cannot be read."""
     return f"process {holder.pid} on {holder.host}" if holder is not None else unknown
 
 
@@ -94,7 +94,7 @@ class Tenure(Generic[H]):
     def still_holds(self) -> bool | None:
         """Whether no other process has taken over; None: etcd does not answer. Call before actions that etcd cannot fence.
 
-        A process that was stopped for a while does not notice by itself that its lease has expired.
+        A process that was stopped for a while does not notice that its lease has expired.
         """
         if self.lease.lost.is_set():
             return False
