@@ -1,4 +1,7 @@
-"""Measure how fast jobs run alone and side by side, and choose the jobs that run now."""
+"""Measure how fast jobs run alone and side by side, and choose the jobs that run now.
+
+`InterferenceMeter` measures, `Knowledge` keeps the measurements of kinds of jobs, and `Scheduler` asks a policy.
+"""
 
 from __future__ import annotations
 

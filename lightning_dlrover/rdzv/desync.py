@@ -680,7 +680,7 @@ class CollectiveMonitor:
         return found
 
     def _whereabouts(self, now: CollectiveCounts) -> DesyncReport:
-        """Return the collective that this worker's thread waits for, as far as its stack shows."""
+        """Return the collective that this worker's thread waits for, according to its stack."""
         frame = current_frames().get(self._thread)
         waits_in, waits_for = _waits_in(frame)
         if waits_in == _COMPARES and (latest := self._recent.get(now.compared)):

@@ -1,4 +1,7 @@
-"""Take snapshots while a job trains, keep copies on other workers, and decide which snapshot counts."""
+"""Take snapshots while a job trains, keep copies on other workers, and decide which snapshot counts.
+
+`Snapshots` is a worker's part in this, and `Neighbours` sends copies. `snapshot_store.py` holds the files.
+"""
 
 from __future__ import annotations
 

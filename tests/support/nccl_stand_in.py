@@ -260,7 +260,7 @@ class Communicator:
     def _connect(self, store: Store, number: int) -> dict[int, socket.socket]:
         """Connect with all members; wait for those that are missing, in non-blocking mode up to torch's limit.
 
-        `ncclCommInitRank` has no timeout (nccl issue 289), and in blocking mode there is no handle that could be aborted
+        `ncclCommInitRank` has no timeout (nccl issue 289), and blocking mode gives no handle that could be aborted
         (pytorch issues 103264 and 103925). In non-blocking mode the first collective waits (`NCCLComm::getNcclComm`,
         `waitReady`) up to TORCH_NCCL_NONBLOCKING_TIMEOUT, and holds the lock that `NCCLComm::abort` needs. Before that, rank 0
         sends the communicator's id through the group's store, within the store's timeout

@@ -1,4 +1,7 @@
-"""Decide which nodes to add and to end, so that the job has as many workers as planned, and judge failures of nodes. Pure."""
+"""Decide which nodes to add and to end, so that the job has as many workers as planned, and judge failures of nodes. Pure.
+
+`reconcile` maps a `ControllerView` to actions such as `AddNode` and `CancelNode`; `controller.py` carries them out.
+"""
 
 from __future__ import annotations
 

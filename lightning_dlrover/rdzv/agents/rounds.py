@@ -1,4 +1,8 @@
-"""Rounds of elastic agents: decided by pure functions, and formed by the agent that watches all others."""
+"""Rounds of elastic agents: decided by pure functions, and formed by the agent that watches all others.
+
+`next_notice` and `members_of_next_round` decide from an `AgentView`, without a clock or etcd. `AgentCoordinator` runs the
+election and writes their decisions.
+"""
 
 from __future__ import annotations
 

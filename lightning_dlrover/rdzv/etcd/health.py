@@ -1,4 +1,7 @@
-"""The condition of an etcd server: read it, judge it, warn about it when a job starts, and wait while it is full."""
+"""The condition of an etcd server: read it, judge it, warn about it when a job starts, and wait while it is full.
+
+`inspect` reads an `EtcdCondition`, `judge` returns findings about it, and `warn_of_troubles` logs them at a job's start.
+"""
 
 from __future__ import annotations
 

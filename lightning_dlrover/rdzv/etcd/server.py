@@ -1,4 +1,7 @@
-"""A private etcd on this machine, for a laptop, a test or a job without a configured endpoint."""
+"""A private etcd on this machine, for a laptop, a test or a job without a configured endpoint.
+
+`EmbeddedEtcd` is the server. `OwnedFolder` is a temporary folder that is removed even if its owner was killed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Form a round's process groups: detect dead and unreachable members, reach the round's store, connect the rest."""
+"""Form a round's process groups: detect dead and unreachable members, reach the round's store, connect the rest.
+
+`Forming` makes one attempt to form a round. Deciding on the next round is the coordinator's task (`rdzv/membership`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The process group of a job's current round, formed and re-formed inside one worker process."""
+"""The process group of a job's current round, formed and re-formed inside one worker process.
+
+`World` is the public interface: it enters and leaves a job, and carries the groups from one round to the next.
+"""
 
 from __future__ import annotations
 

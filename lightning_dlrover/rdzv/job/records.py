@@ -113,7 +113,7 @@ class AgentRecord:
     round_number: int = 0  # agent round it takes part in; waiting: it joins only a later round
     address: str = ""  # address of this host for other nodes
     port: int = 0  # running: free port for the workers' MASTER_PORT if this agent is node rank 0
-    since: float = 0.0  # start of this state, seconds since the epoch; for people, never compared
+    since: float = 0.0  # start of this state, seconds since the epoch; only displayed, never compared
     min_nodes: int = 0  # waiting: minimum number of nodes; without them it gives up after `join_timeout_s`
     join_timeout_s: float = 0.0
 
@@ -136,7 +136,7 @@ class AgentRound:
 @dataclass(frozen=True)
 class AgentNotice:
     """Summary of all elastic agents in a few numbers. Key `agent_notice`, written by the agents' coordinator, fenced on its
-    election key. The counts hold while that coordinator is in office; the confirmation holds for ever."""
+    election key. The counts hold while that coordinator is in office; the confirmation holds forever."""
 
     term: int  # create revision of the writer's election key
     confirmed_round: int = 0  # newest agent round that all its members have entered together
@@ -173,7 +173,7 @@ class WorkerRecord:
     round_number: int = 0
     fingerprint: str = ""  # digest of the model's parameter names and shapes; empty until the model is built
     version: str = ""  # release of lightning_dlrover
-    since: float = 0.0  # start of this state, seconds since the epoch; for people, never compared
+    since: float = 0.0  # start of this state, seconds since the epoch; only displayed, never compared
     # Workers that this one could not reach, at most MAX_UNREACHABLE. After round `round_number` did not form: other members of
     # it. While this worker is `ready`: members of the current round.
     unreachable: list[str] = field(default_factory=list)

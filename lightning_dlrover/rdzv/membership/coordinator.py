@@ -1,4 +1,8 @@
-"""Coordinate a job's rounds, as the worker that was elected to: read the job's records, decide writes, announce changes."""
+"""Coordinate a job's rounds, as the worker that was elected to: read the job's records, decide writes, announce changes.
+
+`Coordinator` decides, without clocks, threads or connections. The rest of the file reads the records and carries the decisions
+out.
+"""
 
 from __future__ import annotations
 
@@ -585,7 +589,7 @@ class Office:
         self._told_of = awaited
 
     def _judged(self, view: JobView, worker_id: str, answer: Answer) -> Answer:
-        # A refusal from another host may come from a firewall as long as that address was never reached. If nobody else holds
+        # A refusal from another host may come from a firewall as long as that address was never reached. If no other holds
         # the state, such a network could not carry the job anyway.
         is_proof = not view.holders or worker_id in self._reached or view.addresses[worker_id].host == socket.gethostname()
         return answer if answer != "refuses" or is_proof else "silent"

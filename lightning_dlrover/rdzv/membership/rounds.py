@@ -1,4 +1,8 @@
-"""The membership protocol as pure functions: the next round of a job, decided from a view of its records."""
+"""The membership protocol as pure functions: the next round of a job, decided from a view of its records.
+
+`next_round` decides from a `JobView`; `worker_view_of` and `notice_of` give a worker's `WorkerView`. Probing ports is the only
+input or output here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The c10d process groups of a round: connect their communicators, sever, abort and end them."""
+"""The c10d process groups of a round: connect their communicators, sever, abort and end them.
+
+`Traits` describe a backend, `Communicators` connect ahead of a round, `DeviceWait` checks results, and `RoundEnd` ends groups.
+"""
 
 from __future__ import annotations
 
@@ -678,7 +681,7 @@ class RoundSockets:
 def protect_forks() -> None:
     """Prevent forked children, such as loader workers, from collecting process groups that their parent has abandoned.
 
-    A group's destructor waits for its threads, which do not exist in the child, so it would hang for ever.
+    A group's destructor waits for its threads, which do not exist in the child, so it would hang forever.
     """
     os.register_at_fork(after_in_child=gc.freeze)
 

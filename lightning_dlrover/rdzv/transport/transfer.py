@@ -1,4 +1,8 @@
-"""Move a job's state between workers as data, never as code: objects with large tensors, buffers, state kept on a host."""
+"""Move a job's state between workers as data, never as code: objects with large tensors, buffers, state kept on a host.
+
+`pack`, `send`, `receive` and `broadcast` move objects between workers. `HostStateCache` keeps a job's state while an agent
+replaces its workers.
+"""
 
 from __future__ import annotations
 
@@ -388,7 +392,7 @@ def resolved(names: Collection[str]) -> list[Callable[..., Any] | tuple[Callable
 
 
 def _packed(obj: Any, inline_bytes: int | None = INLINE_BYTES) -> tuple[bytes, list[torch.Tensor]]:
-    """Serialize the object without its large tensors; return these beside it, in the order of `_replaced`."""
+    """Serialize the object without its large tensors; return both, the tensors in the order of `_replaced`."""
     large: list[torch.Tensor] = []
 
     def outline(tensor: torch.Tensor) -> torch.Tensor:

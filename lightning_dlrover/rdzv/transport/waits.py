@@ -1,4 +1,7 @@
-"""Wait for gloo's collectives, and end the waits, sockets and groups of a round that is over; messages along a tree."""
+"""Wait for gloo's collectives, and end the waits, sockets and groups of a round that is over; messages along a tree.
+
+gloo cannot abort a collective, so this file bounds its waits, silences broken sockets, and reduces numbers along a `Tree`.
+"""
 
 from __future__ import annotations
 
@@ -343,7 +346,7 @@ def guard_replica(replica: DistributedDataParallel) -> None:
     group: Any = replica.process_group
     size, is_divided = group.size(), replica.gradient_as_bucket_view  # dividing and multiplying round differently
     torch_names.replace_buffer_broadcast(replica, functools.partial(broadcast_buffers, group))
-    its_replica = weakref.ref(replica)  # a strong reference would form a cycle with the reducer and live for ever
+    its_replica = weakref.ref(replica)  # a strong reference would form a cycle with the reducer and live forever
     pending: list[Any] = []
 
     def await_all() -> None:
