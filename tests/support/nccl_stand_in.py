@@ -54,7 +54,7 @@ REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 }
 
 Payload: TypeAlias = list[bytes]  # values of some tensors
-Found: TypeAlias = dict[int, Payload]  # by the rank of the sender
+Found: TypeAlias = dict[int, Payload]  # keyed by the sender's rank
 Writes: TypeAlias = list[tuple[Tensor, Tensor]]  # tensors, and their values
 
 
@@ -316,7 +316,7 @@ class Communicator:
         """
         self.raise_error()
         result = Result(self, outputs)
-        payloads: dict[int, Payload] = {}  # as of now: the kernel waits for earlier work of the current stream
+        payloads: dict[int, Payload] = {}  # their present values: the kernel waits for earlier work of the current stream
         for tensors in {id(each): each for each in sends.values()}.values():
             payload = [_bytes_of(tensor) for tensor in tensors]
             payloads.update({rank: payload for rank, each in sends.items() if each is tensors})

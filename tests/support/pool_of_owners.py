@@ -35,7 +35,7 @@ class PoolOfOwners:
     floods: Mapping[str, Flood] = field(default_factory=dict)
     seed: int = 0
     jobs: dict[str, PoolJob] = field(default_factory=dict)
-    num_waiting: int = 20  # of each owner before a decision, so that some remain after it
+    num_waiting: int = 20  # waiting jobs of each owner before a decision, so that some remain after it
     now_s: float = 0.0
 
     def __post_init__(self) -> None:

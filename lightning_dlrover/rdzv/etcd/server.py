@@ -407,7 +407,7 @@ class EmbeddedEtcd:
 
 
 def _root_of_sockets() -> Path | None:
-    """Return a folder for temporary files whose path leaves room for a socket's name; None: the usual one."""
+    """Return a folder for temporary files with a path short enough for a socket's name; None: the usual one."""
     num_bytes = len(f"/{_PREFIX}12345678/{_CLIENT_SOCKET}")
     usual = tempfile.gettempdir()
     if can_hold_sockets(os.path.abspath(usual), num_bytes):

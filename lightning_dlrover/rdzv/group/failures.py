@@ -554,7 +554,7 @@ class Growth:
         self._membership = membership
         self._run_id = run_id
         self._open: list[_Growth] = []  # oldest first
-        self._size = self._round = 0  # of the newest round
+        self._size = self._round = 0  # size and number of the newest round
         self._step = 0  # next step, in this worker's view
         self._failed: list[int] = []  # world sizes at which the present step has failed, until it succeeds
         self._failed_step = 0

@@ -246,7 +246,7 @@ class JobRecord:
     start_workers: int = (
         0  # a DataLoader's batch_size times this is its global batch: workers at the start, or a pool job's MIN
     )
-    lane_workers: int = 0  # workers for which the rows of streams are laid out: the most that the job could have at its start
+    lane_workers: int = 0  # number of workers that stream rows are laid out for: the job's maximum at its start
     started_from: str = ""  # newest checkpoint that the user has chosen by `ckpt_path`
     created_at: float = 0.0
     message: str = ""  # reason for the failure
@@ -434,14 +434,14 @@ class ProgressRecord:
     """Progress of the job, for display. Key `progress`, written by rank 0 every few seconds, bound to its lease."""
 
     step: int  # optimizer steps so far, as Lightning counts them
-    epoch: int  # from 0
+    epoch: int  # first epoch: 0
     batch: int  # batches of this epoch so far
     num_workers: int
-    samples_per_s: float  # of all workers
+    samples_per_s: float  # all workers together
     max_epochs: int | None = None  # None: unlimited
-    num_batches: int | None = None  # in an epoch; None: unknown
+    num_batches: int | None = None  # batches of an epoch; None: unknown
     seconds_left: float | None = None  # until the end of training at this rate, without validation; None: unknown
-    loss: str = ""  # of rank 0's share of the newest batch, as it may be `nan`; empty: the script returns none
+    loss: str = ""  # loss of rank 0's share of the newest batch, text because of `nan`; empty: the script returns none
     at: float = 0.0  # seconds since the epoch
 
 

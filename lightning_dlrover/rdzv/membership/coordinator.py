@@ -109,7 +109,7 @@ class Coordinator:
         return election is not None and election.value == self._worker_id.encode()
 
     def candidacy(self, entries: Entries, is_vacant: bool = False) -> Write | None:
-        """Return this worker's next write for an election in which it is not in office, or None.
+        """Return this worker's next write for an election while it is not in office, or None.
 
         Args:
             entries: the shared records.
@@ -249,7 +249,7 @@ MAX_KNOWN = 2000
 """Number of records that a worker remembers, in addition to those that it asks for."""
 
 ABSENT_S = 1.0
-"""Seconds for which a worker without a record is not asked for again. It may register again after an outage of etcd."""
+"""Seconds until a worker without a record is asked for again. It may register again after an outage of etcd."""
 
 
 class JobMirror:
@@ -269,7 +269,7 @@ class JobMirror:
         self._view_since = 0.0
 
     def look(self) -> tuple[Mapping[str, KeyValue], JobView, float]:
-        """Return all records at one revision, the view that they give, and the seconds for which it has not changed.
+        """Return all records at one revision, the view that they give, and the seconds since it last changed.
 
         Opens the mirror if it is closed.
 
@@ -485,7 +485,7 @@ MAX_KNOCKS = 200
 """Ports of missing members at which this worker knocks at once. Each takes an open file, and the script may need many."""
 
 ANSWER_S = 0.3
-"""Maximum seconds for which a missing member's port may take to answer."""
+"""Maximum seconds to wait for an answer of a missing member's port."""
 
 SIGHT_S = 5.0
 """Maximum seconds until a write of this worker shows up in its copy of the records."""
@@ -597,7 +597,7 @@ class Office:
     def _find_room(self, shared: Entries) -> None:
         """Write the notice again as it is, until etcd takes it.
 
-        Healthy workers whose leases expired while etcd was full can register again from then on, and need time for it. A
+        Healthy workers with leases that expired while etcd was full can register again from then on, and need time for it. A
         round would come too early for them if it were the first write.
         """
         last = shared.get(self._keys.notice)

@@ -457,7 +457,7 @@ def next_round(view: JobView, waited_s: float, timeouts: RoundTimeouts = RoundTi
     """Return the round that should follow the current one, or None if it should stay or others are awaited.
 
     Args:
-        waited_s: seconds for which `awaited(view)` has not changed.
+        waited_s: seconds since `awaited(view)` last changed.
         timeouts: limits on `waited_s`.
     """
     if view.job is None or view.job.is_over:

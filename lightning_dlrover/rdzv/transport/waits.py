@@ -140,7 +140,7 @@ class _Event(ctypes.Structure):
 # Keep gloo's thread for sockets from spinning on those that were shut down.
 #
 # Gloo removes a broken connection from its epoll when it reads the end of its data. It never reads that of a connection
-# whose message it had received in part when the operation failed: the memory for the rest is gone. Epoll then reports the
+# that had delivered a message only in part when the operation failed: the memory for the rest is gone. Epoll then reports the
 # socket again and again, which takes a whole core until the group is destroyed, or forever if that hangs. Here such
 # sockets are made to be reported once more, and then no longer. They stay registered, as gloo removes them itself when the
 # group is destroyed.
@@ -206,7 +206,7 @@ _timer: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nul
 
 
 def end_waits_with(round_: weakref.WeakMethod[Callable[[], Round]], *, all_waits: bool = True) -> None:
-    """Make waits that Python code begins without a timeout fail once the round in which they began is over.
+    """Make waits that Python code begins without a timeout fail once the round of their begin is over.
 
     Args:
         round_: returns the number of this process's round, and whether its group was severed so long ago that gloo has woken
