@@ -404,7 +404,7 @@ print(min(fit_s), min(predict_s))
     run = subprocess.run(
         [sys.executable, "-c", program],
         cwd=Path(__file__).parent,
-        env=environment,
+        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=True,
