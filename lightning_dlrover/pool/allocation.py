@@ -13,10 +13,6 @@ from numpy.typing import NDArray
 
 from lightning_dlrover.tuning.cluster import Floats, Job, PolicySettings
 
-# Tables of predicted speeds: steps/s of each job by number of devices, on as few nodes as can be.
-#
-# A prediction costs far more than a look into a table, and a job's `Scaling` is the same object until more is known. So
-# each is asked once for a set of sizes.
 
 Ints = NDArray[np.int64]
 
@@ -31,6 +27,10 @@ class _Row:
     spread: Floats
 
 
+# Tables of predicted speeds: steps/s of each job by number of devices, on as few nodes as can be.
+#
+# A prediction costs far more than a look into a table, and a job's `Scaling` is the same object until more is known. So
+# each is asked once for a set of sizes.
 class SpeedTables:
     """Rows of speeds, remembered by the object that predicts them."""
 
@@ -245,6 +245,10 @@ class SizePolicy:
     rigid: bool = False
 
 
+MOST_EXACT = 60_000_000
+"""Operations up to which the exact solution is computed: a few tenths of a second."""
+
+
 # Choose one size for each job such that the sum of their values is the largest, and the devices suffice.
 #
 # This is the multiple-choice knapsack problem. Dynamic programming over devices solves it exactly, whatever the shape of
@@ -255,11 +259,6 @@ class SizePolicy:
 # Beyond `MOST_EXACT` operations, jobs climb their concave hulls, steepest step first. That is the optimum of the linear
 # relaxation but for the last step, so its loss is at most the gain of one step (Sinha and Zoltners, Operations Research
 # 27(3), 1979).
-
-MOST_EXACT = 60_000_000
-"""Operations up to which the exact solution is computed: a few tenths of a second."""
-
-
 def best_columns(values: Floats, sizes: Ints, num_devices: int) -> Ints:
     """Return the chosen column of each job, shape ``(num_jobs,)``.
 
@@ -425,6 +424,10 @@ class _Curve:
         return cls(sizes[used], row[used], np.repeat(slopes[:steps], widths[:steps]))
 
 
+HORIZON_S = 300.0
+"""Seconds for which sizes are expected to stay."""
+
+
 # Mean job completion time: least total completion time by learned speeds, remaining work, and the measured cost of a
 # change.
 #
@@ -448,11 +451,6 @@ class _Curve:
 #
 # Speeds count as expected, however uncertain they are: counted half a deviation lower, jobs learned less and ended 1.5 %
 # later. The maximum is exact for clusters of usual size, see `knapsack`.
-
-HORIZON_S = 300.0
-"""Seconds for which sizes are expected to stay."""
-
-
 def jct(share: Share) -> Ints:
     """Return the sizes."""
     if not len(share.jobs):

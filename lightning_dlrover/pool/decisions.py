@@ -30,10 +30,6 @@ from lightning_dlrover.pool.policies import POOL_POLICIES, make_policy
 from lightning_dlrover.tuning.cluster import Device, Job, Policy, PolicySettings, Profile, Running, Speeds, State, turn_of
 from lightning_dlrover.tuning.plan import Candidate, Decision
 
-# Divide a pool with one of the policies for elastic jobs.
-#
-# A device is a core, or a GPU; a pool's jobs on GPUs are divided first, then the others on the cores that are left. Where
-# the devices lie is left to the schedulers, so they count as one node, and only the number of each job's devices is used.
 
 GUESSED_EXPONENT = 0.8
 """Throughput of a job with unknown speed: the number of its workers to this power."""
@@ -48,6 +44,10 @@ NODE = "pool"
 MEMORY_BYTES = 1 << 40  # memory of each device; a pool counts memory by itself
 
 
+# Divide a pool with one of the policies for elastic jobs.
+#
+# A device is a core, or a GPU; a pool's jobs on GPUs are divided first, then the others on the cores that are left. Where
+# the devices lie is left to the schedulers, so they count as one node, and only the number of each job's devices is used.
 def elastic_divider(name: str, max_wait_s: float) -> Divider:
     """Return the divider that decides as the policy with that name.
 

@@ -131,22 +131,6 @@ def as_requested(share: Share) -> Ints:
     return backfilled(share, share.asked)
 
 
-# Sia: one configuration for each job, by an integer program (Jayaram Subramanya et al., SOSP 2023).
-#
-# With x_ij = 1 where job i gets configuration j, and goodputs G_ij over the job's smallest one,
-#
-# minimise  sum_ij x_ij (r_ij G_ij)^p + lambda_n sum_i (1 - sum_j x_ij) + lambda_a sum_ij |x_ij - present_ij|
-# subject to  sum_j x_ij <= 1,  sum_ij x_ij devices_j <= all devices
-#
-# with p = -0.5, lambda_n = 1.1, lambda_a = 0.01, and a restart factor r_ij unless j is the present configuration.
-# Configurations are powers of two within a node, and whole nodes. A job grows to at most twice the largest size that was
-# profiled. Rounds come every `INTERVAL_S`. The program is a knapsack problem, which dynamic programming solves exactly.
-# Where that takes too long, SciPy's HiGHS solves it to a gap of 1e-4, the artefact's.
-#
-# Differences: devices are of one kind at a time, so there is no choice of kinds, and the batch is given, so goodput is
-# speed. The published artefact never adds the term of lambda_a. The program is solved when jobs come and go, too, for those
-# that have not changed within a round.
-
 SIA_INTERVAL_S = 60.0
 """Seconds between rounds."""
 
@@ -163,6 +147,21 @@ MIP_GAP = 1e-4
 """Relative gap to the optimum at which the solver ends."""
 
 
+# Sia: one configuration for each job, by an integer program (Jayaram Subramanya et al., SOSP 2023).
+#
+# With x_ij = 1 where job i gets configuration j, and goodputs G_ij over the job's smallest one,
+#
+# minimise  sum_ij x_ij (r_ij G_ij)^p + lambda_n sum_i (1 - sum_j x_ij) + lambda_a sum_ij |x_ij - present_ij|
+# subject to  sum_j x_ij <= 1,  sum_ij x_ij devices_j <= all devices
+#
+# with p = -0.5, lambda_n = 1.1, lambda_a = 0.01, and a restart factor r_ij unless j is the present configuration.
+# Configurations are powers of two within a node, and whole nodes. A job grows to at most twice the largest size that was
+# profiled. Rounds come every `INTERVAL_S`. The program is a knapsack problem, which dynamic programming solves exactly.
+# Where that takes too long, SciPy's HiGHS solves it to a gap of 1e-4, the artefact's.
+#
+# Differences: devices are of one kind at a time, so there is no choice of kinds, and the batch is given, so goodput is
+# speed. The published artefact never adds the term of lambda_a. The program is solved when jobs come and go, too, for those
+# that have not changed within a round.
 def sia(share: Share) -> Ints:
     """Return the sizes."""
     allowed = configurations(share)

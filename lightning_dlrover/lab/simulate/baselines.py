@@ -64,6 +64,13 @@ def elastic_srtf(share: Share) -> Ints:
     return numbers
 
 
+THRESHOLD_DEVICE_S = 16 * 3600.0
+"""Device seconds after which a job leaves the first queue."""
+
+PROMOTE_KNOB = 8.0
+"""Time waited over time run from which a job is promoted."""
+
+
 # Tiresias: discretised two-dimensional least attained service (Gu et al., NSDI 2019), preemptive, sizes as asked.
 #
 # Attained service is devices times seconds. Jobs below `THRESHOLD_DEVICE_S` are in the first queue, others in the second;
@@ -74,14 +81,6 @@ def elastic_srtf(share: Share) -> Ints:
 # Differences: service is weighed by a job's weight. The state holds the service of all of a job's runs, so the time that it
 # ran is that over its size. Queues are updated at each decision. Tiresias places skewed models only on few nodes, and lets
 # others be split; here all jobs have the shared placement. Its variant with Gittins indices is not there.
-
-THRESHOLD_DEVICE_S = 16 * 3600.0
-"""Device seconds after which a job leaves the first queue."""
-
-PROMOTE_KNOB = 8.0
-"""Time waited over time run from which a job is promoted."""
-
-
 def las(share: Share) -> Ints:
     """Return the sizes."""
     served = np.array([job.served_device_s for job in share.jobs])
@@ -94,6 +93,19 @@ def las(share: Share) -> Ints:
     in_second = (served >= THRESHOLD_DEVICE_S * share.weights) & ~is_promoted
     order = sorted(range(len(share.jobs)), key=lambda i: (bool(in_second[i]), share.jobs[i].submitted_s, share.jobs[i].name))
     return first_fits(share, order, share.asked)
+
+
+INTERVAL_S = 300.0
+"""Seconds between looks at a job."""
+
+MOST_MORE = 4
+"""Workers that a job gains at a time."""
+
+MIN_RATIO = 0.2
+"""Smallest marginal speed of a further worker over the mean speed of the present ones."""
+
+MAX_LOSS = 0.1
+"""Fraction of its speed from which a job with more workers goes back."""
 
 
 # DLRover's published heuristics: each job by itself, greedy (`PSLocalOptimizer`, and the optimisers of the Brain).
@@ -109,20 +121,6 @@ def las(share: Share) -> Ints:
 # Differences: the published rules are for parameter servers, with cores and memory of each kind of node; for workers of
 # equal devices only those about the number of workers remain. They compare measured speeds; here all policies use the same
 # predictions.
-
-INTERVAL_S = 300.0
-"""Seconds between looks at a job."""
-
-MOST_MORE = 4
-"""Workers that a job gains at a time."""
-
-MIN_RATIO = 0.2
-"""Smallest marginal speed of a further worker over the mean speed of the present ones."""
-
-MAX_LOSS = 0.1
-"""Fraction of its speed from which a job with more workers goes back."""
-
-
 def dlrover(share: Share) -> Ints:
     """Return the sizes."""
     numbers, left = start_in_turn(share, share.fewest)
@@ -147,6 +145,9 @@ def _next_size(share: Share, index: int, left: int) -> int:
     return now
 
 
+"""Seconds for which a change is expected to last."""
+
+
 # DLRover-RM: weighted greedy on the gain of throughput for each unit of resources (Wang et al., PVLDB 17(12), 2024).
 #
 # Each job has its fewest devices, and candidates of more. The job and candidate with the largest weighted gain per device
@@ -163,10 +164,6 @@ def _next_size(share: Share, index: int, left: int) -> int:
 # not at hand: here it is the inverse of the seconds left at the job's best candidate. The first stage, a start near the
 # optimum by a history of jobs, is what a family's learned speeds give all policies here. It decides whenever it is asked:
 # leaving jobs alone for 60 to 600 s after a change made it worse on the workloads 1 and 2 of docs/lab/cluster_figures.md.
-
-"""Seconds for which a change is expected to last."""
-
-
 def dlrover_rm(share: Share) -> Ints:
     """Return the sizes."""
     if not len(share.jobs):
@@ -182,6 +179,15 @@ def dlrover_rm(share: Share) -> Ints:
     return share.sizes[by_hulls(np.where(share.filling, gains, -np.inf), share.sizes, share.num_devices)]
 
 
+"""Seconds over which usage is aggregated, so a job is left alone for as long after a change."""
+
+MARGIN = 1.15
+"""Factor on usage."""
+
+MIN_CHANGE = 0.1
+"""Least relative change that is made."""
+
+
 # A reaction to usage, vertical only, as of Autopilot (Rzadca et al., EuroSys 2020) and Kubernetes' vertical autoscaler.
 #
 # The autoscaler requests the decaying 90th percentile of usage, times `MARGIN`, and leaves requests alone that are less
@@ -194,16 +200,6 @@ def dlrover_rm(share: Share) -> Ints:
 # Differences: the originals set the cores and memory of a task; here the size of a job is the only dimension. They leave
 # the queue to the cluster's scheduler; here jobs start as in `as_requested`, and none grows while a job waits, as nothing
 # is preempted. Usage is predicted from the learned speeds, not sampled.
-
-"""Seconds over which usage is aggregated, so a job is left alone for as long after a change."""
-
-MARGIN = 1.15
-"""Factor on usage."""
-
-MIN_CHANGE = 0.1
-"""Least relative change that is made."""
-
-
 def autopilot(share: Share) -> Ints:
     """Return the sizes."""
     wanted = recommended(share)
@@ -226,6 +222,10 @@ def recommended(share: Share) -> Ints:
     return share.sizes[share.columns_of(wanted)]
 
 
+OPTIMUS_INTERVAL_S = 600.0
+"""Seconds between decisions."""
+
+
 # Optimus: one device at a time to the job whose remaining time it shortens most (Peng et al., EuroSys 2018).
 #
 # Every job first gets its fewest devices, in the order of submission. Then, with Q steps left and a speed f(n), the
@@ -237,11 +237,6 @@ def recommended(share: Share) -> Ints:
 # the best mean gain per device of a larger step, as a speed that depends on nodes has steps; one device at a time would
 # stop there. The paper fits its own model of speed; here all policies have the same predictions. It decides every interval;
 # here also when jobs come and go, for those that have not changed within an interval.
-
-OPTIMUS_INTERVAL_S = 600.0
-"""Seconds between decisions."""
-
-
 def optimus(share: Share) -> Ints:
     """Return the sizes."""
     numbers, left = np.zeros(len(share.jobs), dtype=np.int64), share.num_devices
@@ -276,25 +271,6 @@ def _step(share: Share, seconds: Floats, numbers: Ints, index: int) -> tuple[flo
     return (-float(per_device[best]), index, column + 1 + best) if per_device[best] > 0 else None
 
 
-# AFS: each device to the job that gains most by it, as far as that does not hold up a shorter one (Hwang et al., NSDI
-# 2021).
-#
-# "Apathetic future share": of two jobs, the one that would end first is a, the other b. A further device for a until a
-# ends, and for b then, gives a smaller mean completion time than for b at once, if
-#
-# (p_a' - p_a) / p_a  >  (p_b' - p_b) / p_b'
-#
-# with the speeds p as they are and p' with the device, and what becomes of all other devices ignored. Devices are given one
-# by one; for each, jobs are compared pairwise, and the last winner gets it. Of two jobs without devices the shorter one
-# wins. This is AFS-L, the variant for known lengths.
-#
-# Differences: sizes fill nodes, and speeds count by their concave hull from the fewest devices of a job on, as a node's
-# border makes some devices slow a job down. A job of unknown length is expected to need as much again as it has had; the
-# paper's AFS-P lets such jobs take turns instead. Lengths are divided by weights. The rule ignores the cost of a change,
-# here as in the paper; its system decides when jobs come and go, here also at each interval of the simulation. Leaving jobs
-# alone for 60, 300 or 600 s after a change made it worse on the workloads 1 and 2 of docs/lab/cluster_figures.md.
-
-
 @dataclass
 class _Job:
     """A job, and the steps in which it takes devices: its speeds and sizes, those of 0 devices first."""
@@ -322,6 +298,23 @@ class _Job:
         return self.speeds[self.at] + (gain / self.step if self.at else gain)
 
 
+# AFS: each device to the job that gains most by it, as far as that does not hold up a shorter one (Hwang et al., NSDI
+# 2021).
+#
+# "Apathetic future share": of two jobs, the one that would end first is a, the other b. A further device for a until a
+# ends, and for b then, gives a smaller mean completion time than for b at once, if
+#
+# (p_a' - p_a) / p_a  >  (p_b' - p_b) / p_b'
+#
+# with the speeds p as they are and p' with the device, and what becomes of all other devices ignored. Devices are given one
+# by one; for each, jobs are compared pairwise, and the last winner gets it. Of two jobs without devices the shorter one
+# wins. This is AFS-L, the variant for known lengths.
+#
+# Differences: sizes fill nodes, and speeds count by their concave hull from the fewest devices of a job on, as a node's
+# border makes some devices slow a job down. A job of unknown length is expected to need as much again as it has had; the
+# paper's AFS-P lets such jobs take turns instead. Lengths are divided by weights. The rule ignores the cost of a change,
+# here as in the paper; its system decides when jobs come and go, here also at each interval of the simulation. Leaving jobs
+# alone for 60, 300 or 600 s after a change made it worse on the workloads 1 and 2 of docs/lab/cluster_figures.md.
 def afs(share: Share) -> Ints:
     """Return the sizes."""
     jobs = [_job(share, index) for index in range(len(share.jobs))]
@@ -365,6 +358,10 @@ def _preferred(one: _Job, other: _Job) -> _Job:
     return a if gain_a > gain_b else b
 
 
+EXPONENT = 0.6
+"""Exponent p of the speedup."""
+
+
 # heSRPT: the division with the least mean completion time where all jobs have the speedup k^p and are present from the
 # start.
 #
@@ -380,11 +377,6 @@ def _preferred(one: _Job, other: _Job) -> _Job:
 # of what is left. Jobs do not have one speedup: p is `EXPONENT`, chosen on the workloads 1 and 2 of
 # docs/lab/cluster_figures.md, and a remaining size is the device seconds at a job's best efficiency. A job of unknown
 # length is expected to need as much again as it has had.
-
-EXPONENT = 0.6
-"""Exponent p of the speedup."""
-
-
 def hesrpt(share: Share) -> Ints:
     """Return the sizes."""
     part = hesrpt_shares(share.work_left, share.weights, EXPONENT)
@@ -415,24 +407,6 @@ def hesrpt_shares(work: Floats, weights: Floats, exponent: float) -> Floats:
     return part
 
 
-# Pollux: the generalised mean of goodputs, by genetic search (Qiao et al., OSDI 2021).
-#
-# The fitness of sizes a_j is the power mean of the speedups over a fair share of the cluster,
-#
-# fitness = (1/n sum_j (r_j speedup_j(a_j))^p)^(1/p)        p = -1
-#
-# with a restart factor r_j where the size of a running job changes. A population of `POPULATION` evolves for `GENERATIONS`:
-# tournaments, one-point crossover over the jobs, mutation and repair. A job grows to at most twice the largest size that
-# was profiled. The interval is `INTERVAL_S`.
-#
-# Differences: Pollux adapts each job's batch size, and goodput is throughput times statistical efficiency. Here the global
-# batch never changes, so that efficiency is 1, and goodput is speed. Individuals are numbers of devices, which the shared
-# placement puts on few nodes, so sizes are those that fill nodes; the artefact's are devices on each node. The artefact
-# begins a search with the population of the last one. This function keeps nothing. It begins with the present sizes, a fair
-# share, their mutants, and a climb of concave hulls, and ends when `PATIENCE` generations have found nothing better. The
-# artefact takes devices that are not there from jobs in the order of their attained service, and charges the restart factor
-# to waiting jobs, too. Here that order is random, and a waiting job that starts pays nothing.
-
 POLLUX_INTERVAL_S = 60.0
 """Seconds between decisions."""
 
@@ -452,6 +426,23 @@ LEAST = 1e-3
 """Added to each speedup, so that a waiting job has a finite cost."""
 
 
+# Pollux: the generalised mean of goodputs, by genetic search (Qiao et al., OSDI 2021).
+#
+# The fitness of sizes a_j is the power mean of the speedups over a fair share of the cluster,
+#
+# fitness = (1/n sum_j (r_j speedup_j(a_j))^p)^(1/p)        p = -1
+#
+# with a restart factor r_j where the size of a running job changes. A population of `POPULATION` evolves for `GENERATIONS`:
+# tournaments, one-point crossover over the jobs, mutation and repair. A job grows to at most twice the largest size that
+# was profiled. The interval is `INTERVAL_S`.
+#
+# Differences: Pollux adapts each job's batch size, and goodput is throughput times statistical efficiency. Here the global
+# batch never changes, so that efficiency is 1, and goodput is speed. Individuals are numbers of devices, which the shared
+# placement puts on few nodes, so sizes are those that fill nodes; the artefact's are devices on each node. The artefact
+# begins a search with the population of the last one. This function keeps nothing. It begins with the present sizes, a fair
+# share, their mutants, and a climb of concave hulls, and ends when `PATIENCE` generations have found nothing better. The
+# artefact takes devices that are not there from jobs in the order of their attained service, and charges the restart factor
+# to waiting jobs, too. Here that order is random, and a waiting job that starts pays nothing.
 def pollux(share: Share) -> Ints:
     """Return the sizes."""
     if not len(share.jobs):
