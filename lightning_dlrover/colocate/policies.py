@@ -343,7 +343,7 @@ def _savings(pairs: Sequence[tuple[Group, Group]], sample: Device, settings: Pol
 # The best set makes the most progress in a second: the sum of its weighted relative speeds. So jobs that leave a device
 # idle run beside others while there are others, and jobs that keep it busy alone are left for the end. Jobs that run
 # already, such as those that start, stay, and leave a set less of each limit. The policy is asked again whenever a job
-# comes or ends, and a job that was left out for too long goes before all others (`waiting.py`).
+# comes or ends, and a job that was left out for too long goes before all others (`packing.py`).
 #
 # The last jobs end together: those with the longest remaining time run first (McNaughton, Management Science 1959).
 

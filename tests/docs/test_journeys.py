@@ -30,7 +30,7 @@ MAX_FILES = {
 def journeys() -> dict[str, str]:
     """Text of each journey by its heading."""
     _, *sections = PAGE.read_text().split("\n## ")
-    return {heading: text for heading, text in (section.split("\n", 1) for section in sections)}
+    return dict(section.split("\n", 1) for section in sections)
 
 
 @cache

@@ -298,10 +298,10 @@ def _as_new_as(key: str, revision: int, seen: Mapping[str, KeyValue]) -> KeyValu
 
 # Keep a job's nodes in line with its plan.
 #
-# `Controller` holds the job's `controller` key (`nodes.py`) and observes etcd and the scheduler (`nodes.py`). It lets
-# `reconcile.py` decide and carries the decision out. All state that must survive is written to etcd before each action
-# (`nodes.py`): a node's name before its request to the scheduler, its cancellation before the call that cancels it. So the
-# controller may be killed and restarted at any moment.
+# `Controller` holds the job's `controller` key (`nodes.Office`) and observes etcd and the scheduler (`nodes.Observer`). It
+# lets `reconcile.py` decide and carries the decision out. All state that must survive is written to etcd before each action
+# (`nodes.NodeRegistry`): a node's name before its request to the scheduler, its cancellation before the call that cancels
+# it. So the controller may be killed and restarted at any moment.
 
 
 class Controller:

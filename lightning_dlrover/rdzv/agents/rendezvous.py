@@ -388,8 +388,8 @@ class RunRecords:
 #
 # Plain scripts get TorchElastic's contract: a change of membership restarts all workers. Once workers that can be re-formed
 # in process have registered (`JobRecord.live`), they handle joins and leaves. Agents then only start and end their own
-# workers, and never restart those of others. The agent that coordinates (`rounds.py`) decides with `rounds.py` which agents
-# form a round. Each agent watches three keys and writes its own record.
+# workers, and never restart those of others. The agent that coordinates (`rounds.py`) decides which
+# agents form a round. Each agent watches three keys and writes its own record.
 
 BACKEND = "etcd-v3"
 

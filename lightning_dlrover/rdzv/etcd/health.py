@@ -320,7 +320,7 @@ def _mib(num_bytes: int) -> str:
 
 # Warn once, when a job starts, about troubles of its etcd. Nothing waits for this, and it fails nothing.
 #
-# `health.py` decides what is trouble, as for `dlrover doctor`.
+# `judge` decides what is a trouble, as for `dlrover doctor`.
 
 logger = logging.getLogger(__name__)
 
