@@ -24,7 +24,7 @@ from lightning_dlrover.rdzv.job.records import AgentNotice, AgentRecord, AgentRo
 # its members is gone or waits for a later one. A round is written first, and confirmed once all its members have entered
 # it. Before that no member has started workers, so if one dies the round is void and another takes its place. Both
 # decisions are level triggered and use only the records: the next coordinator continues where the last one stopped. Clocks
-# and etcd stay in `agent_coordinator.py` and `rendezvous.py`.
+# and etcd stay in the coordinator below and in `rendezvous.py`.
 
 
 @dataclass(frozen=True)
