@@ -16,7 +16,6 @@ from lightning_dlrover.host import PROC
 from lightning_dlrover.tuning.nvml import known
 from lightning_dlrover.tuning.resources import CLOCK_TICKS_PER_S, status_bytes
 
-
 log = logging.getLogger(__name__)
 
 SAMPLE_S = 0.2

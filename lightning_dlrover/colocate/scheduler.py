@@ -65,7 +65,6 @@ from lightning_dlrover.tuning.cluster import (
 )
 from lightning_dlrover.tuning.memory import MemoryMargin
 
-
 SETTLE_S = 0.3
 """Caches and threads of the former set have gone by then."""
 GPU_SETTLE_S = 1.2

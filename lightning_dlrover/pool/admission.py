@@ -17,7 +17,6 @@ from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.records import Keys, NodesRecord, PlanRecord, encode
 from lightning_dlrover.rdzv.job.tenure import Tenure, holder_text
 
-
 log = logging.getLogger(__name__)
 
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from lightning_dlrover.tuning.cluster import Floats, Job, PolicySettings
 
-
 Ints = NDArray[np.int64]
 
 MOST_KEPT = 8192

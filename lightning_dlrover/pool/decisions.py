@@ -30,7 +30,6 @@ from lightning_dlrover.pool.policies import POOL_POLICIES, make_policy
 from lightning_dlrover.tuning.cluster import Device, Job, Policy, PolicySettings, Profile, Running, Speeds, State, turn_of
 from lightning_dlrover.tuning.plan import Candidate, Decision
 
-
 GUESSED_EXPONENT = 0.8
 """Throughput of a job with unknown speed: the number of its workers to this power."""
 

@@ -29,7 +29,6 @@ from lightning_dlrover.rdzv.membership.rounds import read_view
 from lightning_dlrover.tuning.memory import least_workers
 from lightning_dlrover.tuning.plan import Candidate, Decision
 
-
 POOLS_FOLDER = ".pools"
 """Folder of all pools below the prefix of all jobs. No job has this name: names of jobs begin with a letter, digit or `_`."""
 

@@ -34,7 +34,6 @@ from lightning_dlrover.report.status import CANCELLED, ended_how
 from lightning_dlrover.tuning.plan import Candidate, Decision, Outcome, Settings, outcome, seconds_text, step_text
 from lightning_dlrover.tuning.samples import STEP_PARTS
 
-
 KINDS = {
     each.KIND
     for each in (

@@ -46,7 +46,6 @@ from lightning_dlrover.tables.torchrec_adapter import (
 )
 from lightning_dlrover.tuning.resources import available_bytes
 
-
 INIT_ROWS = 4096
 """Number of rows initialised from one seed, so that a worker draws little more than the rows that it holds."""
 

@@ -27,7 +27,6 @@ from lightning_dlrover.tables.exchange import Block, touch
 from lightning_dlrover.tables.layout import Region
 from lightning_dlrover.tables.persist import PREFIX, parts_in
 
-
 MAGIC = b"DLRSNAP1"
 LARGEST = 1 << 48
 PIECE_BYTES = 8 << 20

@@ -42,7 +42,6 @@ from lightning_dlrover.tables.snapshot_store import (
     size_of_changes,
 )
 
-
 EVERYTHING, CHANGES, NOTHING = range(3)
 """Requests of a neighbour for a part."""
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar
 
-
 AppStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "gone"]
 
 

@@ -56,7 +56,6 @@ from lightning_dlrover.lab.characterize.worker import Request
 from lightning_dlrover.output import complain, counted, show
 from lightning_dlrover.tuning.history import HistoryError, JobHistory, history_url
 
-
 FIRST_ESTIMATE_S = 1.5
 """Seconds of a visit before any was made."""
 

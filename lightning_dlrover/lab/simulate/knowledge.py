@@ -27,7 +27,6 @@ from lightning_dlrover.tuning.prior import NORMAL_WIDTH
 from lightning_dlrover.tuning.samples import Columns, Configuration, StepProfile
 from lightning_dlrover.tuning.step_time import StepTimeModel
 
-
 NOISE = 0.03
 """Standard deviation of the logarithm of a window's step time."""
 

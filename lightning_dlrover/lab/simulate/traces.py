@@ -19,7 +19,6 @@ import numpy as np
 from lightning_dlrover.tuning.cluster import Floats
 from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile, impossible_figure
 
-
 ALIASES = {
     "num_replicas": "num_workers",
     "local_bsz": "local_batch",

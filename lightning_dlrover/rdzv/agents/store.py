@@ -33,7 +33,6 @@ from lightning_dlrover.rdzv.etcd.types import (
     modified,
 )
 
-
 if TYPE_CHECKING:  # the same class; torch.distributed does not re-export it for type checkers
     from torch._C._distributed_c10d import Store
 else:

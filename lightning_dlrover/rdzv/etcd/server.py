@@ -21,7 +21,6 @@ from types import TracebackType
 from lightning_dlrover.host import free_port
 from lightning_dlrover.rdzv.etcd.types import HTTPOverSocket, can_hold_sockets
 
-
 _OWNER_FILE = ".owner"
 
 

@@ -14,7 +14,6 @@ from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, HISTORY_TTL_S
 from lightning_dlrover.rdzv.membership.membership import MembershipConfig
 from lightning_dlrover.rdzv.membership.rounds import RoundTimeouts
 
-
 _LONGEST_S = 30 * 24 * 3600.0
 
 

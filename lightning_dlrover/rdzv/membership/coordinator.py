@@ -46,7 +46,6 @@ from lightning_dlrover.rdzv.membership.rounds import (
 )
 from lightning_dlrover.rdzv.membership.worker_records import Outbox
 
-
 Entries = Mapping[str, KeyValue]
 
 MAX_BURIED = 50
