@@ -243,7 +243,7 @@ class RecordReader:
 
 # Coordinate the elastic agents: one of them watches all others, forms their rounds and publishes a notice for them.
 #
-# `agent_rounds.py` decides the content of a write; this module decides which agent may write it. The coordinator is the
+# The functions above decide the content of a write; the coordinator decides which agent may write it. The coordinator is the
 # agent that created the election key. The key expires with its agent's lease, and then another agent takes over. Each write
 # is fenced on the key and on the value that it replaces, so a coordinator that was declared dead cannot change anything.
 # All other agents watch three small keys. A change therefore costs a job of n agents one write and n notifications, and

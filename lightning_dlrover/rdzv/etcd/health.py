@@ -324,7 +324,7 @@ _TIMEOUT_S = 2.0  # seconds for each of a dozen requests; a server that is slowe
 
 # Warn once, when a job starts, about troubles of its etcd. Nothing waits for this, and it fails nothing.
 #
-# `health.py` decides what is trouble, as for `dlrover doctor`.
+# `judge` decides what is trouble, as for `dlrover doctor`.
 def warn_of_troubles(config: EtcdConfig, warn: Callable[[str], None]) -> threading.Thread:
     """Ask each endpoint in a thread for release, size, quota and compaction, and call `warn` at most once. Returns at once."""
 
