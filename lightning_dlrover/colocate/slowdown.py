@@ -337,7 +337,7 @@ def _level(wanted: Floats, num_cores: float) -> float:
 
 # Predict how fast jobs are beside each other on the cores of one machine, relative to their speed alone.
 #
-# Most of a slowdown follows from the division of cores (`slowdown.py`). The rest is learned from observed groups, as
+# Most of a slowdown follows from the division of cores. The rest is learned from observed groups, as
 # corrections of the log of the expected speed e of a job i of family f beside jobs j of families g, each of which keeps a
 # fraction b of the machine's cores busy while the job has one:
 #

@@ -361,12 +361,10 @@ def next_moves(
 # Rules that hold for every policy:
 #
 # - A job keeps its own limits. It is never stopped once it runs: at the least it keeps its fewest workers, whatever the
-#   priority
-#   of a job that waits.
+#   priority of a job that waits.
 # - A job with a size set by hand, or with a planner that has not decided yet, keeps its size and is counted.
-# - Waiting jobs start in the order of `budget.py`. One that does not fit holds back the jobs of other owners. Smaller jobs of
-#   its
-#   own owner pass it, until it has waited longer than the bound: from then on no job does.
+# - Waiting jobs start in the order described above. One that does not fit holds back the jobs of other owners. Smaller jobs
+#   of its own owner pass it, until it has waited longer than the bound: from then on no job does.
 # - An owner has no more than its quota.
 
 NO_RULES = Owners()

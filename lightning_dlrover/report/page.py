@@ -483,7 +483,7 @@ def _thousands() -> Any:
 
 # Write a job's report: one HTML file with pictures, and a text that fits one screen.
 #
-# `report/timeline.py` interprets the events, `report/page.py` draws them, and `report/page.html.j2` arranges both. All text
+# `report/timeline.py` interprets the events, functions above draw them, and `report/page.html.j2` arranges both. All text
 # from the job is escaped. Only recorded data is shown, and missing data is named.
 
 MAX_COLUMNS = 80

@@ -188,11 +188,9 @@ def _value(path: Path, line: int, column: str, value: Any, kind: Any) -> Any:
 # Two forms are read, told apart by their columns:
 #
 # - Pollux's artefact (Qiao et al., OSDI 2021): `time` (s), `application`, `num_replicas`, `batch_size`, and perhaps `name`.
-#   The
-#   work and the speed of an application are not in the trace.
+#   The work and the speed of an application are not in the trace.
 # - ElasticFlow's traces (Gu et al., ASPLOS 2023): `job_id`, `submission_time` (s), `duration` (s, with the devices that the
-#   job
-#   had), `num_gpu`. The application is not in the trace.
+#   job had), `num_gpu`. The application is not in the trace.
 
 MAX_TIME_S = 1e8
 """Latest arrival and longest duration of a job, three years: a simulation decides every minute."""

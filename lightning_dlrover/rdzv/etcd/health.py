@@ -318,9 +318,8 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 20):.1f} MiB" if num_bytes < 100 << 20 else f"{num_bytes >> 20} MiB"
 
 
-# Warn once, when a job starts, about troubles of its etcd. Nothing waits for this, and it fails nothing.
-#
-# `health.py` decides what is trouble, as for `dlrover doctor`.
+# Warn once, when a job starts, about troubles of its etcd, by the judgement of `dlrover doctor` above. Nothing waits for this,
+# and it fails nothing.
 
 logger = logging.getLogger(__name__)
 
