@@ -60,7 +60,16 @@ TOGETHER = {
 """Test files with a fixture that costs seconds. Each runs in one process."""
 
 
-COMPUTING = ("checks/", "learn/", "perf/", "planner/", "report/", "simulate/")
+COMPUTING = (
+    *("checks/", "report/"),
+    *(f"colocate/test_{name}" for name in ("core_speeds", "matching", "mixed", "policies", "slowdown", "turns")),
+    *(f"lab/test_{name}" for name in ("elastic", "losses", "measured_speeds", "published_figures", "simulator", "study")),
+    *(f"lab/test_{name}" for name in ("traces", "work")),
+    *(f"pool/test_{name}" for name in ("division", "elastic_placement", "knapsack", "moves", "owners", "prices", "sizes")),
+    *(f"tuning/test_{name}" for name in ("allocators", "analyst", "auto", "decision_log", "hardware", "history", "memory_m")),
+    *(f"tuning/test_{name}" for name in ("memory_growth", "model", "objective", "plan", "profile_log", "residual", "space")),
+    *(f"tuning/test_{name}" for name in ("stragglers", "trial", "warm_start", "write_budget")),
+)
 """Beginnings of the paths of tests that only compute: they wait for no other process, and no deadline depends on them."""
 
 PATIENT = (
@@ -95,6 +104,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out tests that take long or lack their device; let long tests start first, so that none is the last to run."""
+    dead = [name for name in (*WAITING, *TOGETHER, *COMPUTING, *PATIENT) if not any(TESTS.glob(f"{name}*"))]
+    assert not dead, f"tests/conftest.py orders tests that do not exist: {dead}"
     items.sort(key=_turn)
     if not os.environ.get("DLROVER_ALL_FAULTS"):
         for item in items:
