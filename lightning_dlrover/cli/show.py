@@ -156,7 +156,8 @@ def _status_text(status: dict[str, Any]) -> str:
         binding = "" if plan["binding"] else " (a recommendation)"
         each = ", ".join(counted_field(name, plan[name]) for name in COUNTED if name in plan)
         binding += f", {each} each" if each else ""
-        lines.append(f"plan: {counted(plan['num_workers'], 'worker')}{binding}, by {plan['source']}: {plan['reason']}")
+        by = plan["reason"] if plan["source"] == "pool" else f"{plan['source']}: {plan['reason']}"  # names the pool itself
+        lines.append(f"plan: {counted(plan['num_workers'], 'worker')}{binding}, by {by}")
     again = f"`dlrover scale {status['run_id']}"
     lines += [f"not tried again: {why}; {again} {size}` does" for size, why in status["failed_sizes"].items()]
     if status["controller"]:

@@ -1,4 +1,4 @@
-"""`dlrover brain`, `queue`, `what-if` and `divide`: share a budget among jobs, show the share of each, predict a change."""
+"""`dlrover pool run`, `status`, `what-if` and `plan`: share a budget among jobs, show the share of each, predict a change."""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from history_rows import decision
 from run_cli import RunCli
 
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.job.records import EventRecord, Keys, encode
+from lightning_dlrover.rdzv.job.records import EventRecord, Keys, PlanRecord, encode
 from lightning_dlrover.report.status import JobPlace
 
 
@@ -48,6 +49,14 @@ def test_a_job_is_explained_from_its_folder_and_drawn(dlrover: RunCli) -> None:
     width, height = struct.unpack(">II", picture[16:24])
     assert width > 1000
     assert height > 400
+
+
+def test_job_that_has_only_begun_is_not_called_unknown(
+    history: str, dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys
+) -> None:
+    client.put(keys.plan, encode(PlanRecord(1, "initial", "start with the fewest workers, 1", True)))
+    code, _, errors = dlrover("explain", "--endpoint", etcd.endpoint, keys.run_id, "--history", history)
+    assert (code, "has recorded nothing yet" in errors, "neither" in errors) == (2, True, False)
 
 
 def test_job_known_only_to_the_history_is_explained_from_it(history: str, dlrover: RunCli) -> None:

@@ -114,8 +114,8 @@ MAX_LOSS = 0.1
 # - It is looked at again `INTERVAL_S` after a change. It grows by `MOST_MORE` workers, or as many as there are, while the
 #   marginal ratio ((v' - v) / (n' - n)) / (v / n) of the speeds v with n workers is at least `MIN_RATIO`.
 # - It gives the workers of its last step back where its speed fell by more than `MAX_LOSS`.
-# Constants are those of the code. Devices go to jobs in their turns, waiting ones before those that grow, as no job is
-# stopped
+#
+# Constants are those of the code. Devices go to jobs in their turns, waiting ones before those that grow, as no job is stopped
 # for another.
 #
 # Differences: the published rules are for parameter servers, with cores and memory of each kind of node; for workers of
