@@ -6,11 +6,12 @@ import argparse
 import contextlib
 import sys
 import time
+import webbrowser
 from typing import TYPE_CHECKING
 
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import find_place
-from lightning_dlrover.output import counted, show, text_table
+from lightning_dlrover.output import complain, counted, show, text_table
 from lightning_dlrover.rdzv.etcd.types import EtcdError
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.report.page import plans_picture, summary_text, write_report
@@ -138,6 +139,8 @@ def report_command(options: argparse.Namespace) -> int:
     write_report(options.job, events, output)
     show(summary_text(options.job, events))
     show(f"report: {output}")
+    if options.open and not webbrowser.open(output.resolve().as_uri()):
+        complain("no browser can be started here (BROWSER names one); the report is written")
     return EXIT_OK
 
 
