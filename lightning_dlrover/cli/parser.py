@@ -144,7 +144,7 @@ class _Unused(argparse.ArgumentParser):
 
 
 def _made_if_in(given: Sequence[str]) -> Callable[..., argparse.ArgumentParser]:
-    """Return a maker of parsers for the command in a command line, whose other commands get none."""
+    """Return a maker of parsers for the command in a command line; the other commands have no parser."""
     command = _command_in(given)
 
     def make(prog: str, **texts: Any) -> argparse.ArgumentParser:

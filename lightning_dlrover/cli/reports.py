@@ -1,4 +1,4 @@
-"""`dlrover report`, `explain` and `history`: what happened in a job, and in those before it."""
+"""`dlrover report`, `explain` and `history`: show a job's timeline, the reasons for its plans, and earlier jobs."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def find_in_history(history: JobHistory, name: str) -> list[JobEntry]:
     """Return the jobs of this name or key, newest first.
 
     Raises:
-        UsageError: there is no such job.
+        UsageError: the job does not exist.
     """
     found = [job for job in history.jobs() if name in (job.key, job.run_id)]
     if not found:

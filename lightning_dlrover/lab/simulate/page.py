@@ -208,7 +208,7 @@ def _devices_over_time(simulated: Simulated) -> tuple[NDArray[np.float64], NDArr
 
 
 def _cost_order(cost: str) -> float:
-    """Return the place of a shown cost on the axis: what is no number of seconds comes last."""
+    """Return the place of a shown cost on the axis: costs that are not a number of seconds come last."""
     number = cost.removesuffix(" s")
     return np.inf if number == cost else float(number)
 
@@ -274,7 +274,7 @@ def _facts(inputs: Inputs, simulations: Sequence[Simulated]) -> list[tuple[str, 
 
 
 def simulate_command(options: argparse.Namespace) -> int:
-    """Run the simulations that are not on record, print their figures and write the report."""
+    """Run the simulations without a stored result, print their figures and write the report."""
     work = read_work(options.work) if options.work is not None else {}
     inputs, traces = read_inputs(
         options.traces,
