@@ -24,10 +24,10 @@ from lightning_dlrover.rdzv.job.records import Keys
 
 TESTS = Path(__file__).parent
 CHECKED_FOR_LEAKS = {
-    *("brain", "checks", "cli", "colocate", "components", "data", "distribution", "e2e", "learn", "live"),
-    *("observe", "planner", "rdzv", "report", "tables", "watch"),
+    *("checks", "cli", "colocate", "components", "data", "distribution", "e2e", "lab", "live", "pool", "rdzv", "report"),
+    *("tables", "tuning", "test_straggler_reports.py", "test_watchdog.py"),
 }
-"""Test folders that must leave nothing behind."""
+"""Folders, and files outside of folders, of tests that must leave nothing behind."""
 
 # Keep the user's own history from warm-starting or recording the jobs of tests.
 os.environ["DLROVER_HISTORY"] = "off"
@@ -41,10 +41,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 mark_descendants()
-
-# A shell that runs tests in the background lets them ignore Ctrl-C, and all of their processes with them.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WAITING = ("distribution/", "e2e/", "strangers/", "examples/", "components/", "rdzv/", "benchmarks/")
 """Beginnings of the paths of tests that mostly wait for processes."""
@@ -60,7 +56,17 @@ TOGETHER = {
 """Test files with a fixture that costs seconds. Each runs in one process."""
 
 
-COMPUTING = ("checks/", "learn/", "perf/", "planner/", "report/", "simulate/")
+COMPUTING = (
+    *("checks/", "report/", "colocate/test_core_speeds", "colocate/test_matching", "colocate/test_mixed"),
+    *("colocate/test_policies", "colocate/test_slowdown", "colocate/test_turns", "lab/test_elastic", "lab/test_losses"),
+    *("lab/test_measured_speeds", "lab/test_published_figures", "lab/test_simulator", "lab/test_study", "lab/test_traces"),
+    *("lab/test_work", "pool/test_division", "pool/test_elastic_placement", "pool/test_knapsack", "pool/test_moves"),
+    *("pool/test_owners", "pool/test_prices", "pool/test_sizes", "tuning/test_allocators", "tuning/test_analyst"),
+    *("tuning/test_auto", "tuning/test_decision_log", "tuning/test_hardware", "tuning/test_history", "tuning/test_memory_m"),
+    *("tuning/test_memory_growth", "tuning/test_model", "tuning/test_objective", "tuning/test_plan"),
+    *("tuning/test_profile_log", "tuning/test_residual", "tuning/test_space", "tuning/test_stragglers", "tuning/test_trial"),
+    *("tuning/test_warm_start", "tuning/test_write_budget"),
+)
 """Beginnings of the paths of tests that only compute: they wait for no other process, and no deadline depends on them."""
 
 PATIENT = (
@@ -95,6 +101,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out tests that take long or lack their device; let long tests start first, so that none is the last to run."""
+    dead = [name for name in (*WAITING, *TOGETHER, *COMPUTING, *PATIENT) if not any(TESTS.glob(f"{name}*"))]
+    assert not dead, f"tests/conftest.py orders tests that do not exist: {dead}"
     items.sort(key=_turn)
     if not os.environ.get("DLROVER_ALL_FAULTS"):
         for item in items:

@@ -169,7 +169,11 @@ def _add_job_command(commands: Commands, name: str, text: str, is_named: bool = 
 
 
 def _add_run(commands: Commands) -> None:
-    run = commands.add_parser("run", help="run a script as a live elastic job, on this machine, Slurm or Kubernetes")
+    run = commands.add_parser(
+        "run",
+        help="run a script as a live elastic job, on this machine, Slurm or Kubernetes",
+        usage="%(prog)s [OPTION ...] [-m] script [ARGUMENT ...]",  # all options would take 20 lines
+    )
     run.add_argument(
         "--workers",
         type=options.workers,
@@ -270,6 +274,7 @@ def _add_status(commands: Commands) -> None:
 def _add_report(commands: Commands) -> None:
     report = _add_job_command(commands, "report", "write the job's report")
     report.add_argument("--output", type=Path, metavar="FILE", help="HTML file to write (default: RUN_DIR/JOB/report.html)")
+    report.add_argument("--open", action="store_true", help="open the report in the browser")
 
 
 def _add_explain(commands: Commands) -> None:

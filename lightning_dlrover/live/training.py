@@ -248,8 +248,7 @@ def _holder(file: BinaryIO, place: int) -> str:
 # `rdzv/group/world.py`.
 #
 # Every worker's place in the program is a `Position`. Training steps and the strategy's collectives keep all workers within
-# one
-# optimizer update and a few small collectives of each other. After a loss the survivors compare their positions:
+# one optimizer update and a few small collectives of each other. After a loss the survivors compare their positions:
 #   - A worker that lacks the last update takes weights and optimizer state from one that has it; see `recovery.py`.
 #   - A worker inside a step that has not lost an update repeats the step, with its new share of the same batch; see
 #     `steps.py`.

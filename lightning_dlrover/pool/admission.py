@@ -13,9 +13,8 @@ from lightning_dlrover.pool.view import BrainRecord, GpuRecord, GrantRecord, Mem
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import Delete, EtcdError, Put, absent, modified
-from lightning_dlrover.rdzv.job.journal import Journal, readable
+from lightning_dlrover.rdzv.job.journal import Journal, Tenure, holder_text, readable
 from lightning_dlrover.rdzv.job.records import Keys, NodesRecord, PlanRecord, encode
-from lightning_dlrover.rdzv.job.tenure import Tenure, holder_text
 
 log = logging.getLogger(__name__)
 

@@ -491,7 +491,7 @@ MAX_TABLE_ROWS = 200
 
 # Write a job's report: one HTML file with pictures, and a text that fits one screen.
 #
-# `report/timeline.py` interprets the events, `report/page.py` draws them, and `report/page.html.j2` arranges both. All text
+# `report/timeline.py` interprets the events, this module draws them, and `report/page.html.j2` arranges both. All text
 # from the job is escaped. Only recorded data is shown, and missing data is named.
 def write_report(run_id: str, events: Sequence[EventRecord], path: Path) -> None:
     """Write the report of one job to `path`, whole or not at all. Create the folder if it is missing.

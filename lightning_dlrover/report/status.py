@@ -707,7 +707,7 @@ def _show_plan(plan: PlanRecord) -> dict[str, Any]:
     return {
         "num_workers": plan.num_workers,
         **{name: value for name in settings if (value := getattr(plan, name)) is not None},
-        "source": plan.source,
+        "source": "pool" if plan.owner == "pool" else plan.source,
         "reason": plan.reason,
         "binding": plan.binding,
     }

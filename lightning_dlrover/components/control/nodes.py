@@ -34,9 +34,8 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import Delete, EtcdError, KeyValue, absent, modified
 from lightning_dlrover.rdzv.job.events import Event, record_of
-from lightning_dlrover.rdzv.job.journal import Journal, readable
+from lightning_dlrover.rdzv.job.journal import Journal, Tenure, holder_text, readable
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, ControllerRecord, Keys, NodeRecord, NodesRecord, decode
-from lightning_dlrover.rdzv.job.tenure import Tenure, holder_text
 from lightning_dlrover.rdzv.membership.rounds import Decoder, JobView
 
 # Read Python's tracebacks in the output of nodes, and show each error of the script once.

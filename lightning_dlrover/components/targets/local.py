@@ -179,6 +179,7 @@ class LocalTarget:
         self._hurry = hurry or threading.Event()
         self._mark = uuid.uuid4().hex
         self._agents: dict[str, psutil.Process] = {}
+        self._apps: list[str] = []  # TorchX's names of all nodes that were started
         self._nodes: dict[str, str] = {}  # key: handle; names of nodes not seen to end yet
         self._out_of_memory: set[str] = set()  # handles
         self._logs: dict[str, list[Path]] = {}  # key: handle
@@ -216,6 +217,7 @@ class LocalTarget:
             self._shares.end(node)
             raise
         self._nodes[handle] = node
+        self._apps.append(handle.rsplit("/", 1)[-1])
         started = [p for p in self._children() if p not in before and _leads_its_session(p)]
         self._agents.update((handle, process) for process in started[-1:])
         return handle
@@ -265,6 +267,11 @@ class LocalTarget:
     def close(self) -> None:
         self._end([*self._agents.values(), *self._orphans()])
         self._runner.close()
+        for app_id in self._apps:
+            # TorchX writes a file SUCCESS once it has closed an app's output, also if the app failed or was cancelled.
+            for file in self._log_dir.glob(f"*/{app_id}/SUCCESS"):
+                with contextlib.suppress(OSError):
+                    file.unlink()
         self._reap_orphans()
         self._shares.close()
 

@@ -373,7 +373,7 @@ class WorkError(ValueError):
 
 # Work of an application: a fixed number of samples, the same for all policies. Traces do not hold it.
 #
-# A job trains as many epochs as in Pollux's artefact (`simulator/applications.py` in github.com/petuum/adaptdl, branch
+# A job trains as many epochs as in Pollux's artefact (simulator/applications.py in github.com/petuum/adaptdl, branch
 # osdi21-artifact) on a data set of the size that its validation traces imply. That artefact lets the number of steps depend
 # on how much a batch teaches; here a global batch never changes, so an epoch is an epoch.
 def read_work(path: Path) -> dict[str, int]:

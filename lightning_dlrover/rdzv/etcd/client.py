@@ -502,7 +502,7 @@ def candidacy_delay_s(num_candidates: int) -> float:
 
 # Elect the holder of a key: when to stand, how to take the key, and the proof that it is still held, which fences writes.
 #
-# Workers and agents elect their coordinators, and `job/tenure.py` controllers, brains and places in a pool. The key is
+# Workers and agents elect their coordinators, and `job/journal.py` controllers, brains and places in a pool. The key is
 # bound to its holder's lease. Its create revision is the holder's term: it changes with every loss of the key, so a write
 # that is fenced on it and arrives late is refused.
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ class Reports:
         waits_for = waits_for or f"waits for {what}"
         first = self._first_failure()
         log.warning(
-            "run %s: worker %s %s%s",
+            "run %s: worker %s: %s%s",
             self._run_id,
             worker_id,
             waits_for,

@@ -324,6 +324,11 @@ class PlanRecord:
             return "pool"
         return "user" if self.source == "user" else "planner"
 
+    @property
+    def stated_reason(self) -> str:
+        """The reason, after whose it is. That of a pool begins with the pool's name already."""
+        return self.reason if self.owner == "pool" else f"{self.source}: {self.reason}"
+
 
 @dataclass(frozen=True)
 class DrainRecord:

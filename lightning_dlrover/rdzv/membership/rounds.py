@@ -646,7 +646,7 @@ def _why(view: JobView, added: list[str], gone: list[str]) -> str:
     texts = [f"{', '.join(added)} joined" if added else "", f"{', '.join(others)} left" if others else ""]
     by_plan = "; ".join(text for text in texts if text)
     if by_plan and view.plan and view.plan.binding:
-        by_plan += f" ({view.plan.source}: {view.plan.reason})"
+        by_plan += f" ({view.plan.stated_reason})"
     by_request = f"{', '.join(asked)} left when asked to" if asked else ""
     return "; ".join(text for text in (by_plan, by_request) if text)
 
