@@ -303,7 +303,7 @@ def drain_command(options: argparse.Namespace) -> int:
 
 
 def _workers_of(view: JobView, name: str) -> list[str]:
-    """Return the workers that leave together when a worker or a node, such as node1, is named; none if there is none."""
+    """Return the workers that leave together when a worker or a node, such as node1, is named; empty if none match."""
     agents = {agent.agent_id for agent in view.agents.values() if agent.labels.get("node") == name}
     of_node = [worker for worker, record in view.workers.items() if record.agent_id in agents]
     if of_node or name not in view.workers:

@@ -210,7 +210,7 @@ class RunHook(Protocol):
 
 
 def add_hook_options(run: argparse.ArgumentParser) -> None:
-    """Add the options of all hooks. A hook that cannot be used is named on stderr, and left out."""
+    """Add the options of all hooks. A hook that cannot be used is named on stderr, and skipped."""
     for plugin in plugins(RUN_HOOKS):
         try:
             plugin.load(RunHook).add_options(run)  # type: ignore[type-abstract]

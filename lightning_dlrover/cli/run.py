@@ -126,7 +126,7 @@ def run_folder(folder: Path, run_id: str, endpoint: str | None, target: str) -> 
             former = None
             with contextlib.suppress(JobNotFoundError):
                 former = read_job_file(folder / JOB_FILE).place.endpoint
-            # A job whose controller was killed can continue with the same etcd, or with the data of its embedded one.
+            # After its controller was killed, a job can continue with the same etcd, or with the data of its embedded one.
             has_data = target != "local" and former is not None and (folder / "etcd").is_dir()
             if former != endpoint if endpoint is not None else not has_data:
                 raise UsageError(f"{folder} holds an earlier job's files; choose another --rdzv-id, or remove the folder")
@@ -456,7 +456,7 @@ def run_command(options: argparse.Namespace) -> int:
 
 
 def _what_is_left(run_id: str, course: _Course) -> str:
-    """Return which nodes may still run, and the next move; empty if there are none."""
+    """Return which nodes may still run, and the next move; empty if none do."""
     return f"{', '.join(course.left)} may still run: `dlrover cancel {run_id}` ends them" if course.left else ""
 
 

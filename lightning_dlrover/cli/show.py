@@ -84,7 +84,7 @@ def _only_job(options: argparse.Namespace) -> str:
     """Return the only job that a `dlrover run` of this machine runs in the folder of run folders.
 
     Raises:
-        UsageError: there is none, or there are several.
+        UsageError: none exists, or several do.
     """
     folders = [file.parent for file in sorted(options.run_dir.glob(f"*/{JOB_FILE}"))]
     running = [folder.name for folder in folders if is_locked(folder)]
@@ -261,7 +261,7 @@ def stacks_command(options: argparse.Namespace) -> int:
 # `dlrover logs`: show the output of all nodes, or follow it.
 
 _OUTPUT_S = 60.0
-"""Seconds for which followed output may be unreadable before the command fails."""
+"""Seconds that followed output may be unreadable before the command fails."""
 
 
 def logs_command(options: argparse.Namespace) -> int:

@@ -140,7 +140,7 @@ def _shrink(membership: Membership, num_workers: int) -> None:
 
 
 def _estimate(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> AdmissionReport:
-    """Return the estimated peak of this process; zero bytes and the reason if there is none."""
+    """Return the estimated peak of this process; zero bytes and the reason without an estimate."""
     # Imported here: jobs that run by themselves start faster without.
     from lightning_dlrover.colocate.peak_memory import LoaderShape, Unknown, estimate_peak, report_of, step_of
 

@@ -211,7 +211,7 @@ def read_reports(folder: Path) -> list[AdmissionReport]:
 
 
 def read_answer(folder: Path) -> Answer:
-    """Return the dispatcher's answer; the empty one if there is none."""
+    """Return the dispatcher's answer; an empty one if it has not answered."""
     with suppress(OSError, ValueError, RecursionError):
         return from_fields(Answer, _document(folder / ANSWER), str(folder / ANSWER))
     return Answer()

@@ -398,7 +398,7 @@ def read_records(folder: Path) -> list[Record]:
     """Read the journal of a queue, which may be in use. A last line without an end is ignored.
 
     Raises:
-        JournalError: there is none, or a line is not a record.
+        JournalError: the journal is missing, or a line is not a record.
     """
     path = folder / FILE_NAME
     try:

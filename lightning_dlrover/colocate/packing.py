@@ -202,7 +202,7 @@ def with_bounded_wait(place: PlacementRule, max_wait_s: float) -> Policy:
 
 
 def spread(packing: Packing, job: Job) -> list[Device] | None:
-    """Return the devices with the fewest workers that fit a job, all of its fastest possible kind; None: there are too few."""
+    """Return the devices with the fewest workers that fit a job, all of its fastest possible kind; None: too few exist."""
     open_devices = packing.open_devices()
     for kind in sorted(job.profiles, key=lambda kind: (-job.profiles[kind].steps_per_s, kind)):
         fitting = [device for device in open_devices if device.kind == kind and packing.fits(job, device)]
@@ -240,7 +240,7 @@ def _start_or_reserve(packing: Packing, job: Job) -> None:
         ]
         for kind in kinds
     }
-    # The kind that has the fewest workers to wait for; the faster one where they are equal.
+    # The kind with the fewest workers to wait for; the faster one if they are equal.
     kind = min(kinds, key=lambda k: (sum(len(packing.members(d)) for d in closing[k]), -job.profiles[k].steps_per_s, k))
     packing.close(closing[kind])
 

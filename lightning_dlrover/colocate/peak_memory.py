@@ -233,7 +233,7 @@ def _run(optimizers: Sequence[torch.optim.Optimizer], batch: Any, step: Step) ->
 
 
 def _num_samples(batch: Any) -> int:
-    """Return the size of the first dimension that all tensors have in common, 0 if there is none."""
+    """Return the size of the first dimension that all tensors have in common, 0 without one."""
     leaves: list[Any] = []
     _map(batch, lambda leaf: leaves.append(leaf))
     tensors = [each for each in leaves if isinstance(each, Tensor)]
@@ -722,8 +722,8 @@ class LoaderShape:
     num_ready: int = 1  # batches that the training loop fetches ahead of the one in use
 
 
-# On the CPU, the estimate is the peak resident memory: what is resident now, and what a step adds. On CUDA, it is what the
-# process takes from the device. Validation, checkpoints and a loader's later memory are not included.
+# On the CPU, the estimate is the peak resident memory: the present amount, and the growth of a step. On CUDA, it is the
+# process's use of the device. Validation, checkpoints and a loader's later memory are not included.
 def estimate_peak(
     module: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],

@@ -83,7 +83,7 @@ def random_sets(settings: PolicySettings) -> PlacementRule:
 # RMixer's rule of types (Tian et al., IEEE TPDS 2024; policy "dyType" of the published code).
 #
 # A job is of type "compute", "memory", or "low" in both. Jobs are sorted by memory, the largest first. The device with the
-# most free memory takes the first job that fits and whose type differs from the one most present there, else the first that
+# most free memory takes the first job that fits and differs in type from the one most present there, else the first that
 # fits.
 #
 # The published code takes types from a table by the name of the model. Here they follow from profiles: a job is of a type
@@ -141,7 +141,7 @@ BETA = 2.0
 #
 # Differences from the published code: utilisation comes from profiles, not from a table by the name of the model; it is 1
 # where it was not measured. The list holds the jobs that wait, as a policy does not see those that have ended, and jobs
-# that are left are those that wait or run. Jobs that can use no GPU go to the cores, and those that cannot use cores stay
+# that remain are those that wait or run. Jobs that can use no GPU go to the cores, and those that cannot use cores stay
 # away from them. Where the cluster has devices of one type, or a job several workers, jobs start in the order of the list.
 def rmixer_mixed(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
@@ -265,7 +265,7 @@ def _step_s(tables: Floats) -> Floats:
 #
 # At most `EXACT_NODES` jobs and occupied devices are searched exactly: all partitions into sets, by dynamic programming
 # over subsets. More are merged in rounds of matching, see `group_and_start`; the weight of a merger is the cost that it saves.
-# No device is left empty while jobs share another one.
+# No device stays empty while jobs share another one.
 def complementary(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
 

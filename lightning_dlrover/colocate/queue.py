@@ -26,7 +26,7 @@ from lightning_dlrover.tuning.nvml import load_nvml
 if TYPE_CHECKING:
     from rich.table import Table
 
-# The live table of a queue on a terminal, and plain lines where there is none.
+# The live table of a queue on a terminal, and plain lines without one.
 
 DRAW_S = 0.5
 MAX_ROWS = 30

@@ -355,7 +355,7 @@ class Knowledge:
         return any(known.reports for (of, _), known in self._profiles.items() if of == kind)
 
     def idle_s(self, kind: str, device_kind: str, limits: Mapping[str, float]) -> float:
-        """Return the time for which a job of a kind would leave its device idle if it ran alone, its start included.
+        """Return the time that a job of a kind would leave its device idle if it ran alone, its start included.
 
         The resource that the job uses most counts. It is infinite where unknown, so that unknown kinds become known early.
 
@@ -497,7 +497,7 @@ UNKNOWN_PART = 0.5
 
 
 def jobs_per_core(policy: str) -> int:
-    """Return the most jobs for each core that run at once: more where the policy sees which ones wait for data."""
+    """Return the maximum number of concurrent jobs per core: more if the policy sees which ones wait for data."""
     return 4 if policy in PAUSING else 2
 
 
@@ -523,7 +523,7 @@ class _Chosen:
 
 # Choose the jobs that run now: ask a policy (`policies.py`), and turn its answer into starts, pauses and resumptions.
 #
-# A policy that may pause jobs (`complementary`) gets more of them to choose from: a few beyond those that run are started
+# A policy that may pause jobs (`complementary`) has more of them to choose from: a few beyond those that run are started
 # ahead, and then wait with their processes stopped. Each kind of job runs alone for a few steps, once. Jobs that would
 # leave most of the machine idle at the end of the queue start first.
 class Scheduler:
@@ -841,7 +841,7 @@ def _charges(job: Waiting, place: LocalDevice) -> dict[Memory, int]:
 
 
 def _starts(place: LocalDevice, tenants: Sequence[Tenant], chosen: Sequence[Waiting]) -> list[Action]:
-    """Return the starts of jobs for which a device has memory, in their order."""
+    """Return the starts of jobs that a device has memory for, in their order."""
     free = {memory: free_bytes(memory, size, tenants) for memory, size in place.sizes.items()}
     actions: list[Action] = []
     for job in chosen:

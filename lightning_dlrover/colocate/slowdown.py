@@ -327,7 +327,7 @@ def expected(jobs: Sequence[CoreUse], threads: Sequence[int], num_cores: float) 
 
 
 def _level(wanted: Floats, num_cores: float) -> float:
-    """Return the share that no job exceeds, so that all together have the cores; infinity where there are enough."""
+    """Return the share that no job exceeds, so that all together have the cores; infinity if the cores suffice."""
     rest = num_cores
     for position, amount in enumerate(sorted(wanted.tolist())):
         share = rest / (len(wanted) - position)

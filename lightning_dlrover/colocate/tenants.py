@@ -66,7 +66,7 @@ class Holding:
         resident_bytes: its present memory.
         need_bytes: estimated peak with its margin; 0: unknown.
         is_guess: the need is a guess. The job may use all free memory for its first steps, and its peak then shows the need.
-        is_short: it outgrew its charge, and is paused until there is room.
+        is_short: it outgrew its charge, and is paused until the device has room.
     """
 
     charge_bytes: int = 0

@@ -15,7 +15,7 @@ One brain acts at a time. It holds the key `brain` by a lease, and each of its w
 the brain looked. So neither a deposed brain nor an answer that was lost can lead to a decision on an old state. A brain keeps
 nothing in memory that its successor needs.
 
-Room is counted pessimistically: a job holds the most of its grant, its plan, and its workers that run. After an outage of etcd,
-leases may have expired though the processes live. So a brain that has been cut off, or has just taken over a pool with jobs in
-it, gives nothing away until all of them have had the time to register again.
+Room is counted pessimistically: a job is charged the maximum of its grant, its plan, and its running workers. After an outage
+of etcd, leases may have expired though the processes live. So a brain that has been cut off, or has just taken over a pool
+with jobs in it, gives nothing away until all of them have had the time to register again.
 """

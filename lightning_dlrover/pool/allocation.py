@@ -92,7 +92,7 @@ class Share:
         per_node: devices of a node.
         present: devices that each job has now, shape ``(num_jobs,)``; 0: it waits.
         since_s: when it got these, shape ``(num_jobs,)``.
-        floors: fewest devices to give to each job, shape ``(num_jobs,)``; 0 where it may wait.
+        floors: minimum devices of each job, shape ``(num_jobs,)``; 0 where it may wait.
         sizes: numbers of devices to choose from, ascending, beginning with 0, shape ``(num_sizes,)``.
         speeds: predicted steps/s, shape ``(num_jobs, num_sizes)``; 0 where a job cannot run.
         spreads: deviations of the logarithms of these speeds, of that shape.
@@ -118,7 +118,7 @@ class Share:
 
     @cached_property
     def least(self) -> Ints:
-        """Fewest devices to give to each job if it gets any, shape ``(num_jobs,)``."""
+        """Minimum devices of each job that runs, shape ``(num_jobs,)``."""
         return np.maximum(self.fewest, self.floors)
 
     @cached_property
@@ -128,7 +128,7 @@ class Share:
 
     @cached_property
     def asked(self) -> Ints:
-        """Devices that each user asked for, or the fewest of the job where the cluster has less."""
+        """Devices that each user requested, or the job's minimum where the cluster has fewer."""
         wanted = np.array([job.num_devices for job in self.jobs], dtype=np.int64)
         return np.where(wanted <= self.num_in_cluster, wanted, self.fewest)
 
@@ -269,7 +269,7 @@ def best_columns(values: Floats, sizes: Ints, num_devices: int) -> Ints:
         values: of each job at each size, shape ``(num_jobs, num_sizes)``; minus infinity where a size is not allowed.
         sizes: ascending, beginning with 0, shape ``(num_sizes,)``.
     Raises:
-        ValueError: the smallest sizes of all jobs need more devices than there are.
+        ValueError: the smallest sizes of all jobs together exceed the devices.
     """
     least = sizes[_first_allowed(values)].sum()
     if least > num_devices:
@@ -428,7 +428,7 @@ class _Curve:
 
 
 HORIZON_S = 300.0
-"""Seconds for which sizes are expected to stay."""
+"""Seconds that sizes are expected to stay."""
 
 
 # Mean job completion time: least total completion time by learned speeds, remaining work, and the measured cost of a

@@ -50,7 +50,7 @@ class Writer:
         self._revision = brain_entry.mod_revision
 
     def resize(self, seen: SeenJob, move: Move, event: SizeGiven, reason: str, now: float) -> None:
-        """Give a job another size: its grant, its plan if there is one, and a line of its history.
+        """Give a job another size: its grant, its plan if it has one, and a line of its history.
 
         A job that starts has no plan yet. Its run writes the first one.
 

@@ -205,13 +205,13 @@ class Owners:
         return [owner for owner in self.quotas if owner in held and not held[owner].fits(self.quota(owner))]
 
 
-# Fairness among the owners of a pool's jobs: the order in which waiting jobs start, quotas, and the weights of running
+# Fairness among the owners of a pool's jobs: the order of starts, quotas, and the weights of running
 # ones.
 #
 # An owner's share is that of its dominant resource: the largest part of the budget that it has of any resource (dominant
 # resource fairness, Ghodsi et al., NSDI 2011). A running job counts with the workers that it cannot be made to give back.
 #
-# The next start goes to the owner whose share, over its weight, would then be the least. Jobs of one owner start by
+# The next start goes to the owner that would then have the smallest share over its weight. Jobs of one owner start by
 # priority, then by submission; one that waits longer than the bound goes before the others of its owner. If it is larger
 # than its owner's part, the weight over that of all owners with jobs, it then counts as if it needed nothing: so it has its
 # turn, too.
@@ -370,7 +370,7 @@ def next_moves(
 NO_RULES = Owners()
 
 STAY_S = 30.0
-"""Seconds for which a job keeps a new size though another running job would gain more: predictions change with each size."""
+"""Seconds that a job keeps a new size though another running job would gain more: predictions change with each size."""
 
 
 class Divider(Protocol):

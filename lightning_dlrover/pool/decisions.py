@@ -72,7 +72,7 @@ def elastic_divider(name: str, max_wait_s: float) -> Divider:
 def as_asked(jobs: Sequence[PoolJob], budget: Resources, owners: Owners) -> list[PoolJob]:
     """Return jobs as a rigid policy treats them: one that waits needs its most workers, and one that runs gives none back.
 
-    Where its most workers are too many for the budget, or the quota of its owner, a job needs its fewest.
+    Where its maximum exceeds the budget, or the quota of its owner, a job needs its minimum.
     """
 
     def asked(job: PoolJob) -> int:
@@ -152,7 +152,7 @@ def _divided(
 
 
 def _present(jobs: Sequence[PoolJob], units: Mapping[str, int], num_devices: int) -> dict[str, int] | None:
-    """Return the present sizes, smaller where there are more than devices; None if even the fewest workers are too many."""
+    """Return the present sizes, smaller if they exceed the devices; None if even the minimum is too large."""
     sizes = {job.name: min(job.max_workers, job.held) for job in jobs}
 
     def excess() -> int:
@@ -214,7 +214,7 @@ class Rules:
         """The policy.
 
         Raises:
-            ValueError: there is none with that name.
+            ValueError: no job has that name.
         """
         return elastic_divider(self.policy, self.max_wait_s)
 

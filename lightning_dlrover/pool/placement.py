@@ -18,7 +18,7 @@ from lightning_dlrover.tuning.plan import sizes_to_consider
 # Rules of every policy of sizes: turns, the bound on waiting, deadlines, and which jobs are not paused.
 #
 # Jobs take turns. A job that has waited longer than `max_wait_s` comes before all others, the longest wait first. Then come
-# those whose deadlines can still be met, the earliest first, then priorities, then the time of submission.
+# those that can still meet their deadlines, the earliest first, then priorities, then the time of submission.
 #
 # A policy that preempts receives floors: the devices that it must give at least.
 # - A job that was started because of its wait keeps its fewest devices for `max_wait_s`, or it would be paused again at once.
@@ -239,7 +239,7 @@ class Nodes:
 
 
 LASTS_S = 600.0
-"""Seconds for which a placement is expected to last."""
+"""Seconds that a placement is expected to last."""
 
 MOST_MENDED = 32
 """Split jobs that one decision looks at, the largest first. Bounds its time."""
@@ -393,7 +393,7 @@ def place(
         devices: identical devices, each for one worker.
         per_node: devices of a whole node.
         jobs: at least those of `numbers`.
-        numbers: devices of each job; together as many as there are, at most.
+        numbers: devices of each job; their sum does not exceed the number of devices.
         running: the present devices of jobs that have some.
     """
     nodes = Nodes(devices, per_node)

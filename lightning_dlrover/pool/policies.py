@@ -33,7 +33,7 @@ def restart_factors(share: Share) -> Floats:
 
 
 def growth_limits(share: Share) -> Ints:
-    """Return the most devices of each job: twice the largest profiled size, at least its fewest; shape ``(num_jobs,)``."""
+    """Return the maximum devices of each job: twice the largest profiled size, at least its minimum; shape ``(num_jobs,)``."""
     is_seen = (share.speeds > 0) & (share.spreads <= SEEN_SPREAD)
     seen = np.where(is_seen, share.sizes, 0).max(axis=1)
     limits = 2 * np.maximum(seen, share.present)

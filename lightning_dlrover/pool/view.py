@@ -295,7 +295,7 @@ def live_entries(client: EtcdClient, keys: Mapping[str, Keys]) -> dict[str, dict
 
 
 def num_alive(live: Mapping[str, KeyValue], keys: Keys) -> int:
-    """Return the workers of a job that run, start or end: agents, workers, or nodes of its controller, whichever are the most.
+    """Return the workers of a job that run, start or end: agents, workers, or nodes of its controller, whichever is largest.
 
     Args:
         live: entries of `keys.live`, by key.
@@ -402,7 +402,7 @@ R = TypeVar("R")
 class PoolView:
     """A pool, and jobs outside of all pools, at one moment.
 
-    `brain_entry` is the key of the process that decides, None if there is none.
+    `brain_entry` is the key of the process that decides, None if none does.
     """
 
     jobs: Mapping[str, SeenJob]

@@ -337,7 +337,7 @@ def _draw_choice(axes: Axes, decision: Decision) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.18, y=0.15)
     if len({cost(c) for c in (*able, *now, chosen)}) == 1:
-        axes.set_xticks([cost(chosen)], [f"{cost(chosen):g}"])  # a locator would divide a width that there is not
+        axes.set_xticks([cost(chosen)], [f"{cost(chosen):g}"])  # a locator would divide the width, which is zero
     axes.set_ylim(0)
     axes.set_title(f"what plan {decision.decision_id} chose from")
     axes.legend(loc="best")

@@ -609,7 +609,7 @@ def ended_status(place: JobPlace, events: list[EventRecord]) -> dict[str, Any]:
 
 
 def _show_snapshot(newest: SnapshotRecord | None, events: Sequence[EventRecord], now: float) -> dict[str, Any] | None:
-    """Describe the newest recorded snapshot of sharded tables, and the failure since, if there is one."""
+    """Describe the newest recorded snapshot of sharded tables, and the failure since, if any."""
     failures, complete = list(events_of(events, SnapshotFailed)), list(events_of(events, SnapshotCompleted))
     if newest is None and not failures:
         return None
@@ -653,7 +653,7 @@ def _show_agents(found: FoundJob, now: float) -> list[dict[str, Any]]:
     for agent, seen in found.agents.agents.items():
         record = seen.record
         for_s = _elapsed(record.since, now)
-        # It waits while there is a controller, and `join_timeout` longer.
+        # It waits while a controller exists, and `join_timeout` longer.
         gives_up = record.state == "waiting" and record.join_timeout_s and found.controller is None
         agents.append(
             {

@@ -99,7 +99,7 @@ class Limit:
 
 LEVEL = 0.9
 PRIOR_DEGREES = 4.0
-"""Degrees of freedom for which the mean variance of all points counts."""
+"""Degrees of freedom that the mean variance of all points counts as."""
 
 STILL = 0.02
 """Deviation of the reference program's log time below which it shows its own noise instead of the machine's speed."""

@@ -276,7 +276,7 @@ def read_store(folder: Path) -> Measurements:
     """Read the measurements of a folder. A last line without an end is ignored.
 
     Raises:
-        StoreError: there are none, or a line is not a measurement.
+        StoreError: the folder has no measurements, or a line is not one.
     """
     path = folder / FILE_NAME
     try:

@@ -133,7 +133,7 @@ def _by_point(visits: Sequence[Visit]) -> Mapping[Point, list[Visit]]:
 
 
 def _cost_s(own: Sequence[Visit], visits: Sequence[Visit]) -> float:
-    # The least, since the first visit of a kind also starts processes and imports libraries.
+    # The minimum, because the first visit of a kind also starts processes and imports libraries.
     if own:
         return min(visit.took_s for visit in own)
     return statistics.median(visit.took_s for visit in visits) if visits else FIRST_ESTIMATE_S

@@ -43,7 +43,7 @@ def shortest_first(share: Share) -> list[int]:
 # Shortest remaining time first, preemptive, with sizes that shrink and grow.
 #
 # Jobs take turns by predicted seconds to their end at the requested size, over their weight, as in `srtf`. In this order
-# each has its requested size, or as many devices as are left, if these are enough for its fewest. The rest then goes to
+# each has its requested size, or all remaining devices, if these are enough for its minimum. The rest then goes to
 # the jobs in the same order, up to the size above which no device makes a job faster.
 #
 # Differences: no paper has this policy on its own. It is the baseline that Optimus and AFS (see `afs`) start from, and it
@@ -110,8 +110,8 @@ MAX_LOSS = 0.1
 
 # DLRover's published heuristics: each job separately, greedy (`PSLocalOptimizer`, and the optimisers of the Brain).
 #
-# - A job starts with its fewest workers, in its turn.
-# - It is looked at again `INTERVAL_S` after a change. It grows by `MOST_MORE` workers, or as many as there are, while the
+# - A job starts with its minimum of workers, in its turn.
+# - It is looked at again `INTERVAL_S` after a change. It grows by `MOST_MORE` workers, or all that remain, while the
 #   marginal ratio ((v' - v) / (n' - n)) / (v / n) of the speeds v with n workers is at least `MIN_RATIO`.
 # - It gives back the workers of its last step if its speed fell by more than `MAX_LOSS`.
 #
@@ -145,7 +145,7 @@ def _next_size(share: Share, index: int, left: int) -> int:
     return now
 
 
-"""Seconds for which a change is expected to last."""
+"""Seconds that a change is expected to last."""
 
 
 # DLRover-RM: weighted greedy on the gain of throughput for each unit of resources (Wang et al., PVLDB 17(12), 2024).
@@ -227,7 +227,7 @@ OPTIMUS_INTERVAL_S = 600.0
 """Seconds between decisions."""
 
 
-# Optimus: one device at a time to the job whose remaining time it shortens most (Peng et al., EuroSys 2018).
+# Optimus: one device at a time, to the job with the largest reduction of remaining time (Peng et al., EuroSys 2018).
 #
 # Every job first gets its fewest devices, in the order of submission. Then, with Q steps left and a speed f(n), the
 # marginal gain of a device is Q / f(n) - Q / f(n + 1), and the largest takes it, until no gain is positive. The interval is
@@ -374,7 +374,7 @@ EXPONENT = 0.6
 # comes, it is computed again for those present, which is the paper's heuristic for arrivals.
 #
 # Differences: devices are whole. The smallest job gets its share, rounded, within its limits; then the next one its share
-# of what is left. Jobs do not have one speedup: p is `EXPONENT`, chosen on the workloads 1 and 2 of
+# of the rest. Jobs do not have one speedup: p is `EXPONENT`, chosen on the workloads 1 and 2 of
 # docs/lab/cluster_figures.md, and a remaining size is the device seconds at a job's best efficiency. A job of unknown
 # length is expected to need as much again as it has had.
 def hesrpt(share: Share) -> Ints:

@@ -166,7 +166,7 @@ WINDOW_S = 20.0
 """Seconds of steps that make a window. On the same devices, the next one ends when twice as many seconds have passed."""
 
 WINDOW_STEPS = 2
-"""Fewest steps of a window."""
+"""Minimum number of steps of a window."""
 
 
 class SimulationError(ValueError):

@@ -115,7 +115,7 @@ class Simulated:
 
     @property
     def utilisation(self) -> float:
-        """Fraction of the devices' time in which a job had them."""
+        """Fraction of the devices' time that jobs held them."""
         return self.busy_device_s / (self.num_devices * self.makespan_s) if self.makespan_s else 0.0
 
     @property
@@ -557,7 +557,7 @@ def _received(connection: Connection, process: SpawnProcess) -> Simulated:
 
 
 def _work(inputs: Inputs, make_policy: PolicyMaker, connection: Connection) -> None:
-    """Answer the questions of a connection until there is none, or the first process is gone."""
+    """Answer the questions of a connection until one is None, or the first process is gone."""
     # A terminal sends Ctrl-C to all processes; the first one ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, ConnectionError):

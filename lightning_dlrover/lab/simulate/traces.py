@@ -472,14 +472,14 @@ class MeasuredApplication:
     _found: dict[tuple[Placement, int], StepTime] = field(default_factory=dict, repr=False, compare=False)
 
     def most_devices(self, global_batch: int) -> int:
-        """Return the largest number of devices on which each has a local batch that was measured; 0 if there is none."""
+        """Return the largest number of devices with a measured local batch on each; 0 if no number has one."""
         return min(self.max_devices, global_batch // self.min_local_batch)
 
     def step_time(self, placement: Placement, global_batch: int) -> StepTime:
         """Return the time of one step.
 
         A placement that was not measured, nor its mirror image, is interpolated between the means by numbers of nodes and of
-        devices. More nodes than were measured count as the most that were.
+        devices. More nodes than were measured count as the measured maximum.
 
         Raises:
             ValueError: the local batch is below the smallest measured one, or a node has more devices than were measured.
