@@ -24,10 +24,10 @@ from lightning_dlrover.rdzv.job.records import Keys
 
 TESTS = Path(__file__).parent
 CHECKED_FOR_LEAKS = {
-    *("brain", "checks", "cli", "colocate", "components", "data", "distribution", "e2e", "learn", "live"),
-    *("observe", "planner", "rdzv", "report", "tables", "watch"),
+    *("checks", "cli", "colocate", "components", "data", "distribution", "e2e", "lab", "live", "pool", "rdzv", "report"),
+    *("tables", "tuning", "test_straggler_reports.py", "test_watchdog.py"),
 }
-"""Test folders that must leave nothing behind."""
+"""Folders and files of tests that must leave nothing behind."""
 
 # Keep the user's own history from warm-starting or recording the jobs of tests.
 os.environ["DLROVER_HISTORY"] = "off"
@@ -104,8 +104,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out tests that take long or lack their device; let long tests start first, so that none is the last to run."""
-    dead = [name for name in (*WAITING, *TOGETHER, *COMPUTING, *PATIENT) if not any(TESTS.glob(f"{name}*"))]
-    assert not dead, f"tests/conftest.py orders tests that do not exist: {dead}"
+    named = (*CHECKED_FOR_LEAKS, *WAITING, *TOGETHER, *COMPUTING, *PATIENT)
+    dead = [name for name in named if not any(TESTS.glob(f"{name}*"))]
+    assert not dead, f"tests/conftest.py names tests that do not exist: {dead}"
     items.sort(key=_turn)
     if not os.environ.get("DLROVER_ALL_FAULTS"):
         for item in items:
