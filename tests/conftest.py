@@ -27,7 +27,7 @@ CHECKED_FOR_LEAKS = {
     *("checks", "cli", "colocate", "components", "data", "distribution", "e2e", "lab", "live", "pool", "rdzv", "report"),
     *("tables", "tuning", "test_straggler_reports.py", "test_watchdog.py"),
 }
-"""Folders and files of tests that must leave nothing behind."""
+"""Folders, and files outside of folders, of tests that must leave nothing behind."""
 
 # Keep the user's own history from warm-starting or recording the jobs of tests.
 os.environ["DLROVER_HISTORY"] = "off"

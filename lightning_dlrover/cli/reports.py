@@ -1,4 +1,4 @@
-"""`dlrover report`, `explain` and `history`: what happened in a job, and in those before it."""
+"""`dlrover report`, `explain` and `history`: show a job's timeline, the reasons for its plans, and earlier jobs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 import contextlib
 import sys
 import time
+import webbrowser
 from typing import TYPE_CHECKING
 
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import find_place
-from lightning_dlrover.output import counted, show, text_table
+from lightning_dlrover.output import complain, counted, show, text_table
 from lightning_dlrover.rdzv.etcd.types import EtcdError
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.report.page import plans_picture, summary_text, write_report
@@ -119,7 +120,7 @@ def find_in_history(history: JobHistory, name: str) -> list[JobEntry]:
     """Return the jobs of this name or key, newest first.
 
     Raises:
-        UsageError: there is no such job.
+        UsageError: the job does not exist.
     """
     found = [job for job in history.jobs() if name in (job.key, job.run_id)]
     if not found:
@@ -138,6 +139,8 @@ def report_command(options: argparse.Namespace) -> int:
     write_report(options.job, events, output)
     show(summary_text(options.job, events))
     show(f"report: {output}")
+    if options.open and not webbrowser.open(output.resolve().as_uri()):
+        complain("no browser can be started here (BROWSER names one); the report is written")
     return EXIT_OK
 
 

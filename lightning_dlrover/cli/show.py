@@ -333,6 +333,8 @@ def _output(options: argparse.Namespace, stack: contextlib.ExitStack) -> _Output
         stack.callback(target.close)
         target.open(job.nodes.mark)
         return _Output(copies, lambda: target.copy_output(timeout_s=0.0), lambda: target.copy_output(timeout_s=60.0))
+    if job.controller is None:
+        missing += "; torchrun keeps the output of a job without `dlrover run`: on its terminal, or in its --log-dir"
     theirs = Path(job.controller.run_dir) / "logs" if job.controller and job.controller.run_dir else None
     if theirs is not None and job.controller is not None:
         if os.path.isdir(theirs):

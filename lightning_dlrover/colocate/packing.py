@@ -1,4 +1,4 @@
-"""Which jobs fit on a device together, and in which groups, with a bound on waiting. Pure."""
+"""Pack jobs onto devices: check what fits, group jobs that share a device, and bound the waiting. Pure."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Packing:
         self._closed.update(device.name for device in devices)
 
     def fits(self, job: Job, device: Device, beside: Sequence[Job] = ()) -> bool:
-        """Whether one worker fits there by memory and places, beside the workers present and those of `beside`."""
+        """Whether the device has memory and a slot for one more worker, given those present and those of `beside`."""
         workers = self._workers[device.name]
         if device.name in self._closed or len(workers) + len(beside) >= device.places:
             return False
@@ -166,12 +166,6 @@ def _scope(device: Device, resource: str) -> str:
     return device.node if resource in HOST_RESOURCES else device.name
 
 
-# The bound on waiting that every policy keeps, and the order of priorities.
-#
-# Jobs that have waited longer than `max_wait_s` go first, the longest wait before all. Where such a job does not fit, the
-# devices with the fewest workers are closed for all others until it does. Those lose workers and gain none, so the job
-# starts as soon as they have ended. Below that, no job of a lower priority is considered before those of a higher one.
-
 WINDOW = 64
 """Waiting jobs that one decision considers, the first in order. Bounds the time of a decision."""
 
@@ -179,6 +173,11 @@ PlacementRule = Callable[[Packing, Sequence[Job], float], None]
 """Starts some of these jobs, which have one priority and are in order of submission, in a packing. The float is now, s."""
 
 
+# The bound on waiting that every policy keeps, and the order of priorities.
+#
+# Jobs that have waited longer than `max_wait_s` go first, the longest wait before all. Where such a job does not fit, the
+# devices with the fewest workers are closed for all others until it does. Those lose workers and gain none, so the job
+# starts as soon as they have ended. Below that, no job of a lower priority is considered before those of a higher one.
 def with_bounded_wait(place: PlacementRule, max_wait_s: float) -> Policy:
     """Return the policy that places jobs with `place`, priority by priority, after those that have waited too long."""
 
@@ -219,7 +218,7 @@ def start_spread(packing: Packing, jobs: Sequence[Job]) -> list[Job]:
 
 
 def num_wanted(job: Job, kind: str, packing: Packing) -> int:
-    """Devices that a job starts with: as many as it asks for, or as few as it can where there are no more; 0: never there."""
+    """Number of devices that a job starts with: as requested, or its minimum if too few are large enough; 0: none."""
     large = _large_enough(job, kind, packing)
     return job.num_devices if len(large) >= job.num_devices else job.fewest_devices if len(large) >= job.fewest_devices else 0
 
@@ -313,8 +312,8 @@ def _improved(gains: Floats, partner: NDArray[np.intp]) -> NDArray[np.intp]:
     nodes = np.arange(len(gains))
     for _ in range(4 * len(gains)):
         now = gains[nodes, partner]
-        # Node i leaves its partner for j, and the partners that are left behind come together. Those are the nodes themselves
-        # where there is no partner, and a node has no gain with itself.
+        # Node i leaves its partner for j, and the two former partners are matched. A node without a partner counts as its own,
+        # and has no gain with itself.
         alone = partner == nodes
         left_behind = np.where(alone[:, None] | alone[None, :], 0.0, gains[np.ix_(partner, partner)])
         change = gains + left_behind - now[:, None] - now[None, :]
@@ -332,12 +331,6 @@ def _improved(gains: Floats, partner: NDArray[np.intp]) -> NDArray[np.intp]:
                     partner[old] = old
     return partner
 
-
-# Put waiting jobs into sets that share a device, merging pairs of sets in rounds.
-#
-# Rounds of maximum-weight matching are Muri's way (Zhao et al., SIGCOMM 2022): the first round makes pairs, the next merges
-# pairs of those, so a device's four places are filled after two. A policy supplies the weight of a merger. A device with
-# running jobs is a set, too, which waiting jobs can join.
 
 FEW = 24
 """Jobs to choose from even where only one place is free."""
@@ -429,6 +422,11 @@ class Room:
         )
 
 
+# Put waiting jobs into sets that share a device, merging pairs of sets in rounds.
+#
+# Rounds of maximum-weight matching are Muri's way (Zhao et al., SIGCOMM 2022): the first round makes pairs, the next merges
+# pairs of those, so a device's four places are filled after two. A policy supplies the weight of a merger. A device with
+# running jobs is a set, too, which waiting jobs can join.
 def group_and_start(packing: Packing, jobs: Sequence[Job], merge: Merge, most_together: int) -> None:
     """Start jobs of one device each in sets that `merge` makes, kind by kind, the kind with the fastest jobs first.
 
@@ -439,7 +437,7 @@ def group_and_start(packing: Packing, jobs: Sequence[Job], merge: Merge, most_to
     for kind in kinds:
         rivals = Counter(_best_kind(job) for job in waiting)
         suited = [job for job in waiting if kind in job.profiles and _is_worth(job, kind, rivals, packing)]
-        # A set whose turn has not come may hold the best neighbour of a job that has just started, so look again.
+        # A set that has not had its turn may hold the best neighbour of a job that has just started, so look again.
         while suited and (started := _on_kind(packing, kind, suited, merge, most_together)):
             suited = [job for job in suited if job.name not in started]
             waiting = [job for job in waiting if job.name not in started]
@@ -465,7 +463,7 @@ def merge_in_rounds(
     num_enough: int = 0,
     most_use: float = 1.0,
 ) -> list[Group]:
-    """Merge matched pairs, round after round, until no merger gains or at most `num_enough` groups are left."""
+    """Merge matched pairs, round after round, until no merger gains or at most `num_enough` groups remain."""
     while len(groups) > max(num_enough, 1):
         pairs = Room(packing, groups, sample, most_together, under_limits, most_use).pairs()
         if not len(pairs):

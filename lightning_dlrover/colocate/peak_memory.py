@@ -29,7 +29,7 @@ from lightning_dlrover.tuning.memory import Allocator, CudaCache, Event, Footpri
 from lightning_dlrover.tuning.profiler import CUDA_CONTEXT_BYTES
 from lightning_dlrover.tuning.resources import available_bytes, forget_peak, status_bytes
 
-# A training step as the estimate runs it, and its loss.
+# A training step in the form that the estimate runs, and its loss.
 
 Step = Callable[[Any], Any]
 """Takes a batch and returns the loss, a dict with ``loss``, or None if it runs backward and the optimizers itself."""
@@ -104,15 +104,13 @@ def resident() -> Resident:
     return Resident(found["VmRSS"], found["VmHWM"], found["RssAnon"], found["VmData"])
 
 
-# Run a function in a forked copy of this process, so that nothing that it does reaches the training.
-#
-# The copy has this thread only. Other threads' locks may stay locked in it, which its deadline covers.
-
-
 class ChildError(Exception):
     """The copy did not return a result; the message gives the cause."""
 
 
+# Run a function in a forked copy of this process, so that it cannot affect the training.
+#
+# The copy has this thread only. Other threads' locks may stay locked in it, which its deadline covers.
 def run_in_child(function: Callable[[], Any], deadline_s: float, extra_bytes: int | None = None) -> Any:
     """Return the result of `function`, which has to be JSON, from a forked copy of this process.
 
@@ -186,7 +184,7 @@ def _read(reading: int, deadline_s: float) -> bytes:
     return b""
 
 
-# Measure real steps of a small part of the batch, for modules without shape rules. For a process that is thrown away.
+# Measure real steps of a small part of the batch, for modules without shape rules. Runs in a process that is thrown away.
 
 NUM_STEPS = 2  # the second has the optimizer's state
 PARTS = (8, 4)  # the batch's fractions, 1/8 and 1/4
@@ -251,10 +249,6 @@ def _map(batch: Any, change: Callable[[Any], Any]) -> Any:
     return change(batch)
 
 
-# The process's own allocator as it would serve a step: real requests, without a touch of their pages.
-#
-# A heap with the holes and thresholds of this process cannot be simulated from outside. An untouched page needs no memory.
-
 ALIGNMENT_BYTES = 64  # c10/core/alignment.h
 OTHER_SHARE = 0.25  # share of the live bytes: holes and rounding of an allocator without figures
 
@@ -268,6 +262,9 @@ class _Figures(ctypes.Structure):
     ]
 
 
+# The process's own allocator as it would serve a step: real requests, without a touch of their pages.
+#
+# A heap with the holes and thresholds of this process cannot be simulated from outside. An untouched page needs no memory.
 class OwnHeap:
     """glibc's malloc in this process.
 
@@ -359,7 +356,7 @@ class Trace:
     kinds: dict[int, str] = field(default_factory=dict)  # handle: one of `KINDS`
 
     def live_bytes(self, num_events: int) -> dict[str, int]:
-        """Return the live bytes of each kind after so many events."""
+        """Return the live bytes of each kind after a number of events."""
         live: dict[int, int] = {}
         for handle, num_bytes in self.events[:num_events]:
             if num_bytes:
@@ -376,7 +373,7 @@ class Trace:
 aten = torch.ops.aten
 
 # An LSTM layer's gates and cell states, which oneDNN keeps for backward, in units of the layer's output. Backward uses about
-# twice as much beside them: gradients of gates and states.
+# twice as much in addition: gradients of gates and states.
 LSTM_SAVED, LSTM_BACKWARD = 5, 10
 
 
@@ -395,7 +392,7 @@ def hidden_chunks(func: Any, args: Sequence[Any], result: Any) -> list[list[int]
 
 
 def saved_bytes(func: Any, result: Any) -> int:
-    """Return the bytes that an operation keeps for its backward pass, beside its results."""
+    """Return the bytes that an operation keeps for its backward pass, in addition to its results."""
     return LSTM_SAVED * _num_bytes(result[0]) if func is aten.mkldnn_rnn_layer.default else 0
 
 
@@ -426,11 +423,7 @@ def check() -> None:
     check_names("torch", NAMES)
 
 
-# Trace the allocations of training steps on fake tensors: shapes without memory.
-#
-# It replaces the module's parameters and the optimizers' state in place, so it runs in a process that is thrown away.
-
-NUM_FAKE_STEPS = 4  # the second has the optimizer state beside it; the holes of the allocator grow for a few steps
+NUM_FAKE_STEPS = 4  # the second also has the optimizer state; the holes of the allocator grow for a few steps
 
 # Copies of a sparse gradient's values that an optimizer makes in one step: coalesced, old and new moments, update.
 STEP_COPIES: dict[type, int] = {torch.optim.SparseAdam: 6}
@@ -534,6 +527,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record(handle, 0)
 
 
+# Trace the allocations of training steps on fake tensors: shapes without memory.
+#
+# It replaces the module's parameters and the optimizers' state in place, so it runs in a process that is thrown away.
 def trace_steps(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batch: Any, step: Step) -> Trace:
     """Run `NUM_STEPS` steps on fake tensors and return their allocations.
 
@@ -651,7 +647,7 @@ def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     return result
 
 
-# Operations whose result depends on values, with a result that is never smaller than the real one.
+# Replacements for operations with a result size that depends on values: never smaller than the real result.
 _BOUNDS: dict[Any, Callable[..., Any]] = {
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
@@ -662,11 +658,6 @@ _BOUNDS: dict[Any, Callable[..., Any]] = {
 _SPARSE = (aten._sparse_coo_tensor_with_dims_and_tensors.default, aten._embedding_bag_backward.default)
 _FREES_SAVED = (aten.mkldnn_rnn_layer_backward.default,)
 
-
-# Estimate the peak memory of a training process before its first step.
-#
-# On the CPU, the estimate is the peak resident memory: what is resident now, and what a step adds. On CUDA, it is what the
-# process takes from the device. Validation, checkpoints and what a loader keeps in memory later are left out.
 
 log = logging.getLogger(__name__)
 
@@ -712,7 +703,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Unknown:
-    """There is no estimate; the job has to be probed."""
+    """No estimate is possible; the job has to be probed."""
 
     reason: str
 
@@ -727,6 +718,8 @@ class LoaderShape:
     num_ready: int = 1  # batches that the training loop fetches ahead of the one in use
 
 
+# On the CPU, the estimate is the peak resident memory: what is resident now, and what a step adds. On CUDA, it is what the
+# process takes from the device. Validation, checkpoints and a loader's later memory are not included.
 def estimate_peak(
     module: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
@@ -751,7 +744,7 @@ def estimate_peak(
 
     Args:
         batch: as `step` takes it; its tensors may be on the meta device.
-        device: ``cpu``, or ``cuda`` for what one GPU needs.
+        device: ``cpu``, or ``cuda`` for the need of one GPU.
         margin: from the errors of earlier estimates; default: 35 % of the estimate.
         deadline_s: seconds for each copy.
         probe_bytes: most that a real step in a copy may allocate; default: half of the available memory.

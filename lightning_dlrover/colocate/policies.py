@@ -43,7 +43,7 @@ def sequential(settings: PolicySettings) -> PlacementRule:
     return place
 
 
-# As many jobs at once as fit by memory and places, in order, whatever they do to each other.
+# As many jobs at once as fit by memory and slots, first come first served; ignores interference.
 
 
 def fifo(settings: PolicySettings) -> PlacementRule:
@@ -60,11 +60,11 @@ def fifo(settings: PolicySettings) -> PlacementRule:
     return place
 
 
-# Random jobs beside each other, as many as fit: the chance level of choosing sets.
+# Random jobs together, as many as fit: the chance level of choosing sets.
 
 
 def random_sets(settings: PolicySettings) -> PlacementRule:
-    """Return the policy. A job's turn depends on the seed and its name alone, so equal states are decided alike."""
+    """Return the policy. A job's turn depends on the seed and its name alone, so equal states lead to equal decisions."""
 
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
         for job in sorted(jobs, key=lambda job: random.Random(f"{settings.seed}/{job.name}").random()):
@@ -85,8 +85,6 @@ def random_sets(settings: PolicySettings) -> PlacementRule:
 #
 # The published code takes types from a table by the name of the model. Here they follow from profiles: a job is of a type
 # when it uses more than an equal share of the device, one of `most_together`.
-
-
 def rmixer(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
     together = settings.most_together
@@ -127,6 +125,10 @@ def _next_job(packing: Packing, device: Device, waiting: Sequence[Job], together
     return next((job for job in fitting if type_of(job, device, together) != most), fitting[0] if fitting else None)
 
 
+BETA = 2.0
+"""Jobs for each GPU worker that must be left for another to start on cores. The published scripts have 2 to 4."""
+
+
 # RMixer's rule for CPU and GPU together (Tian et al., IEEE TPDS 2024; policy "dyMix" of the published code).
 #
 # Jobs are sorted by their utilisation of a GPU, the largest first. The GPU with the least used memory takes the first that
@@ -138,11 +140,6 @@ def _next_job(packing: Packing, device: Device, waiting: Sequence[Job], together
 # where it was not measured. The list holds the jobs that wait, as a policy does not see those that have ended, and jobs
 # that are left are those that wait or run. Jobs that can use no GPU go to the cores, and those that cannot use cores stay
 # away from them. Where the cluster has devices of one type, or a job several workers, jobs start in the order of the list.
-
-BETA = 2.0
-"""Jobs for each GPU worker that must be left for another to start on cores. The published scripts have 2 to 4."""
-
-
 def rmixer_mixed(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
     together = settings.most_together
@@ -187,6 +184,12 @@ def _utilisation(job: Job, devices: Sequence[Device]) -> float:
     return max((job.profiles[kind].use.get("gpu", 1.0) for kind in kinds), default=0.0)
 
 
+STAGES = ("input", "cores", "gpu", "pcie")
+"""Resources with a stage of their own: Muri's storage, CPU, GPU and network."""
+
+_OFFSETS = {n: np.array([(0, *rest) for rest in permutations(range(1, len(STAGES)), n - 1)]) for n in range(1, len(STAGES) + 1)}
+
+
 # Muri: interleave jobs with stages on different resources (Zhao et al., "Multi-resource interleaving for deep learning
 # training", SIGCOMM 2022).
 #
@@ -199,13 +202,6 @@ def _utilisation(job: Job, devices: Sequence[Device]) -> float:
 # with the best of all orders, and its efficiency is the mean utilisation: all stages over T times the number of resources.
 # Groups are found by maximum-weight matching on the efficiency, in rounds; a group slower than its jobs one by one has
 # weight 0. Merging ends when every group has a device.
-
-STAGES = ("input", "cores", "gpu", "pcie")
-"""Resources with a stage of their own: Muri's storage, CPU, GPU and network."""
-
-_OFFSETS = {n: np.array([(0, *rest) for rest in permutations(range(1, len(STAGES)), n - 1)]) for n in range(1, len(STAGES) + 1)}
-
-
 def muri(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
     together = min(settings.most_together, len(STAGES))
@@ -223,7 +219,7 @@ def muri(settings: PolicySettings) -> PlacementRule:
 
 
 def stages(job: Job, device: Device) -> Floats:
-    """Seconds of a step in which a job keeps each resource of `STAGES` busy, shape ``(4,)``."""
+    """Seconds of a step that a job keeps each resource of `STAGES` busy, shape ``(4,)``."""
     profile = job.profiles[device.kind]
     shares = [min(profile.use.get(r, 0.0) / device.limits[r], 1.0) if device.limits.get(r) else 0.0 for r in STAGES]
     if not any(shares):
@@ -257,18 +253,16 @@ def _step_s(tables: Floats) -> Floats:
     return np.asarray(turned.max(axis=2).sum(axis=2).min(axis=1))
 
 
-# Ours: sets of jobs that lose least to each other, by learned slowdowns, under every limit.
+# Our policy: sets of jobs with the smallest mutual slowdowns, as learned, within all limits.
 #
 # The cost of a set is the time that its device needs for its work if each job had one unit: 1 over the weighted mean of the
 # relative speeds. A job alone costs 1, so two jobs should share a device if that costs less than 2. The sets are those
-# whose costs have the smallest sum. A job that goes well with a difficult one is thus kept for it; a greedy choice would
+# with the smallest sum of costs. A job that runs well with a difficult one is thus reserved for it; a greedy choice would
 # give it away.
 #
 # At most `EXACT_NODES` jobs and occupied devices are searched exactly: all partitions into sets, by dynamic programming
-# over subsets. More are merged in rounds of matching, see `grouping`; the weight of a merger is the cost that it saves. No
-# device is left empty while jobs share another one.
-
-
+# over subsets. More are merged in rounds of matching, see `group_and_start`; the weight of a merger is the cost that it saves.
+# No device is left empty while jobs share another one.
 def complementary(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
 
@@ -289,7 +283,7 @@ def best_sets(
     num_devices: int = 0,
     most_use: float = 1.0,
 ) -> list[Group]:
-    """Merge groups into the sets whose costs have the smallest sum.
+    """Merge groups into the sets with the smallest sum of costs.
 
     Args:
         num_devices: merge no further than to this number of sets.
@@ -338,15 +332,6 @@ def _savings(pairs: Sequence[tuple[Group, Group]], sample: Device, settings: Pol
     return np.array([apart[id(a)] + apart[id(b)] - both for (a, b), both in zip(pairs, together, strict=True)])
 
 
-# Ours where jobs can be paused at no cost: the sets of `complementary` take turns on each device, the best one first.
-#
-# The best set makes the most progress in a second: the sum of its weighted relative speeds. So jobs that leave a device
-# idle run beside others while there are others, and jobs that keep it busy alone are left for the end. Jobs that run
-# already, such as those that start, stay, and leave a set less of each limit. The policy is asked again whenever a job
-# comes or ends, and a job that was left out for too long goes before all others (`waiting.py`).
-#
-# The last jobs end together: those with the longest remaining time run first (McNaughton, Management Science 1959).
-
 MOST_USE = 1.25
 """Jobs of a set may want this times a limit. Beyond it each finds less of its data in the caches: four copies of
 `benchmarks/colocation_job.py` on two cores take 10 % more CPU time than two, and six 20 % more.
@@ -354,21 +339,29 @@ MOST_USE = 1.25
 FULL_USE = 1.6
 """Jobs may want this times a limit where cores would be idle otherwise: three that could each use a core, on two cores."""
 BUSY = 0.95
-"""Fraction of a limit from which on no job is added for the rest."""
+"""Fraction of a limit above which no job is added to use the rest."""
 WHOLE = ("cores", "gpu")
 """Resources that a job has or has not at any moment; it uses a part of the others."""
 SAME = 0.02
-"""Fraction by which the progress of two sets may differ before one is better."""
+"""Fraction that the progress of two sets must differ by for one to be better."""
 SAME_END_S = 0.5
 """The last jobs run at once where their remaining times differ by less."""
 
 
+# Our policy where pauses cost nothing: the sets of `complementary` take turns on each device, the best one first.
+#
+# The best set makes the most progress in a second: the sum of its weighted relative speeds. So jobs that leave a device
+# idle run together with others while others exist, and jobs that keep it busy alone run at the end. Jobs that already run,
+# such as starting ones, stay, and leave a set less of each limit. The policy is asked again whenever a job comes or ends,
+# and a job that was left out for too long goes before all others (`with_bounded_wait`).
+#
+# The last jobs end together: those with the longest remaining time run first (McNaughton, Management Science 1959).
 def turns(settings: PolicySettings, are_last: bool = False) -> PlacementRule:
     """Return the policy.
 
     Args:
         are_last: no other jobs will come. Those with the longest remaining time go first. If all have the same, they run at
-            once where they nearly fit, and take turns otherwise. A job that is left over would leave cores idle in the end.
+            once where they nearly fit, and take turns otherwise. A leftover job would leave cores idle at the end.
     """
 
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
@@ -400,13 +393,13 @@ def _left_s(job: Job, device: Device) -> float:
 
 
 def _end_together(jobs: Sequence[Job], device: Device) -> bool:
-    """Whether jobs have about the same remaining time, as far as it is known."""
+    """Whether jobs have about the same remaining time, where it is known."""
     known = [left_s for job in jobs if (left_s := _left_s(job, device)) < math.inf]
     return not known or max(known) - min(known) <= SAME_END_S
 
 
 def _chosen(packing: Packing, device: Device, jobs: Sequence[Job], settings: PolicySettings) -> tuple[Job, ...]:
-    """Return the jobs that run on a device, beside those that are there. On an empty one at least one runs."""
+    """Return the jobs to run on a device, in addition to those present. On an empty one at least one runs."""
     present = packing.members(device)
     most_use = MOST_USE - _present_use(packing, device)
     if present:
@@ -431,7 +424,7 @@ def _with_earlier(
 ) -> tuple[Job, ...]:
     """Put earlier jobs of the order in the place of later ones that make no more progress there.
 
-    Of equal jobs, some are left over. They would be the same ones each time.
+    Some of several equal jobs are left over. Without this, they would be the same ones each time.
     """
     (least,) = (1 - SAME) * _progress([chosen], device, settings)
     for number, job in enumerate(jobs):
@@ -476,7 +469,7 @@ def _busy(device: Device, jobs: Sequence[Job]) -> float:
 
 
 def _fit_beside(packing: Packing, device: Device, jobs: Sequence[Job], settings: PolicySettings, most_use: float) -> bool:
-    """Whether jobs that fit one by one also fit together, beside those present, which leave them less of each limit."""
+    """Whether jobs that fit one by one also fit together, given those present, which leave them less of each limit."""
     return _fit(packing, device, jobs, settings, most_use - _present_use(packing, device))
 
 
@@ -513,7 +506,7 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
     """Return the policy with that name.
 
     Raises:
-        ValueError: there is no such policy.
+        ValueError: the policy is unknown.
     """
     if name not in POLICIES:
         raise ValueError(f"there is no policy {name!r}; choose one of {', '.join(POLICIES)}")

@@ -1,4 +1,4 @@
-"""Which worker holds which rows of each embedding table, and what to send when the workers change. Pure."""
+"""Layout of embedding tables: the rows that each worker holds, and the moves when the workers change. Pure."""
 
 from __future__ import annotations
 
@@ -133,11 +133,6 @@ def least_bytes(new_workers: Sequence[str], total_bytes: float, bytes_by_worker:
     return sum(max(0.0, share - bytes_by_worker.get(worker, 0.0)) for worker in new_workers)
 
 
-# Place the shards of embedding tables after a change of workers: little data to send, and an even load. Pure.
-#
-# The first plan of a job is torchrec's own. Later ones keep each table's kind and the cuts of its columns, and only
-# reassign owners. Shards stay with their owner where the balance allows.
-
 TOLERANCE = 0.1
 """Minimum imbalance that moves a shard, as a fraction of the mean load."""
 
@@ -178,6 +173,10 @@ def layout_of(plan: Plan) -> Layout:
     return {name: table.shards for name, table in plan.items()}
 
 
+# Place the shards of embedding tables after a change of workers: little data to send, and an even load. Pure.
+#
+# The first plan of a job is torchrec's own. Later ones keep each table's kind and the cuts of its columns, and only
+# reassign owners. Shards stay with their owner where the balance allows.
 def replan(plan: Plan, members: Sequence[str]) -> dict[str, TablePlan]:
     """Return the plan for other workers.
 
@@ -185,7 +184,7 @@ def replan(plan: Plan, members: Sequence[str]) -> dict[str, TablePlan]:
         members: worker ids in rank order.
 
     Raises:
-        PlanError: there is no worker, or a kind that cannot be reassigned.
+        PlanError: no workers were given, or a kind that cannot be reassigned.
     """
     if not members:
         raise PlanError("there is no worker to hold the tables")

@@ -51,6 +51,14 @@ def test_every_command_has_a_function() -> None:
     assert all(callable(command_function(name)) for name in commands.choices.keys() - plugged)
 
 
+@pytest.mark.parametrize(("verbose", "lines"), [(False, ["warning: 2 of 3"]), (True, ["INFO a.b: one", "WARNING a.b: 2 of 3"])])
+def test_modules_are_named_in_messages_only_if_asked_for(verbose: bool, lines: list[str]) -> None:
+    code = f"import logging; from lightning_dlrover.cli.main import _log_to_stderr; _log_to_stderr({verbose})\n"
+    code += "log = logging.getLogger('a.b'); log.info('one'); log.warning('%d of 3', 2)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr.splitlines() == lines
+
+
 KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
 
 
@@ -148,6 +156,12 @@ def test_bad_usage_ends_with_code_2_and_the_reason(dlrover: RunCli, arguments: l
 def test_wrong_usage_is_answered_with_two_lines(dlrover: RunCli, command: str) -> None:
     code, _, errors = dlrover(*[command][: bool(command)], "--bogus")
     assert (code, len(errors.splitlines())) == (2, 2), errors
+
+
+def test_help_of_run_begins_with_its_arguments_and_not_with_a_list_of_options(dlrover: RunCli) -> None:
+    lines = dlrover("run", "--help")[1].splitlines()
+    assert lines[:2] == ["usage: dlrover run [OPTION ...] [-m] script [ARGUMENT ...]", ""]
+    assert lines[2] == "positional arguments:"
 
 
 def test_arguments_that_others_must_not_touch_arrive_as_they_were(dlrover: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def devices_in(listing: str) -> list[str]:
     return found + ([whole] if whole else [])
 
 
-# Decide which cores and devices of one machine each node gets. Pure.
+# Assign the cores and devices of one machine to nodes. Pure.
 
 
 class NothingFreeError(RuntimeError):
@@ -103,7 +103,7 @@ class Allocation:
             usable: names of the only devices that it may have; None: any.
 
         Raises:
-            NothingFreeError: too few devices are free; the node gets nothing.
+            NothingFreeError: too few devices are free; nothing was assigned.
             ValueError: the node has a share already.
         """
         if node in self._shares:
@@ -152,11 +152,6 @@ class Allocation:
         return Counter(core for share in self._shares.values() for core in share.cores)
 
 
-# One Linux control group with a memory limit for each node that this process starts; cgroup versions 1 and 2.
-#
-# Each group is a child of the group of the process that starts nodes, so all limits above it still apply. It contains all
-# processes of its node, and exists until they have ended.
-
 log = logging.getLogger(__name__)
 
 
@@ -170,6 +165,10 @@ class NoMemoryGroupsError(RuntimeError):
     """Nodes' memory cannot be limited here; the message gives the reason and a remedy."""
 
 
+# One Linux control group with a memory limit for each node that this process starts; cgroup versions 1 and 2.
+#
+# Each group is a child of the group of the process that starts nodes, so all limits above it still apply. It contains all
+# processes of its node, and exists until they have ended.
 class MemoryGroups:
     """Create and remove control groups that limit the memory of nodes.
 
@@ -304,11 +303,6 @@ def enable(group: Path, controller: str) -> None:
     control.write_text(f"+{controller}")
 
 
-# Assign each node its share of this machine (cores, memory, GPUs) and have the system enforce it.
-#
-# Where the system does not allow memory limits, a warning is logged once and nodes run without a limit.
-
-
 class Claims(Protocol):
     """The GPUs that this job may use of those that it shares with other jobs."""
 
@@ -325,6 +319,9 @@ class Claims(Protocol):
         ...
 
 
+# Assign each node its share of this machine (cores, memory, GPUs) and have the system enforce it.
+#
+# Where the system does not allow memory limits, a warning is logged once and nodes run without a limit.
 class MachineShares:
     """Give nodes cores, memory and GPUs, and take them back.
 
@@ -353,7 +350,7 @@ class MachineShares:
         """Return cores and environment variables for a node limited to a share of `size`. No cores: it may use any.
 
         Raises:
-            NotTakenError: too few GPUs are free; the node gets nothing.
+            NotTakenError: too few GPUs are free; nothing was assigned.
         """
         try:
             share = self._allocation.take(node, size.cpus, self._gpus, self._claimed(node))
@@ -369,7 +366,8 @@ class MachineShares:
         if shared := self._allocation.shared_cores(node):
             cores = f"core{'s' if len(shared) > 1 else ''} {', '.join(map(str, shared))}"
             self._tell_once("cores", f"too few cores are free for {node}: it shares {cores} with other nodes until some are")
-        # More threads than cores would slow each other down. Nodes without cores of their own compete, so each gets one thread.
+        # More threads than cores would slow each other down. Nodes without cores of their own compete, so each is limited to
+        # one thread.
         exported = thread_variables(len(share.cores), self._workers_per_node)
         if share.devices:
             exported[DEVICES_VARIABLE] = ",".join(share.devices)
@@ -427,7 +425,8 @@ class MachineShares:
             self._claims.give_back(share.devices)
 
     def _memory_group(self, node: str, limit_mb: int) -> Path | None:
-        """
+        """Create the node's control group; return None if its memory is not limited.
+
         Raises:
             OSError: the kernel refuses another control group.
         """

@@ -1,4 +1,4 @@
-"""Interface between the controller and a place where nodes run, with what all targets share: logs and polling."""
+"""The interface between the controller and a place where nodes run, and the parts that all targets share: logs and polling."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar
-
-# Interface between the controller and a place where nodes run.
-#
-# One class per kind of place implements it: in `local.py`, `slurm.py` and `kubernetes.py`.
 
 AppStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "gone"]
 
@@ -74,6 +70,9 @@ class App:
     is_living: bool
 
 
+# Interface between the controller and a place where nodes run.
+#
+# One class per kind of place implements it: in `local.py`, `slurm.py` and `kubernetes.py`.
 class Target(Protocol):
     """A place that runs one-node apps."""
 
@@ -210,7 +209,7 @@ class LogFile:
                 self.num_read = 0
                 yield f"({self.file.name} was cut short, so some of its lines may be missing here)"
             stream.seek(self.num_read)
-            rest = b""  # a line whose end has not come
+            rest = b""  # an incomplete line
             while piece := stream.read(PIECE_BYTES):
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
@@ -230,13 +229,9 @@ class LogFile:
 
 
 def _newest_state(line: bytes) -> str:
-    """Return what is left of a line that a progress bar has overwritten."""
+    """Return the visible rest of a line that a progress bar has overwritten."""
     return line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
 
-
-# When a target lists its nodes, and what the newest list is good for.
-#
-# A failed request never means that a node has ended. It is repeated with growing pauses, and the last list holds.
 
 T = TypeVar("T")
 
@@ -248,6 +243,9 @@ _SOON_S = 0.5
 """Maximum seconds until the next list after a change that was requested."""
 
 
+# When a target lists its nodes, and how long the newest list is valid.
+#
+# A failed request never means that a node has ended. It is repeated with growing pauses, and the last list holds.
 class Polling(Generic[T]):
     """The newest list of a job's nodes.
 
@@ -302,7 +300,8 @@ class Polling(Generic[T]):
         self._expect_change(min(_SOON_S, self._poll_s))
 
     def raise_trouble(self) -> None:
-        """
+        """Raise the error of the newest request, if it failed.
+
         Raises:
             TargetError: the newest request failed.
         """

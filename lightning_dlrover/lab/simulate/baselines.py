@@ -1,4 +1,4 @@
-"""Policies of papers that ours is compared with, by name, and all policies for elastic jobs. Pure."""
+"""Policies of published papers, as baselines for ours, and the registry of all policies for elastic jobs. Pure."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def shortest_first(share: Share) -> list[int]:
 # Shortest remaining time first, preemptive, with sizes that shrink and grow.
 #
 # Jobs take turns by predicted seconds to their end at the requested size, over their weight, as in `srtf`. In this order
-# each has its requested size, or as many devices as are left, if these are enough for its fewest. What is left then goes to
-# the jobs in the same order, up to the size from which on no device makes a job faster.
+# each has its requested size, or as many devices as are left, if these are enough for its fewest. The rest then goes to
+# the jobs in the same order, up to the size above which no device makes a job faster.
 #
-# Differences: no paper has this policy by itself. It is the baseline that Optimus and AFS (see `afs`) start from, and it
+# Differences: no paper has this policy on its own. It is the baseline that Optimus and AFS (see `afs`) start from, and it
 # shows what elasticity alone adds to `srtf`. A job of unknown length is expected to need as much again as it has had.
 
 
@@ -64,6 +64,13 @@ def elastic_srtf(share: Share) -> Ints:
     return numbers
 
 
+THRESHOLD_DEVICE_S = 16 * 3600.0
+"""Device seconds after which a job leaves the first queue."""
+
+PROMOTE_KNOB = 8.0
+"""Ratio of waiting to running time above which a job is promoted."""
+
+
 # Tiresias: discretised two-dimensional least attained service (Gu et al., NSDI 2019), preemptive, sizes as asked.
 #
 # Attained service is devices times seconds. Jobs below `THRESHOLD_DEVICE_S` are in the first queue, others in the second;
@@ -74,14 +81,6 @@ def elastic_srtf(share: Share) -> Ints:
 # Differences: service is weighed by a job's weight. The state holds the service of all of a job's runs, so the time that it
 # ran is that over its size. Queues are updated at each decision. Tiresias places skewed models only on few nodes, and lets
 # others be split; here all jobs have the shared placement. Its variant with Gittins indices is not there.
-
-THRESHOLD_DEVICE_S = 16 * 3600.0
-"""Device seconds after which a job leaves the first queue."""
-
-PROMOTE_KNOB = 8.0
-"""Time waited over time run from which a job is promoted."""
-
-
 def las(share: Share) -> Ints:
     """Return the sizes."""
     served = np.array([job.served_device_s for job in share.jobs])
@@ -96,20 +95,6 @@ def las(share: Share) -> Ints:
     return first_fits(share, order, share.asked)
 
 
-# DLRover's published heuristics: each job by itself, greedy (`PSLocalOptimizer`, and the optimisers of the Brain).
-#
-# - A job starts with its fewest workers, in its turn.
-# - It is looked at again `INTERVAL_S` after a change. It grows by `MOST_MORE` workers, or as many as there are, while the
-#   marginal ratio ((v' - v) / (n' - n)) / (v / n) of the speeds v with n workers is at least `MIN_RATIO`.
-# - It gives the workers of its last step back where its speed fell by more than `MAX_LOSS`.
-#
-# Constants are those of the code. Devices go to jobs in their turns, waiting ones before those that grow, as no job is stopped
-# for another.
-#
-# Differences: the published rules are for parameter servers, with cores and memory of each kind of node; for workers of
-# equal devices only those about the number of workers remain. They compare measured speeds; here all policies use the same
-# predictions.
-
 INTERVAL_S = 300.0
 """Seconds between looks at a job."""
 
@@ -120,9 +105,22 @@ MIN_RATIO = 0.2
 """Smallest marginal speed of a further worker over the mean speed of the present ones."""
 
 MAX_LOSS = 0.1
-"""Fraction of its speed from which a job with more workers goes back."""
+"""Loss, as a fraction of its speed, above which a job with more workers shrinks back."""
 
 
+# DLRover's published heuristics: each job separately, greedy (`PSLocalOptimizer`, and the optimisers of the Brain).
+#
+# - A job starts with its fewest workers, in its turn.
+# - It is looked at again `INTERVAL_S` after a change. It grows by `MOST_MORE` workers, or as many as there are, while the
+#   marginal ratio ((v' - v) / (n' - n)) / (v / n) of the speeds v with n workers is at least `MIN_RATIO`.
+# - It gives back the workers of its last step if its speed fell by more than `MAX_LOSS`.
+#
+# Constants are those of the code. Devices go to jobs in their turns, waiting ones before those that grow, because no job is
+# stopped for another.
+#
+# Differences: the published rules are for parameter servers, with cores and memory of each kind of node; for workers of
+# equal devices only those about the number of workers remain. They compare measured speeds; here all policies use the same
+# predictions.
 def dlrover(share: Share) -> Ints:
     """Return the sizes."""
     numbers, left = start_in_turn(share, share.fewest)
@@ -147,6 +145,9 @@ def _next_size(share: Share, index: int, left: int) -> int:
     return now
 
 
+"""Seconds for which a change is expected to last."""
+
+
 # DLRover-RM: weighted greedy on the gain of throughput for each unit of resources (Wang et al., PVLDB 17(12), 2024).
 #
 # Each job has its fewest devices, and candidates of more. The job and candidate with the largest weighted gain per device
@@ -154,19 +155,16 @@ def _next_size(share: Share, index: int, left: int) -> int:
 #
 # w_i (S_i(k') l / (l + c) - S_i(k)) / (k' - k)
 #
-# with S_i(k) the throughput over that of the job's best candidate, and the throughput of a changed job less what the change
-# costs in the `INTERVAL_S` of the published code. The weight w_i favours jobs with little work left. `division.divide` is
+# with S_i(k) the throughput over that of the job's best candidate, and the throughput of a changed job reduced by the change's
+# cost in the `INTERVAL_S` of the published code. The weight w_i favours jobs with little work left. `division.divide` is
 # the same search for jobs of any settings.
 #
 # Differences: the paper's jobs have parameter servers, and candidates of cores and memory for each kind of node, by
-# NSGA-II; for workers of equal devices, candidates are numbers of workers, all of which are looked at. The exact weight was
-# not at hand: here it is the inverse of the seconds left at the job's best candidate. The first stage, a start near the
-# optimum by a history of jobs, is what a family's learned speeds give all policies here. It decides whenever it is asked:
-# leaving jobs alone for 60 to 600 s after a change made it worse on the workloads 1 and 2 of docs/lab/cluster_figures.md.
-
-"""Seconds for which a change is expected to last."""
-
-
+# NSGA-II; for workers of equal devices, candidates are numbers of workers, and all are considered. The exact weight was
+# not available: here it is the inverse of the seconds left at the job's best candidate. The first stage, a start near the
+# optimum by a history of jobs, corresponds to a family's learned speeds, which all policies have here. It decides whenever it
+# is asked: leaving jobs alone for 60 to 600 s after a change made it worse on the workloads 1 and 2 of
+# docs/lab/cluster_figures.md.
 def dlrover_rm(share: Share) -> Ints:
     """Return the sizes."""
     if not len(share.jobs):
@@ -182,6 +180,15 @@ def dlrover_rm(share: Share) -> Ints:
     return share.sizes[by_hulls(np.where(share.filling, gains, -np.inf), share.sizes, share.num_devices)]
 
 
+"""Seconds over which usage is aggregated, so a job is not changed again for as long after a change."""
+
+MARGIN = 1.15
+"""Factor on usage."""
+
+MIN_CHANGE = 0.1
+"""Least relative change that is made."""
+
+
 # A reaction to usage, vertical only, as of Autopilot (Rzadca et al., EuroSys 2020) and Kubernetes' vertical autoscaler.
 #
 # The autoscaler requests the decaying 90th percentile of usage, times `MARGIN`, and leaves requests alone that are less
@@ -194,16 +201,6 @@ def dlrover_rm(share: Share) -> Ints:
 # Differences: the originals set the cores and memory of a task; here the size of a job is the only dimension. They leave
 # the queue to the cluster's scheduler; here jobs start as in `as_requested`, and none grows while a job waits, as nothing
 # is preempted. Usage is predicted from the learned speeds, not sampled.
-
-"""Seconds over which usage is aggregated, so a job is left alone for as long after a change."""
-
-MARGIN = 1.15
-"""Factor on usage."""
-
-MIN_CHANGE = 0.1
-"""Least relative change that is made."""
-
-
 def autopilot(share: Share) -> Ints:
     """Return the sizes."""
     wanted = recommended(share)
@@ -226,6 +223,10 @@ def recommended(share: Share) -> Ints:
     return share.sizes[share.columns_of(wanted)]
 
 
+OPTIMUS_INTERVAL_S = 600.0
+"""Seconds between decisions."""
+
+
 # Optimus: one device at a time to the job whose remaining time it shortens most (Peng et al., EuroSys 2018).
 #
 # Every job first gets its fewest devices, in the order of submission. Then, with Q steps left and a speed f(n), the
@@ -237,11 +238,6 @@ def recommended(share: Share) -> Ints:
 # the best mean gain per device of a larger step, as a speed that depends on nodes has steps; one device at a time would
 # stop there. The paper fits its own model of speed; here all policies have the same predictions. It decides every interval;
 # here also when jobs come and go, for those that have not changed within an interval.
-
-OPTIMUS_INTERVAL_S = 600.0
-"""Seconds between decisions."""
-
-
 def optimus(share: Share) -> Ints:
     """Return the sizes."""
     numbers, left = np.zeros(len(share.jobs), dtype=np.int64), share.num_devices
@@ -276,28 +272,9 @@ def _step(share: Share, seconds: Floats, numbers: Ints, index: int) -> tuple[flo
     return (-float(per_device[best]), index, column + 1 + best) if per_device[best] > 0 else None
 
 
-# AFS: each device to the job that gains most by it, as far as that does not hold up a shorter one (Hwang et al., NSDI
-# 2021).
-#
-# "Apathetic future share": of two jobs, the one that would end first is a, the other b. A further device for a until a
-# ends, and for b then, gives a smaller mean completion time than for b at once, if
-#
-# (p_a' - p_a) / p_a  >  (p_b' - p_b) / p_b'
-#
-# with the speeds p as they are and p' with the device, and what becomes of all other devices ignored. Devices are given one
-# by one; for each, jobs are compared pairwise, and the last winner gets it. Of two jobs without devices the shorter one
-# wins. This is AFS-L, the variant for known lengths.
-#
-# Differences: sizes fill nodes, and speeds count by their concave hull from the fewest devices of a job on, as a node's
-# border makes some devices slow a job down. A job of unknown length is expected to need as much again as it has had; the
-# paper's AFS-P lets such jobs take turns instead. Lengths are divided by weights. The rule ignores the cost of a change,
-# here as in the paper; its system decides when jobs come and go, here also at each interval of the simulation. Leaving jobs
-# alone for 60, 300 or 600 s after a change made it worse on the workloads 1 and 2 of docs/lab/cluster_figures.md.
-
-
 @dataclass
 class _Job:
-    """A job, and the steps in which it takes devices: its speeds and sizes, those of 0 devices first."""
+    """A job, and the steps that it grows in: its speeds and sizes, those of 0 devices first."""
 
     index: int
     work: float  # steps left over the weight
@@ -322,6 +299,22 @@ class _Job:
         return self.speeds[self.at] + (gain / self.step if self.at else gain)
 
 
+# AFS: each device to the job that gains most by it, unless that delays a shorter one (Hwang et al., NSDI 2021).
+#
+# "Apathetic future share": of two jobs, the one that would end first is a, the other b. A further device for a until a
+# ends, and for b then, gives a smaller mean completion time than for b at once, if
+#
+# (p_a' - p_a) / p_a  >  (p_b' - p_b) / p_b'
+#
+# with the speeds p as they are and p' with the device, ignoring the later use of all other devices. Devices are given one
+# by one; for each, jobs are compared pairwise, and the last winner gets it. Of two jobs without devices the shorter one
+# wins. This is AFS-L, the variant for known lengths.
+#
+# Differences: sizes fill nodes, and speeds count by their concave hull from the fewest devices of a job on, as a node's
+# border makes some devices slow a job down. A job of unknown length is expected to need as much again as it has had; the
+# paper's AFS-P lets such jobs take turns instead. Lengths are divided by weights. The rule ignores the cost of a change,
+# here as in the paper; its system decides when jobs come and go, here also at each interval of the simulation. Leaving jobs
+# alone for 60, 300 or 600 s after a change made it worse on the workloads 1 and 2 of docs/lab/cluster_figures.md.
 def afs(share: Share) -> Ints:
     """Return the sizes."""
     jobs = [_job(share, index) for index in range(len(share.jobs))]
@@ -356,7 +349,7 @@ def _job(share: Share, index: int) -> _Job:
 
 
 def _preferred(one: _Job, other: _Job) -> _Job:
-    """Return the job to which the next device goes."""
+    """Return the job that receives the next device."""
     a, b = (one, other) if one.seconds < other.seconds else (other, one)
     if a.seconds == math.inf:
         return one if one.work / one.next_speed <= other.work / other.next_speed else other
@@ -365,10 +358,14 @@ def _preferred(one: _Job, other: _Job) -> _Job:
     return a if gain_a > gain_b else b
 
 
+EXPONENT = 0.6
+"""Exponent p of the speedup."""
+
+
 # heSRPT: the division with the least mean completion time where all jobs have the speedup k^p and are present from the
 # start.
 #
-# With the m present jobs in the order of their remaining sizes, the largest first, job i gets the share
+# With the m present jobs in the order of their remaining sizes, the largest first, job i receives the share
 #
 # theta_i = (i / m)^(1 / (1 - p)) - ((i - 1) / m)^(1 / (1 - p))
 #
@@ -380,11 +377,6 @@ def _preferred(one: _Job, other: _Job) -> _Job:
 # of what is left. Jobs do not have one speedup: p is `EXPONENT`, chosen on the workloads 1 and 2 of
 # docs/lab/cluster_figures.md, and a remaining size is the device seconds at a job's best efficiency. A job of unknown
 # length is expected to need as much again as it has had.
-
-EXPONENT = 0.6
-"""Exponent p of the speedup."""
-
-
 def hesrpt(share: Share) -> Ints:
     """Return the sizes."""
     part = hesrpt_shares(share.work_left, share.weights, EXPONENT)
@@ -415,24 +407,6 @@ def hesrpt_shares(work: Floats, weights: Floats, exponent: float) -> Floats:
     return part
 
 
-# Pollux: the generalised mean of goodputs, by genetic search (Qiao et al., OSDI 2021).
-#
-# The fitness of sizes a_j is the power mean of the speedups over a fair share of the cluster,
-#
-# fitness = (1/n sum_j (r_j speedup_j(a_j))^p)^(1/p)        p = -1
-#
-# with a restart factor r_j where the size of a running job changes. A population of `POPULATION` evolves for `GENERATIONS`:
-# tournaments, one-point crossover over the jobs, mutation and repair. A job grows to at most twice the largest size that
-# was profiled. The interval is `INTERVAL_S`.
-#
-# Differences: Pollux adapts each job's batch size, and goodput is throughput times statistical efficiency. Here the global
-# batch never changes, so that efficiency is 1, and goodput is speed. Individuals are numbers of devices, which the shared
-# placement puts on few nodes, so sizes are those that fill nodes; the artefact's are devices on each node. The artefact
-# begins a search with the population of the last one. This function keeps nothing. It begins with the present sizes, a fair
-# share, their mutants, and a climb of concave hulls, and ends when `PATIENCE` generations have found nothing better. The
-# artefact takes devices that are not there from jobs in the order of their attained service, and charges the restart factor
-# to waiting jobs, too. Here that order is random, and a waiting job that starts pays nothing.
-
 POLLUX_INTERVAL_S = 60.0
 """Seconds between decisions."""
 
@@ -452,6 +426,23 @@ LEAST = 1e-3
 """Added to each speedup, so that a waiting job has a finite cost."""
 
 
+# Pollux: the generalised mean of goodputs, by genetic search (Qiao et al., OSDI 2021).
+#
+# The fitness of sizes a_j is the power mean of the speedups over a fair share of the cluster,
+#
+# fitness = (1/n sum_j (r_j speedup_j(a_j))^p)^(1/p)        p = -1
+#
+# with a restart factor r_j where the size of a running job changes. A population of `POPULATION` evolves for `GENERATIONS`:
+# tournaments, one-point crossover over the jobs, mutation and repair. A job grows to at most twice the largest size that
+# was profiled. The interval is `INTERVAL_S`.
+#
+# Differences: Pollux adapts each job's batch size, and goodput is throughput times statistical efficiency. Here the global
+# batch never changes, so that efficiency is 1, and goodput is speed. Individuals are numbers of devices, which the shared
+# placement puts on few nodes, so sizes are those that fill nodes; the artefact's are devices on each node. The artefact
+# begins a search with the population of the last one. This function keeps nothing. It begins with the present sizes, a fair
+# share, their mutants, and a climb of concave hulls, and ends when `PATIENCE` generations have found nothing better. The
+# artefact takes devices that are not there from jobs in the order of their attained service, and charges the restart factor
+# to waiting jobs, too. Here that order is random, and a waiting job that starts pays nothing.
 def pollux(share: Share) -> Ints:
     """Return the sizes."""
     if not len(share.jobs):
@@ -480,7 +471,7 @@ def pollux(share: Share) -> Ints:
 
 
 def pollux_costs(share: Share) -> Floats:
-    """Return (r_j speedup_j)^p of each job at each size, the sum of which is to be small; infinite where it is not allowed."""
+    """Return (r_j speedup_j)^p of each job at each size; their sum is minimised. Infinite where a size is not allowed."""
     fair = np.clip(-(-share.num_devices // max(len(share.jobs), 1)), share.fewest, share.most)
     base = share.speeds_at(fair)
     speedups = share.speeds / np.where(base > 0, base, 1.0)[:, None]
@@ -581,6 +572,6 @@ def make_elastic(name: str, settings: PolicySettings | None = None) -> Policy:
     """Return the policy with that name.
 
     Raises:
-        ValueError: there is no such policy.
+        ValueError: the policy is unknown.
     """
     return make_policy(name, settings, ELASTIC_POLICIES)

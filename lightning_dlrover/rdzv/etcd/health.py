@@ -67,11 +67,6 @@ def _parsed(version: str) -> tuple[int, int, int] | None:
     return (int(match[1]), int(match[2]), int(match[3])) if match is not None else None
 
 
-# Read the condition of an etcd server: release, size, quota, compaction, alarms, latency and clock.
-#
-# Release, size and alarms come from gRPC, and every user may read them. The quota, the last compaction and the clock come
-# from the HTTP pages that etcd serves on the same port; they stay unknown where a proxy passes gRPC alone.
-
 DEFAULT_QUOTA_BYTES = 2 << 30
 
 _NUM_READS = 5
@@ -82,10 +77,14 @@ _ERRORS_FIELD = 8  # number of `errors` in StatusResponse, which the stubs of `p
 class Clock:
     """A server's clock against ours."""
 
-    ahead_s: float  # how far it is ahead; the middle of the interval in which the difference lies
+    ahead_s: float  # how far it is ahead; the middle of the interval that contains the difference
     uncertain_s: float  # half of that interval
 
 
+# Read the condition of an etcd server: release, size, quota, compaction, alarms, latency and clock.
+#
+# Release, size and alarms come from gRPC, and every user may read them. The quota, the last compaction and the clock come
+# from the HTTP pages that etcd serves on the same port; they stay unknown where a proxy passes gRPC alone.
 @dataclass(frozen=True)
 class EtcdCondition:
     """The condition of one server; None: unknown."""
@@ -233,7 +232,7 @@ def _page(config: EtcdConfig, path: str) -> tuple[str, str]:
         return "", ""
 
 
-# Decide what of an etcd server's condition is trouble, and name the next move.
+# Judge an etcd server's condition: find problems, and name the next move for each.
 
 MANY_REVISIONS = 200_000
 """Number of writes after which to warn about an etcd that was never compacted: it then holds some hundred MiB, and grows."""
@@ -265,7 +264,7 @@ def judge(endpoint: str, condition: EtcdCondition, many_revisions: int = MANY_RE
 
 
 def judge_server(endpoint: str, condition: EtcdCondition, many_revisions: int = MANY_REVISIONS) -> list[Finding]:
-    """Return the findings about release, size and compaction, which are alike for all users; see `judge`."""
+    """Return the findings about release, size and compaction, which are the same for all users; see `judge`."""
     [(host, _)] = parse_endpoints(endpoint)
     return [_release(host, condition.version), _size(condition), _compaction(condition, many_revisions)]
 
@@ -318,14 +317,13 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 20):.1f} MiB" if num_bytes < 100 << 20 else f"{num_bytes >> 20} MiB"
 
 
-# Warn once, when a job starts, about troubles of its etcd, by the judgement of `dlrover doctor` above. Nothing waits for this,
-# and it fails nothing.
-
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 2.0  # seconds for each of a dozen requests; a server that is slower has troubles of its own
 
 
+# Warn once, when a job starts, about problems of its etcd. Nothing waits for this, and an error here fails nothing.
+# `judge` finds the problems, as for `dlrover doctor`.
 def warn_of_troubles(config: EtcdConfig, warn: Callable[[str], None]) -> threading.Thread:
     """Ask each endpoint in a thread for release, size, quota and compaction, and call `warn` at most once. Returns at once."""
 

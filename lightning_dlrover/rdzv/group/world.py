@@ -136,13 +136,13 @@ class LoneWorld:
         return self._formation
 
     def guard(self, replica: DistributedDataParallel) -> None:
-        pass  # there is no peer to lose
+        pass  # a lone worker has no peer to lose
 
     def wait_for_device(self, device: torch.device) -> None:
         pass  # gradients need no reduction
 
     def listen_for_sigterm(self) -> None:
-        pass  # there is no peer that would go on
+        pass  # a lone worker has no peer that would continue
 
     def resign(self) -> None:
         pass
@@ -355,8 +355,18 @@ class ProcessBackend:
         self._destroy()
 
 
-# The process group of a job's current round, formed and re-formed inside one worker process.
-#
+LEAVE_S = 5.0
+"""Seconds for an abort that follows a shutdown, before the process ends."""
+
+VOTES_TO_DROP = 3
+"""Votes of a round after which its loop has made steps, and holds nothing of the round before any more."""
+
+
+def always_meet(hellos: Mapping[str, bytes]) -> bool:
+    """Let workers of a program without places continue together, whatever their hellos are."""
+    return True
+
+
 # This is all that a training loop needs to be live-elastic. Most loops need only `World.steps`
 # (docs/guide/plain_pytorch.md). Loops that want more control use its building blocks:
 #   - `World.start` or `World.admit` to enter the job;
@@ -370,19 +380,6 @@ class ProcessBackend:
 #
 # The main thread forms and destroys groups. The membership thread only severs them (`RoundSockets`), so that a collective
 # in which the main thread is blocked raises at once.
-
-LEAVE_S = 5.0
-"""Seconds for an abort that follows a shutdown, before the process ends."""
-
-VOTES_TO_DROP = 3
-"""Votes of a round after which its loop has made steps, and holds nothing of the round before any more."""
-
-
-def always_meet(hellos: Mapping[str, bytes]) -> bool:
-    """Let workers of a program without places continue together, whatever their hellos are."""
-    return True
-
-
 class World:
     """This worker's process groups, one round after the other.
 
@@ -392,8 +389,8 @@ class World:
             state of joiners travel through groups of gloo in any case.
         device: device on which this worker computes. With it, NCCL connects before a round needs it, and a worker that is lost
             before that blocks no other. None: the only GPU that is visible, if there is only one.
-        can_meet: returns whether workers with these hellos can go on together; the result must be the same on all of them. If
-            they cannot, the joiners wait for another round.
+        can_meet: returns whether workers with these hellos can continue together; the result must be the same on all of them.
+            If they cannot, the joiners wait for another round.
 
     Raises:
         ValueError: nothing is known of the backend, or a variable in the environment would end the survivors of a loss.
@@ -533,7 +530,7 @@ class World:
             log.info("worker %s leaves: %s", self.worker_id, left_out)
             raise SystemExit(left_out.exit_code) from left_out
         except JobClosedError as error:
-            # The job ended before this worker was started or restarted, which is no failure of the worker.
+            # The job ended before this worker was started or restarted, so the worker has not failed.
             log.warning("%s", error)
             raise SystemExit(0) from error
 
@@ -584,7 +581,7 @@ class World:
         """Leave the current group and form round `number` (or a newer one that replaced it).
 
         Raises:
-            LeftOutError: the round goes on without this worker.
+            LeftOutError: the round continues without this worker.
         """
         self._all_leave = True
         try:
@@ -636,7 +633,7 @@ class World:
     def finish(self, num_steps: int, fit: int = 1) -> None:
         """Record that all steps are made and every worker has the state of the last one. The job does not change after this.
 
-        Every worker calls this before it goes on, so that the first one to exit is not mistaken for a loss.
+        Every worker calls this before it continues, so that the first one to exit is not mistaken for a loss.
         """
         self.standing.finish(num_steps, fit)
 
@@ -816,7 +813,7 @@ class World:
         return (newest if newest > self.formation.round.number else None), -opposite
 
     def connect(self, target: RoundRecord, name: str, workers: Sequence[str]) -> dist.ProcessGroupGloo:
-        """Form a further group beside that of a round, with `workers` as its ranks. All of them must call this.
+        """Form a group in addition to the round's, with `workers` as its ranks. All of them must call this.
 
         They are all or some members of the round that this worker formed last, or these and workers that the round left out.
         The group ends with the round: when the round breaks, every pending operation of the group fails.
@@ -849,7 +846,7 @@ class World:
             self._device_wait.close()
             self._forming.abandon()
         self._forming.ended(self._sockets.destroy_group(self._all_leave))
-        self._all_leave = False  # a round that does not form after the switch is nobody's agreement
+        self._all_leave = False  # if the next round does not form after the switch, it was not agreed on
 
     def _round_of_waits(self) -> tuple[int, bool]:
         self._failures.raise_mismatch()
@@ -876,7 +873,7 @@ def _drop_default_group() -> None:
 
 
 def _only_device(backend: str) -> torch.device | None:
-    """Return the device of a backend's communicators if there is no choice."""
+    """Return the device of a backend's communicators if only one is possible."""
     if "cuda" in slow_to_connect(backend):
         return torch.device("cuda", 0) if torch.cuda.device_count() == 1 else None
     return torch.device("cpu")
