@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_model import TRACES, needs_traces, window
-from test_traces import written
+from test_model import TRACES, needs_traces
+from windows import job_window as window
+from windows import written
 
 from lightning_dlrover.lab.evaluate import evaluate, main
 from lightning_dlrover.lab.simulate.traces import read_trace
