@@ -20,9 +20,8 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import Compare, Delete, EtcdError, KeyValue, Op, Put, modified
 from lightning_dlrover.rdzv.job.events import SizeGiven, record_of
-from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.journal import Journal, Tenure, holder_text
 from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, Keys, PlanRecord, encode
-from lightning_dlrover.rdzv.job.tenure import Tenure, holder_text
 
 # Write a brain's decisions to etcd: each one whole, and only if no other decision was made since the look it is based on.
 

@@ -412,6 +412,7 @@ def _summary(run_id: str, prefix: str, entries: Mapping[str, KeyValue]) -> JobSu
         len(round_.members) if round_ and not is_over else None,
         sum(node is not None and node.state != "ended" for node in each) if nodes and not is_over else None,
         f"process {controller.pid} on {controller.host}" if controller else "",
+        job.created_at if job else 0.0,
     )
 
 

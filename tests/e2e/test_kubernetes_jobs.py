@@ -71,7 +71,8 @@ def test_kubernetes_job_survives_loss_of_controller_and_pods(
     assert {job["apiVersion"] for job in cluster.objects["jobs"].values()} == {VOLCANO_JOBS if has_volcano else PLAIN_JOBS}
     listed = dlrover("list", "--endpoint", etcd.endpoint).stdout  # reads etcd, from any host that reaches it
     controller = f"process {run.process.pid} on {socket.gethostname()}"
-    assert re.search(rf"^{run_id} +training +{target} +3 +3 +{controller}$", listed, re.MULTILINE), listed
+    began = r"\d{4}-\d\d-\d\d \d\d:\d\d"
+    assert re.search(rf"^{run_id} +training +{began} +{target} +3 +3 +{controller}$", listed, re.MULTILINE), listed
 
     nodes = {worker["worker_id"]: node_of(worker["pid"]) for worker in three}
     evicted, killed, drained = (worker["worker_id"] for worker in three)

@@ -8,8 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from windows import job_window as window
-from windows import written
+from measured_windows import window, written
 
 from lightning_dlrover.lab.evaluate import main
 from lightning_dlrover.lab.simulate.traces import TraceError, read_trace

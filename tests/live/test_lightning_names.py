@@ -60,7 +60,7 @@ LISTED = {name for found in NAMES.values() for name in found} | {holder.partitio
 OF_OTHERS = {
     *("_persistent_workers", "_pin_memory_thread_done_event", "_shutdown", "_shutdown_workers", "_worker_result_queue"),
     *("_index_queues", "_prefetch_factor", "_try_put_index", "_worker_info", "_workers_status"),
-    *("_buffers", "_foreach_copy_"),
+    *("_buffers", "_foreach_copy_", "_sync"),
     *("_C", "_apply", "_check_reducer_finalized", "_execution_engine", "_get_iterator", "_iterator", "_parameters"),
     *("_pytree", "_set_params_and_buffers_to_ignore_for_model", "_sync_buffers", "_current_graph_task_id"),
     *(

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_model import TRACES, needs_traces
-from windows import job_window as window
-from windows import written
+from measured_windows import TRACES, needs_traces, window, written
 
 from lightning_dlrover.lab.evaluate import evaluate, main
 from lightning_dlrover.lab.simulate.traces import read_trace

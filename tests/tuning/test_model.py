@@ -17,14 +17,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from windows import job_window as window
+from measured_windows import TRACES, needs_traces, window
 
 from lightning_dlrover.tuning.prior import PhysicalPrior
 from lightning_dlrover.tuning.samples import Columns, StepProfile, configuration_of
 from lightning_dlrover.tuning.step_time import StepTimeModel
-
-TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "step_traces"
-needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason=f"no step-time traces in {TRACES}")
 
 
 def traced(name: str) -> list[StepProfile]:
@@ -407,7 +404,7 @@ print(min(fit_s), min(predict_s))
     run = subprocess.run(
         [sys.executable, "-c", program],
         cwd=Path(__file__).parent,
-        env=environment,
+        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=True,

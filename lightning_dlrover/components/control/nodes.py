@@ -31,9 +31,8 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import Delete, EtcdError, KeyValue, absent, modified
 from lightning_dlrover.rdzv.job.events import Event, record_of
-from lightning_dlrover.rdzv.job.journal import Journal, readable
+from lightning_dlrover.rdzv.job.journal import Journal, Tenure, holder_text, readable
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, ControllerRecord, Keys, NodeRecord, NodesRecord, decode
-from lightning_dlrover.rdzv.job.tenure import Tenure, holder_text
 from lightning_dlrover.rdzv.membership.rounds import Decoder, JobView
 
 # Read Python's tracebacks in the output of nodes, and show each error of the script once.
@@ -365,10 +364,6 @@ class Office(Tenure[ControllerRecord]):
         )
 
 
-# Record a job's nodes in memory and in etcd, so that the next controller can continue with them.
-#
-# A node's name is written before its request to the scheduler, and its cancellation before the call that cancels it.
-
 MAX_ENDED = 64
 """Maximum number of ended nodes to remember; the oldest go first. Recurring errors are counted among them."""
 
@@ -494,6 +489,9 @@ class NodeEntry:
         )
 
 
+# Record a job's nodes in memory and in etcd, so that the next controller can continue with them.
+#
+# A node's name is written before its request to the scheduler, and its cancellation before the call that cancels it.
 class NodeRegistry:
     """Nodes of one job: `entries` in memory, oldest first, and a record of each in etcd."""
 

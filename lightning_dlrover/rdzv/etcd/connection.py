@@ -16,8 +16,6 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc as grpc  # type: ignore[import-untyped]
-
 from lightning_dlrover.rdzv.etcd.types import (
     Compare,
     Delete,
@@ -35,18 +33,18 @@ from lightning_dlrover.rdzv.etcd.types import (
     read_password,
 )
 
-# gRPC and the stubs of etcd's services, for all modules of this package that use etcd.
-#
-# The stubs are those of `pyetcd` (package etcd-sdk-python). Its client class is not used: its transactions do not return a
-# revision, its failover is not thread-safe and its tokens are never renewed.
-
 # gRPC reads both variables only while it is imported, and ignores later changes, even before the first channel is made. A
 # training process forks its data-loader workers, which never use etcd. gRPC's fork handlers would only print a line for each of
 # them, or disturb the watch in the parent.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
+import grpc as grpc  # type: ignore[import-untyped]
 
+# The stubs of etcd's services, for all modules of this package that use etcd. They are those of `pyetcd` (package
+# etcd-sdk-python). Its client class is not used: its transactions do not return a revision, its failover is not thread-safe
+# and its tokens are never renewed.
+#
 # Imported by name, because its type stub (rpc_pb2.pyi of 0.0.7) is not valid Python and would stop mypy for every user.
 etcdrpc: Any = importlib.import_module("pyetcd.etcdrpc")
 

@@ -36,7 +36,7 @@ def test_a_name_that_others_can_reach_is_no_loopback(host: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":2379", "host:0", "host:65536", "::1:2379", "a:1,,b:2", "a:1/x"])
 def test_malformed_endpoint_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(ValueError, match="--rdzv-endpoint"):
+    with pytest.raises(ValueError, match="is not host:port; give for example"):
         parse_endpoints(text)
 
 
