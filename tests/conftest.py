@@ -61,14 +61,14 @@ TOGETHER = {
 
 
 COMPUTING = (
-    *("checks/", "colocate/test_core_speeds.py", "colocate/test_matching.py", "colocate/test_mixed.py"),
-    *("colocate/test_policies.py", "colocate/test_slowdown.py", "colocate/test_turns.py", "lab/test_elastic_run.py"),
-    *("lab/test_losses.py", "lab/test_measured_speeds.py", "lab/test_simulator.py", "lab/test_study.py", "lab/test_traces.py"),
-    *("lab/test_work", "pool/test_division.py", "pool/test_elastic", "pool/test_knapsack.py", "pool/test_moves.py"),
-    *("pool/test_owners.py", "pool/test_p", "pool/test_sizes.py", "report/", "tuning/test_a", "tuning/test_decision_log.py"),
-    *("tuning/test_h", "tuning/test_memory_", "tuning/test_model.py", "tuning/test_objective.py", "tuning/test_plan.py"),
-    *("tuning/test_profile_log.py", "tuning/test_residual_gp.py", "tuning/test_space.py", "tuning/test_stragglers.py"),
-    *("tuning/test_trial.py", "tuning/test_warm_start.py", "tuning/test_write_budget.py"),
+    *("checks/", "report/"),
+    *(f"colocate/test_{name}" for name in ("core_speeds", "matching", "mixed", "policies", "slowdown", "turns")),
+    *(f"lab/test_{name}" for name in ("elastic", "losses", "measured_speeds", "published_figures", "simulator", "study")),
+    *(f"lab/test_{name}" for name in ("traces", "work")),
+    *(f"pool/test_{name}" for name in ("division", "elastic_placement", "knapsack", "moves", "owners", "prices", "sizes")),
+    *(f"tuning/test_{name}" for name in ("allocators", "analyst", "auto", "decision_log", "hardware", "history", "memory_m")),
+    *(f"tuning/test_{name}" for name in ("memory_growth", "model", "objective", "plan", "profile_log", "residual", "space")),
+    *(f"tuning/test_{name}" for name in ("stragglers", "trial", "warm_start", "write_budget")),
 )
 """Beginnings of the paths of tests that only compute: they wait for no other process, and no deadline depends on them."""
 
@@ -104,6 +104,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out tests that take long or lack their device; let long tests start first, so that none is the last to run."""
+    dead = [name for name in (*WAITING, *TOGETHER, *COMPUTING, *PATIENT) if not any(TESTS.glob(f"{name}*"))]
+    assert not dead, f"tests/conftest.py orders tests that do not exist: {dead}"
     items.sort(key=_turn)
     if not os.environ.get("DLROVER_ALL_FAULTS"):
         for item in items:

@@ -1,4 +1,4 @@
-"""What other packages plug into the command line by entry points: commands, their former names, and hooks of `dlrover run`."""
+"""Plugins of the command line, found by entry points: commands, their former names, and hooks of `dlrover run`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Command(Protocol):
 
 
 class CommandGroup:
-    """A command whose first argument names one of several commands, such as `dlrover pool run`.
+    """A command with subcommands, such as `dlrover pool run`.
 
     Args:
         commands: by their names.

@@ -118,6 +118,14 @@ def leave_quietly(trainer: Any) -> Callable[[], None]:
     return undo
 
 
+# Run `prepare_data` once on each host, or once in the job, however many workers prepare their Trainers at once.
+#
+# Lightning runs it where the local rank is 0. Each node of `dlrover run` has an agent of its own, so that is every worker
+# of a host, and a joiner would write files that others are reading.
+#
+# Locks of the kernel keep the workers of a host apart: one for the worker that prepares, one for all living workers whose
+# data is ready. A lock ends with its process, however that ends, and no child process inherits it.
+
 FILE = "prepared-data"
 """File in the user's folder in shared memory. It stays empty: a call of `prepare_data` has two of its bytes to lock."""
 
@@ -134,13 +142,7 @@ class PreparedDataError(RuntimeError):
 
 
 class PreparedData:
-    """The calls of `prepare_data` in one worker's script: each runs once on each host, or once in the job.
-
-    Lightning runs it where the local rank is 0. Each node of `dlrover run` has an agent of its own, so that is every worker
-    of a host, and a joiner would write files that others are reading.
-
-    Locks of the kernel keep the workers of a host apart: one for the worker that prepares, one for all living workers whose
-    data is ready. A lock ends with its process, however that ends, and no child process inherits it.
+    """The calls of `prepare_data` in one worker's script.
 
     Args:
         job: what tells the job from all others of this user.
@@ -238,23 +240,26 @@ def _holder(file: BinaryIO, place: int) -> str:
     return f"process {pid}" if pid > 0 else "a process"  # 0: of another container
 
 
+# Carry a Lightning training loop from one round of the job to the next.
+#
+# `LiveTraining` chooses this worker's action at the few places where the world may change: admit a joiner, switch, recover
+# from a loss, or leave. `strategy.py` calls it from Lightning's hooks. The process groups themselves are formed by
+# `rdzv/group/world.py`.
+#
+# Every worker's place in the program is a `Position`. Training steps and the strategy's collectives keep all workers within
+# one optimizer update and a few small collectives of each other. After a loss the survivors compare their positions:
+#   - A worker that lacks the last update takes weights and optimizer state from one that has it; see `recovery.py`.
+#   - A worker inside a step that has not lost an update repeats the step, with its new share of the same batch; see
+#     `steps.py`.
+#   - A worker that lacks the result of a collective outside of a step takes it from one that has it; see `recovery.py`.
+#   - A worker in a validation run continues it, with a part of the lost worker's samples; see `validation.py`.
+
 NUM_COPIES = 5
 """Copies of the model's memory to reserve: gradients, their buckets, an optimizer's two moments, the weights as they arrive."""
 
 
 class LiveTraining:
     """One worker's part in a live job, from `Trainer.fit`'s entrance to its end.
-
-    It chooses this worker's action at the few places where the world may change: admit a joiner, switch, recover from a loss,
-    or leave. `strategy.py` calls it from Lightning's hooks. The process groups themselves are formed by `rdzv/group/world.py`.
-
-    Every worker's place in the program is a `Position`. Training steps and the strategy's collectives keep all workers within
-    one optimizer update and a few small collectives of each other. After a loss the survivors compare their positions:
-
-    - A worker that lacks the last update takes weights and optimizer state from one that has it; see `recovery.py`.
-    - A worker inside a step that has not lost an update repeats the step, with its new share of the same batch; see `steps.py`.
-    - A worker that lacks the result of a collective outside of a step takes it from one that has it; see `recovery.py`.
-    - A worker in a validation run continues it, with a part of the lost worker's samples; see `validation.py`.
 
     Args:
         formation: the first round, or None on a worker that joins later.

@@ -83,7 +83,7 @@ MAX_POINTS = 600
 
 
 def in_our_style(**more: Any) -> contextlib.AbstractContextManager[None]:
-    """Draw in our style and matplotlib's defaults, whatever the user's matplotlibrc says, such as `text.usetex`."""
+    """Draw in our style and with matplotlib's defaults, ignoring the user's matplotlibrc, such as `text.usetex`."""
     import matplotlib.style
 
     context: contextlib.AbstractContextManager[None] = matplotlib.style.context(["default", {**STYLE, **more}])
@@ -270,7 +270,7 @@ def prediction_picture(timeline: JobTimeline) -> Figure:
 
 @_styled
 def plans_picture(timeline: JobTimeline) -> Figure:
-    """Plot every plan's prediction beside the measurement after it, and the candidates of the last plan."""
+    """Plot every plan's prediction with the measurement after it, and the candidates of the last plan."""
     figure, (plans, choice) = _figure(3.8, columns=2, width_ratios=[1.5, 1])
     decisions = [d for d in timeline.decisions if d.is_change or outcome_of(timeline, d) is not None][-MAX_PLANS:]
     _draw_predictions(plans, [(i, d.choice) for i, d in enumerate(decisions)], "#8a8a8a", label="predicted, 90 % interval")

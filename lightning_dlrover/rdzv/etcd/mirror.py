@@ -1,4 +1,4 @@
-"""A live copy of the keys under a prefix."""
+"""A live copy of the keys under a prefix, kept current by one watch."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Mirror:
 
         Raises:
             TimeoutError: there was no result within `timeout_s`.
-            EtcdError: the mirror was closed meanwhile.
+            EtcdError: the mirror was closed before.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -115,7 +115,7 @@ class Mirror:
 
         Raises:
             TimeoutError: it does not within `timeout_s`.
-            EtcdError: etcd does not answer, or the mirror was closed meanwhile.
+            EtcdError: etcd does not answer, or the mirror was closed before it did.
         """
         revision, *found = self._client.newest_in(self.prefix, timeout_s)
         truth = tuple(found)

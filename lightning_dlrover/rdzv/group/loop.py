@@ -111,7 +111,7 @@ class Pace:
         self._step_end = now
 
     def round_to_switch_to(self, place: int) -> int | None:
-        """Between two steps, return the round that all workers switch to here, or None to go on. Equal on all workers.
+        """Between two steps, return the round that all workers switch to here, or None to continue. Equal on all workers.
 
         Raises:
             WorldError: the current round has ended; `recover`.
@@ -223,7 +223,7 @@ class Step:
         rank, size: this worker's place in the current round, and how many workers there are.
         round_is_new: True at this worker's first attempt in a round: wrap the model, create sub-groups.
         is_last: set it on all workers to end the loop with this step.
-        was_made: valid after the block; False if a worker was lost meanwhile, so that the step must be attempted again.
+        was_made: valid after the block; False if a worker was lost in it, so that the step must be attempted again.
 
     Example:
         >>> import torch

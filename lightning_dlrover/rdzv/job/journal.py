@@ -1,10 +1,9 @@
 """Read and write a job's records in etcd: the one place for compare-and-swap, fenced writes, elections and the history.
 
 Workers, agents, controllers and commands all call etcd synchronously, so one object serves them all. Three kinds of writes are
-transactions of their own elsewhere, because another step than "read again and repeat" follows their failure:
+separate transactions elsewhere, because "read again and repeat" is not the right reaction to their failure:
 
-- The coordinator of rounds (`rdzv/membership/coordinator.py`) decides on a mirror's copy of all records, and its writes are
-  valid for that copy's revision only.
+- `membership/coordinator.py` decides on a mirror's copy of all records, and its writes are valid for that copy's revision only.
 - `OwnRecord` and `Registration` have one writer, bound to a lease: a failed write means that the lease may be lost.
 - Deletions at the end of a process or of a job.
 """
@@ -65,7 +64,7 @@ class Found(Generic[R]):
 
 
 def read(record_type: type[R], entry: KeyValue | None) -> R | None:
-    """Return the record of an entry, None if there is no entry.
+    """Return the record of an entry, None if the entry is missing.
 
     Raises:
         RecordError: the entry holds another value.
@@ -74,7 +73,7 @@ def read(record_type: type[R], entry: KeyValue | None) -> R | None:
 
 
 def readable(record_type: type[R], entry: KeyValue | None) -> R | None:
-    """Return the record of an entry, None if there is no entry or it holds another value."""
+    """Return the record of an entry, None if the entry is missing or holds another value."""
     try:
         return read(record_type, entry)
     except RecordError:
@@ -82,7 +81,7 @@ def readable(record_type: type[R], entry: KeyValue | None) -> R | None:
 
 
 def readable_folder(client: EtcdClient, record_type: type[R], folder: str, beginning: str = "") -> dict[str, R]:
-    """Return the records of a folder of keys, by name in it. Those that cannot be read are left out.
+    """Return the records of a folder of keys, by name in it. Unreadable ones are skipped.
 
     Args:
         beginning: of the names to read.
@@ -230,10 +229,10 @@ class Journal:
                 self.client.trim_prefix(self.keys.events, MAX_EVENTS)
 
     def events(self) -> list[EventRecord]:
-        """Return the job's history so far, oldest first. Lines that cannot be read are left out.
+        """Return the job's history so far, oldest first. Unreadable lines are skipped.
 
         A line never changes, so each is read and decoded once: thousands at a time would hold up the training thread, and the
-        etcd of a job whose workers all look for the same line.
+        etcd if all workers of a job look for the same line.
         """
         with self._lock:
             revision, entries = self.client.get_prefix(self.keys.events, self._read_until, LINES_PER_ANSWER)
