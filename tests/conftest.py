@@ -42,10 +42,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 mark_descendants()
 
-# A shell that runs tests in the background lets them ignore Ctrl-C, and all of their processes with them.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
 WAITING = ("distribution/", "e2e/", "strangers/", "examples/", "components/", "rdzv/", "benchmarks/")
 """Beginnings of the paths of tests that mostly wait for processes."""
 
@@ -61,14 +57,15 @@ TOGETHER = {
 
 
 COMPUTING = (
-    *("checks/", "report/"),
-    *(f"colocate/test_{name}" for name in ("core_speeds", "matching", "mixed", "policies", "slowdown", "turns")),
-    *(f"lab/test_{name}" for name in ("elastic", "losses", "measured_speeds", "published_figures", "simulator", "study")),
-    *(f"lab/test_{name}" for name in ("traces", "work")),
-    *(f"pool/test_{name}" for name in ("division", "elastic_placement", "knapsack", "moves", "owners", "prices", "sizes")),
-    *(f"tuning/test_{name}" for name in ("allocators", "analyst", "auto", "decision_log", "hardware", "history", "memory_m")),
-    *(f"tuning/test_{name}" for name in ("memory_growth", "model", "objective", "plan", "profile_log", "residual", "space")),
-    *(f"tuning/test_{name}" for name in ("stragglers", "trial", "warm_start", "write_budget")),
+    *("checks/", "report/", "colocate/test_core_speeds", "colocate/test_matching", "colocate/test_mixed"),
+    *("colocate/test_policies", "colocate/test_slowdown", "colocate/test_turns", "lab/test_elastic", "lab/test_losses"),
+    *("lab/test_measured_speeds", "lab/test_published_figures", "lab/test_simulator", "lab/test_study", "lab/test_traces"),
+    *("lab/test_work", "pool/test_division", "pool/test_elastic_placement", "pool/test_knapsack", "pool/test_moves"),
+    *("pool/test_owners", "pool/test_prices", "pool/test_sizes", "tuning/test_allocators", "tuning/test_analyst"),
+    *("tuning/test_auto", "tuning/test_decision_log", "tuning/test_hardware", "tuning/test_history", "tuning/test_memory_m"),
+    *("tuning/test_memory_growth", "tuning/test_model", "tuning/test_objective", "tuning/test_plan"),
+    *("tuning/test_profile_log", "tuning/test_residual", "tuning/test_space", "tuning/test_stragglers", "tuning/test_trial"),
+    *("tuning/test_warm_start", "tuning/test_write_budget"),
 )
 """Beginnings of the paths of tests that only compute: they wait for no other process, and no deadline depends on them."""
 

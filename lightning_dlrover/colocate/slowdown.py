@@ -353,7 +353,7 @@ class _Corrections:
 
 # Predict the speeds of jobs that share the cores of one machine, relative to their speeds alone.
 #
-# Most of a slowdown follows from the division of cores (`slowdown.py`). The rest is learned from observed groups, as
+# Most of a slowdown follows from the division of cores (above). The rest is learned from observed groups, as
 # corrections of the log of the expected speed e of a job i of family f next to jobs j of families g. Each of those keeps
 # a fraction b of the machine's cores busy while the job has one:
 #
