@@ -102,7 +102,7 @@ def _cancel_waiting(journal: Journal, client: EtcdClient, ticket: str, deadline:
 
 
 def _cancel_without_etcd(place: JobPlace, folder: Path, deadline: float) -> int:
-    """End the nodes that a scheduler lists for a job whose etcd does not answer; return their number.
+    """End the nodes that a scheduler lists for a job with an unreachable etcd; return their number.
 
     An embedded etcd ends with its `dlrover run`; nodes at a scheduler do not.
 

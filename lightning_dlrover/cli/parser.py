@@ -88,7 +88,7 @@ def _add_plugins(commands: Commands, given: Sequence[str] | None) -> list[Plugin
             parser.set_defaults(plugin=plugged)
             try:
                 plugged.add_options(parser)
-            except Exception as error:  # of a foreign module
+            except Exception as error:  # a plugin may raise any error
                 raise plugin.error(f"its options: {type(error).__name__}: {error}") from error
         except PluginError as error:
             if is_alone and plugin.name == command:

@@ -216,7 +216,7 @@ def add_hook_options(run: argparse.ArgumentParser) -> None:
             plugin.load(RunHook).add_options(run)  # type: ignore[type-abstract]
         except PluginError as error:
             complain(str(error))
-        except Exception as error:  # of a foreign module, such as an option that there is already
+        except Exception as error:  # a plugin may raise any error, such as one about an existing option
             complain(str(plugin.error(f"its options: {error}")))
 
 

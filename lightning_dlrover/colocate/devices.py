@@ -53,7 +53,7 @@ class GpuSums:
 
     at_s: float = 0.0
     busy_s: float = 0.0  # time that a kernel was running
-    pcie_bytes: float = 0.0  # in both directions
+    pcie_bytes: float = 0.0  # both directions together
 
     def rates_since(self, then: GpuSums) -> dict[str, float]:
         """Return the mean use of each resource since then; nothing where no time has passed."""

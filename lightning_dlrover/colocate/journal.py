@@ -1,4 +1,7 @@
-"""The jobs of a queue: read from `jobs.yaml`, and their history on disk before the dispatcher acts on it."""
+"""The jobs of a queue: read from `jobs.yaml`, and their history on disk before the dispatcher acts on it.
+
+`JobSpec` is one job of the file. `Journal` appends records, and `read_records` reads them back.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pack jobs onto devices: check what fits, group jobs that share a device, and bound the waiting. Pure."""
+"""Pack jobs onto devices: check what fits, group jobs that share a device, and bound the waiting. Pure.
+
+Policies (`policies.py`) build on `with_bounded_wait`, `group_and_start`, `match` and `best_partition`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Estimate the peak memory of a training process before its first step."""
+"""Estimate the peak memory of a training process before its first step.
+
+`estimate_peak` is the entry point. It traces training steps on fake tensors, and replays their allocations, in a forked
+process.
+"""
 
 from __future__ import annotations
 

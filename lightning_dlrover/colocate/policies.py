@@ -1,4 +1,7 @@
-"""Co-location policies by name: which jobs share a device. Pure."""
+"""Co-location policies by name: which jobs share a device. Pure.
+
+`make_policy` returns a policy by name. `complementary` and `turns` are ours; the others are baselines.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Measure how fast jobs run alone and side by side, and choose the jobs that run now."""
+"""Measure how fast jobs run alone and side by side, and choose the jobs that run now.
+
+`InterferenceMeter` measures, `Knowledge` keeps the measurements of kinds of jobs, and `Scheduler` asks a policy.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +120,7 @@ class InterferenceMeter:
         self._settle_s = SETTLE_S if device_kind == CPU else GPU_SETTLE_S
         self._members: tuple[str, ...] = ()
         self._since_s = 0.0
-        self._first: dict[str, Moment] = {}  # by name; a job is absent until its part of the window has begun
+        self._first: dict[str, Moment] = {}  # keyed by job name; a job is absent until its part of the window has begun
         self._newest: Mapping[str, CoRunner] = {}
 
     def look(self, now: float, running: Sequence[CoRunner], alone: Alone) -> list[Profiled | Rates]:

@@ -1,4 +1,8 @@
-"""Predict how jobs on one device slow each other down, on shared and on own cores. Pure."""
+"""Predict how jobs on one device slow each other down, on shared and on own cores. Pure.
+
+`SlowdownModel` predicts jobs on one device, `CoreSpeeds` jobs on the cores of one machine, and `for_cores` chooses jobs that
+leave the GPUs.
+"""
 
 from __future__ import annotations
 

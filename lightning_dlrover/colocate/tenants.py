@@ -1,4 +1,7 @@
-"""Tenants: jobs with processes, the devices that they run on, and the memory that they may use there."""
+"""Tenants: jobs with processes, the devices that they run on, and the memory that they may use there.
+
+`Tenant` is the state of one job, and `memory_actions` decides what a job's need of memory leads to.
+"""
 
 from __future__ import annotations
 

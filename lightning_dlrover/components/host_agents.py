@@ -94,9 +94,9 @@ class _Agents:
     def __init__(self, is_node: bool) -> None:
         self._is_node = is_node
         self._command: Sequence[str] = ()
-        self._variables: Sequence[Mapping[str, str]] = ()  # of each agent
+        self._variables: Sequence[Mapping[str, str]] = ()  # one mapping per agent
         self._living: dict[int, subprocess.Popen[bytes]] = {}
-        self._killed_at: dict[int, list[float]] = {}  # by agent
+        self._killed_at: dict[int, list[float]] = {}  # keyed by agent
         self._asked: dict[int, set[psutil.Process]] = {}  # workers that were asked to leave, by agent
         self._left_at: float | None = None  # time at which the workers were first asked
         self._is_ending = False

@@ -94,7 +94,7 @@ def _ridge_alone(train: Sequence[StepProfile], test: Sequence[StepProfile]) -> F
     return predicted
 
 
-# The command: `python -m lightning_dlrover.lab.evaluate --train A.csv --test B.csv`.
+# The command: `python -m lightning_dlrover.lab.evaluate evaluate --train A.csv --test B.csv`.
 
 MAX_REMARKS = 20
 

@@ -209,7 +209,7 @@ class PoolTicket:
         except EtcdError:
             pass  # the next call repeats it
         except TicketError as error:
-            # An earlier attempt with a lost answer may hold it until its lease expires. Training must go on.
+            # An earlier attempt with a lost answer may hold it until its lease expires. Training must continue.
             log.info("run %s: its place in pool %s is taken again later: %s", self._keys.run_id, self._pool.pool, error)
 
     def leave(self) -> None:

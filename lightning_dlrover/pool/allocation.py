@@ -1,4 +1,7 @@
-"""The sizing engine: shares of a cluster among elastic jobs, by speeds, prices and remaining work. Pure."""
+"""The sizing engine: shares of a cluster among elastic jobs, by speeds, prices and remaining work. Pure.
+
+`jct` is the default policy of sizes. `best_columns` solves its knapsack problem, and `prices` weighs the jobs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The brain of a pool: look at the pool, act in a safe order, write decisions with fences, and show them."""
+"""The brain of a pool: look at the pool, act in a safe order, write decisions with fences, and show them.
+
+It decides nothing about sizes: `budget.py` and `decisions.py` do, without clocks or etcd.
+"""
 
 from __future__ import annotations
 

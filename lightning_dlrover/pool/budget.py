@@ -1,4 +1,8 @@
-"""The budget of a pool: its resources, jobs and owners, the sizes of the jobs, and who waits. Pure."""
+"""The budget of a pool: its resources, jobs and owners, the sizes of the jobs, and who waits. Pure.
+
+`queue_in_order` orders waiting jobs, `wanted_sizes` chooses sizes within the budget, and `next_moves` turns them into safe
+changes.
+"""
 
 from __future__ import annotations
 

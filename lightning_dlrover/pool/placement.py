@@ -1,4 +1,7 @@
-"""Place the workers of elastic jobs on nodes, within bounds on waiting, deadlines and limits. Pure."""
+"""Place the workers of elastic jobs on nodes, within bounds on waiting, deadlines and limits. Pure.
+
+`with_placement` makes a policy of a way to choose sizes; `place` and `consolidate` keep jobs on few nodes.
+"""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class BrainRecord:
     budget: dict[str, float] = field(default_factory=dict)  # cores, gpus, memory_mb; a resource that is absent is unlimited
     max_wait_s: float = 3600.0
     owner_weights: dict[str, float] = field(default_factory=dict)
-    quotas: dict[str, dict[str, float]] = field(default_factory=dict)  # by owner, each as `budget`
+    quotas: dict[str, dict[str, float]] = field(default_factory=dict)  # keyed by owner, each in the form of `budget`
     number: int = 0  # decisions of this process so far
 
 

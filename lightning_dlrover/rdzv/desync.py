@@ -102,7 +102,7 @@ LIBRARIES = frozenset(
         *("torch", "torchmetrics", "torchrec", "contextlib", "functools"),
     )
 )
-"""Top-level packages whose frames are skipped in the search for the user's line."""
+"""Top-level packages; their frames are skipped in the search for the user's line."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _line(frame: FrameType) -> str:
 
 
 SIZED = {"all_reduce": 0, "broadcast": 0, "reduce": 0, "all_gather_into_tensor": 0}
-"""Position of the argument whose size is equal on all workers. Other operations may use a different size on each worker."""
+"""Position of the argument that has the same size on all workers. Other operations may use a different size on each worker."""
 
 ROOTS = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
 
@@ -443,7 +443,7 @@ class CollectiveMonitor:
     def all_reach(self, place: str, is_over: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until all workers have reached `place`; return False once one of them has passed it by.
 
-        All workers for which this returns get the same result.
+        If this returns on several workers, they all have the same result.
 
         Raises:
             RoundEndedError: the round is over; on other workers this may have returned True before.
@@ -680,7 +680,7 @@ class CollectiveMonitor:
         return found
 
     def _whereabouts(self, now: CollectiveCounts) -> DesyncReport:
-        """Return the collective that this worker's thread waits for, as far as its stack shows."""
+        """Return the collective that this worker's thread waits for, according to its stack."""
         frame = current_frames().get(self._thread)
         waits_in, waits_for = _waits_in(frame)
         if waits_in == _COMPARES and (latest := self._recent.get(now.compared)):

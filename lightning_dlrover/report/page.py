@@ -1,4 +1,7 @@
-"""Write a job's report: one HTML file with pictures that matplotlib draws as SVG, and a text that fits one screen."""
+"""Write a job's report: one HTML file with pictures that matplotlib draws as SVG, and a text that fits one screen.
+
+`write_report` writes the page, `summary_text` returns the text. `timeline.py` interprets the events.
+"""
 
 from __future__ import annotations
 

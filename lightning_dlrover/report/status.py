@@ -346,7 +346,7 @@ def list_jobs(
             jobs.append(JobSummary(name, "unreadable"))
             continue
         locked = is_locked(file.parent)
-        started_at = file.stat().st_mtime  # by the newest `dlrover run` of the job
+        started_at = file.stat().st_mtime  # start of the newest `dlrover run` of the job
         who = f"process {job.pid}" if locked else ""
         if locked is False and job.target == "local":
             how = ended_how(last_events(file.parent / EVENTS_FILE)) or "ended"
@@ -491,7 +491,7 @@ class FoundJob:
     agents: AgentView
     controller: ControllerRecord | None
     nodes: NodesRecord | None
-    snapshot: SnapshotRecord | None  # of sharded tables
+    snapshot: SnapshotRecord | None  # newest snapshot of sharded tables
     progress: ProgressRecord | None
     problems: list[str]  # unreadable records; a running job ignores them, but users should see them
 

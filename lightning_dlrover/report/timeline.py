@@ -1,4 +1,7 @@
-"""Interpret a job's events in chronological order, and explain its plans and sizes as text."""
+"""Interpret a job's events in chronological order, and explain its plans and sizes as text.
+
+`timeline_of` returns a `JobTimeline`; `page.py` draws it.
+"""
 
 from __future__ import annotations
 

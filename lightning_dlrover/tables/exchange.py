@@ -1,4 +1,7 @@
-"""The memory of tables' rows on a worker, and its exchange: parts of tables are sent in place and in bounded pieces."""
+"""The memory of tables' rows on a worker, and its exchange: parts of tables are sent in place and in bounded pieces.
+
+`Arena` reserves the memory, and `exchange` carries out the moves that `layout.py` plans.
+"""
 
 from __future__ import annotations
 

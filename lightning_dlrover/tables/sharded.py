@@ -1,4 +1,7 @@
-"""The embedding tables of one model on this worker: first values, memory, changed rows, and optimizers."""
+"""The embedding tables of one model on this worker: first values, memory, changed rows, and optimizers.
+
+`ShardedTables` builds the tables for one world, and `UsersOptimizers` connects them to the script's optimizers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Storage of snapshots: a job's state in files of the hosts' shared memory and on disk."""
+"""Storage of snapshots: a job's state in files of the hosts' shared memory and on disk.
+
+`Part` is one worker's part of a snapshot, and `SnapshotStore` manages the files. `snapshots.py` decides when to take a
+snapshot.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Take snapshots while a job trains, keep copies on other workers, and decide which snapshot counts."""
+"""Take snapshots while a job trains, keep copies on other workers, and decide which snapshot counts.
+
+`Snapshots` is a worker's part in this, and `Neighbours` sends copies. `snapshot_store.py` holds the files.
+"""
 
 from __future__ import annotations
 
@@ -308,7 +311,7 @@ class Snapshots:
         self._number = 0  # snapshots taken in this round, from 1; 0: only room for them was made
         self._held = 0  # newest of them that is complete on this worker
         self._counted = 0  # newest of them that is complete on all workers
-        self._num_failures = 0  # of this worker, one after the other
+        self._num_failures = 0  # consecutive failures of this worker
         self._failure = ""  # reported last
         self._retry_at = float("-inf")
         self._kept_at = time.monotonic()  # when the newest snapshot that counts was taken

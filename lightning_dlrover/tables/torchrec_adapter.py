@@ -1,4 +1,7 @@
-"""All use of torchrec: build its sharded modules in our own memory, and find, copy and replace their parts."""
+"""All use of torchrec: build its sharded modules in our own memory, and find, copy and replace their parts.
+
+`TableOptimizer` translates the user's optimizer into a fused one. No other module uses a private name of torchrec.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The controller's view of a job's nodes: record them in etcd, observe them, and examine their output after a failure."""
+"""The controller's view of a job's nodes: record them in etcd, observe them, and examine their output after a failure.
+
+`NodeRegistry` records nodes in memory and in etcd. The rest reads tracebacks in their output and determines why a node failed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Decide which nodes to add and to end, so that the job has as many workers as planned, and judge failures of nodes. Pure."""
+"""Decide which nodes to add and to end, so that the job has as many workers as planned, and judge failures of nodes. Pure.
+
+`reconcile` maps a `ControllerView` to actions such as `AddNode` and `CancelNode`; `controller.py` carries them out.
+"""
 
 from __future__ import annotations
 
@@ -232,7 +235,7 @@ class FailurePolicy:
     max_stops: int = 20  # stops of the job without progress, whatever the cause
     progress_s: float = 900.0  # training time that counts as progress if no checkpoint is known
     useful_s: float = 300.0  # training time after which a node was worth adding
-    same_error_s: float = 900.0  # period in which a recurring error delays the next node
+    same_error_s: float = 900.0  # period during which a recurring error delays the next node
     together_s: float = 30.0  # failures this close to each other may share one cause
     first_backoff_s: float = 0.5  # pause before a failed node is replaced; doubles with every failure in a row
     max_backoff_s: float = 30.0

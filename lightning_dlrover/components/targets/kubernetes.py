@@ -1,4 +1,7 @@
-"""Nodes on Kubernetes: one independent single-pod Job per node, all of which join one rendezvous."""
+"""Nodes on Kubernetes: one independent single-pod Job per node, all of which join one rendezvous.
+
+`KubernetesTarget` implements `Target`. The manifest of a Job is a pure function of the options and the node's size.
+"""
 
 from __future__ import annotations
 

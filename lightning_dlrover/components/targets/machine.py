@@ -1,4 +1,7 @@
-"""Shares of this machine for each node: cores, memory and GPUs, enforced by the system."""
+"""Shares of this machine for each node: cores, memory and GPUs, enforced by the system.
+
+`MachineShares` assigns the shares, and `MemoryGroups` enforces memory limits with control groups.
+"""
 
 from __future__ import annotations
 

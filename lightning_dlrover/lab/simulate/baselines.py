@@ -233,7 +233,7 @@ OPTIMUS_INTERVAL_S = 600.0
 # marginal gain of a device is Q / f(n) - Q / f(n + 1), and the largest takes it, until no gain is positive. The interval is
 # that of the paper.
 #
-# Differences: there are no parameter servers, so a job has one kind of task. The work left is known, as to every policy
+# Differences: jobs have no parameter servers, so a job has one kind of task. The work left is known, as to every policy
 # here; the paper fits a curve to the loss. Gains are weighed by a job's weight. Where the next size is slower, the gain is
 # the best mean gain per device of a larger step, as a speed that depends on nodes has steps; one device at a time would
 # stop there. The paper fits its own model of speed; here all policies have the same predictions. It decides every interval;

@@ -264,7 +264,7 @@ def run_elastic(
         seed: of the noise in windows.
         oracle: let the policy know the real speed of every job at every size.
     Raises:
-        SimulationError: the policy exceeds a limit, or leaves jobs waiting for ever.
+        SimulationError: the policy exceeds a limit, or leaves jobs waiting forever.
     """
     knowledge: PerfectKnowledge | LearnedKnowledge
     if oracle:

@@ -1,4 +1,7 @@
-"""Simulate a cluster of jobs, event by event, and record the outcome. Pure and deterministic."""
+"""Simulate a cluster of jobs, event by event, and record the outcome. Pure and deterministic.
+
+`simulate` runs one policy on `Arrival`s. `elastic_workload` makes the arrivals of a trace.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ class Fragility:
 
 
 def draw_losses(nodes: Sequence[str], per_node_hour: float, rng: random.Random) -> Iterator[NodeLoss]:
-    """Yield losses in order of time, for ever: a Poisson process on each node.
+    """Yield losses in order of time, without end: a Poisson process on each node.
 
     Args:
         per_node_hour: mean number of losses of a node in an hour.
@@ -309,7 +312,7 @@ def simulate(
         knowledge: source of `Job.scaling` for the policy; None: jobs keep the one that they came with.
         losses: lost nodes in order of time, perhaps without an end.
     Raises:
-        SimulationError: a job could never run, the policy exceeds memory or places, or leaves jobs waiting for ever.
+        SimulationError: a job could never run, the policy exceeds memory or places, or leaves jobs waiting forever.
     """
     return _Simulation(arrivals, tuple(devices), policy, truth, costs or Costs(), every_s, knowledge, iter(losses)).run()
 

@@ -281,7 +281,7 @@ def answer(inputs: Inputs, question: Question, make_policy: PolicyMaker) -> Simu
     """Run one simulation.
 
     Raises:
-        SimulationError: the policy exceeds a limit, or leaves jobs waiting for ever.
+        SimulationError: the policy exceeds a limit, or leaves jobs waiting forever.
         WorkloadError: an application's cost is not known.
     """
     workload = elastic_workload(
@@ -454,7 +454,7 @@ def registered_policy(name: str, seed: int) -> Policy:
     """Return a policy of the registry without a bound on waiting. That is a rule of ours for pools, which no paper has.
 
     Raises:
-        ValueError: there is no such policy.
+        ValueError: the policy is unknown.
     """
     return make_elastic(name, PolicySettings(max_wait_s=math.inf, seed=seed))
 

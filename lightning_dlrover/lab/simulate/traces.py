@@ -1,4 +1,8 @@
-"""Traces of jobs for a simulated cluster: arrivals, work, and measured speeds. Pure."""
+"""Traces of jobs for a simulated cluster: arrivals, work, and measured speeds. Pure.
+
+`read_trace` reads step times, `read_submissions` workloads, `read_work` the work of applications, `read_applications` their
+speeds.
+"""
 
 from __future__ import annotations
 

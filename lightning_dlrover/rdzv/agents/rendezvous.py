@@ -316,7 +316,7 @@ class RunRecords:
             raise RendezvousStateError(f"run {self._run_id!r}: {error}") from error
 
     def known(self, entries: Mapping[str, KeyValue]) -> Known:
-        """Return the view of an agent whose mirror holds these entries. Raises as `read` does."""
+        """Return the view of an agent with these entries in its mirror. Raises the errors of `read`."""
         coordinator = entries.get(self._keys.agent_coordinator)
         return Known(
             round=self.read(AgentRound, entries.get(self._keys.agent_round)),
@@ -351,7 +351,7 @@ class RunRecords:
             raise RendezvousTimeoutError(f"run {self._run_id!r} could not be closed in time: {error}") from error
 
     def remove_leftovers(self) -> None:
-        """Remove what killed workers have left in this host's memory, if the job will never continue."""
+        """Remove the leftovers of killed workers from this host's memory, if the job will never continue."""
         try:
             is_over = self._journal.is_over()
         except RecordError:
@@ -381,7 +381,7 @@ class RunRecords:
         Runs in the last agent, and possibly in several that leave at once. If all were killed before, the records expire.
         """
         keys = self._keys
-        is_last = none_under(keys.agents)  # an agent may register at any time, and keeps what it then writes
+        is_last = none_under(keys.agents)  # an agent may register at any time, and its later writes must stay
         if self._client.txn([is_last], [DeletePrefix(keys.store), DeletePrefix(keys.agents_left)]).succeeded:
             self._client.txn([is_last, absent(keys.agent_coordinator)], [Delete(keys.agent_notice)])
             if is_live and self.why_over():
@@ -580,7 +580,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._run.close("closed by an agent", self._config.close_timeout_s)
 
     def num_nodes_waiting(self) -> int:
-        """Number of agents for which this one should restart its workers.
+        """Number of agents that this one should restart its workers for.
 
         Counts agents that wait although the job has room, and agents that were lost while enough others are left. Always 0 in
         a live job. Sends no request to etcd."""

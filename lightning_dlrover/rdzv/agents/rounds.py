@@ -1,4 +1,8 @@
-"""Rounds of elastic agents: decided by pure functions, and formed by the agent that watches all others."""
+"""Rounds of elastic agents: decided by pure functions, and formed by the agent that watches all others.
+
+`next_notice` and `members_of_next_round` decide from an `AgentView`, without a clock or etcd. `AgentCoordinator` runs the
+election and writes their decisions.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +155,7 @@ def next_notice(view: AgentView, term: int) -> AgentNotice:
         num_members_waiting=len(set(waiting).intersection(view.round.agents)) if view.round is not None else 0,
         live=view.job is not None and view.job.live,
         signed_off=[] if over else sorted(signed_off),
-        num_lost=0 if over else len(view.missing - view.returning),  # in a run that is over no agent counts as lost
+        num_lost=0 if over else len(view.missing - view.returning),  # once the run is over, no agent counts as lost
         over=over,
     )
 
@@ -200,7 +204,7 @@ _IDLE_S = 5.0  # seconds between looks; changes wake the coordinator, so this on
 _RETRY_S = 0.2
 # Minimum seconds between two notices of changed counts, per agent to notify: at most 1000 notifications per second.
 _REST_PER_AGENT_S = 0.001
-_RETURN_LEASES = 2.0  # lifetimes of a lease for which a member that is cut off from etcd is given time to come back
+_RETURN_LEASES = 2.0  # lifetimes of a lease that a member cut off from etcd has to come back
 
 
 class RecordReader:
@@ -285,7 +289,7 @@ class AgentCoordinator:
         self._thread: threading.Thread | None = None
         self._enough_since: float | None = None
         self._told_at = 0.0
-        # Members whose lease has ended, and when this agent first saw that in office.
+        # Members with an expired lease, and when this agent, in office, first saw it.
         self._missing_since: dict[str, float] = {}
 
     def campaign(self, watched: Mirror, lease: Lease, num_agents: int) -> None:

@@ -288,7 +288,7 @@ class EtcdClient:
             request = etcdrpc.RangeRequest(
                 key=first,
                 range_end=range_end(prefix),
-                min_mod_revision=newer_than + 1 if newer_than else 0,  # with a condition etcd reads all keys for each answer
+                min_mod_revision=newer_than + 1 if newer_than else 0,  # given a condition, etcd reads all keys for each answer
                 limit=per_answer,
             )
             response = self.caller.call(f"read prefix {prefix!r}", "KV", "Range", request)
@@ -500,7 +500,7 @@ def candidacy_delay_s(num_candidates: int) -> float:
     return random.SystemRandom().uniform(0.0, num_candidates * PER_CANDIDATE_S)
 
 
-# Elect the holder of a key: when to stand, how to take the key, and what shows that it is still held and fences its writes.
+# Elect the holder of a key: when to stand, how to take the key, and the proof that it is still held, which fences writes.
 #
 # Workers and agents elect their coordinators, and `job/journal.py` controllers, brains and places in a pool. The key is
 # bound to its holder's lease. Its create revision is the holder's term: it changes with every loss of the key, so a write

@@ -1,4 +1,8 @@
-"""Requests to etcd over gRPC: the channels, and retries through lost connections and elections until they time out."""
+"""Requests to etcd over gRPC: the channels, and retries through lost connections and elections until they time out.
+
+It holds the stubs of etcd's services, the conversion of keys, conditions and operations, and the channels. `client.py` builds
+the typed client on top.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +194,7 @@ class WatchStream:
                     _wait_without_polling(self._call)
                 yield response
         finally:
-            self.cancel()  # else a thread of gRPC's waits for a further request for ever
+            self.cancel()  # else a thread of gRPC's waits for a further request forever
 
     def cancel(self) -> None:
         self._requests.put(None)

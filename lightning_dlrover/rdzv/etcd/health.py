@@ -1,4 +1,7 @@
-"""The condition of an etcd server: read it, judge it, warn about it when a job starts, and wait while it is full."""
+"""The condition of an etcd server: read it, judge it, warn about it when a job starts, and wait while it is full.
+
+`inspect` reads an `EtcdCondition`, `judge` returns findings about it, and `warn_of_troubles` logs them at a job's start.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from lightning_dlrover.rdzv.etcd.types import (
 
 # Warn about releases of etcd with known faults.
 
-# Oldest release of each line in which a user's permissions on a prefix hold (CVE-2026-33413, -33343, -44283).
+# Oldest release of each line that enforces a user's permissions on a prefix (CVE-2026-33413, -33343, -44283).
 FIXED_VERSIONS = ((3, 4, 44), (3, 5, 30), (3, 6, 11))
 
 

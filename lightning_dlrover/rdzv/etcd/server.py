@@ -1,4 +1,7 @@
-"""A private etcd on this machine, for a laptop, a test or a job without a configured endpoint."""
+"""A private etcd on this machine, for a laptop, a test or a job without a configured endpoint.
+
+`EmbeddedEtcd` is the server. `OwnedFolder` is a temporary folder that is removed even if its owner was killed.
+"""
 
 from __future__ import annotations
 
@@ -404,7 +407,7 @@ class EmbeddedEtcd:
 
 
 def _root_of_sockets() -> Path | None:
-    """Return a folder for temporary files whose path leaves room for a socket's name; None: the usual one."""
+    """Return a folder for temporary files with a path short enough for a socket's name; None: the usual one."""
     num_bytes = len(f"/{_PREFIX}12345678/{_CLIENT_SOCKET}")
     usual = tempfile.gettempdir()
     if can_hold_sockets(os.path.abspath(usual), num_bytes):

@@ -47,7 +47,7 @@ class UnreadablePasswordError(EtcdUnavailableError):
 # Endpoints that are Unix sockets, ``unix:/path``: reachable on this host only, and only by users who may enter its folder.
 
 MAX_PATH_BYTES = 107
-"""Maximum length of a socket's path. Linux has room for 108 bytes, the last of which is zero."""
+"""Maximum length of a socket's path. Linux has room for 108 bytes, including the final zero."""
 
 # Commas separate endpoints, and gRPC reads the path as part of a URL.
 _PATH = r"/[A-Za-z0-9_./:@+~=-]+"
@@ -266,7 +266,7 @@ class Delete:
 
 @dataclass(frozen=True)
 class DeletePrefix:
-    key: str  # of all keys that begin with it
+    key: str  # prefix of the keys
 
 
 @dataclass(frozen=True)

@@ -467,7 +467,7 @@ class DrainOnSigterm:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _leave(self) -> None:
-        # While etcd is unavailable training goes on, and a change of membership waits.
+        # While etcd is unavailable training continues, and a change of membership waits.
         membership = self._membership
         began, is_explained = time.monotonic(), False
         deadline = began + self._wait_timeout_s
@@ -556,8 +556,8 @@ class Growth:
         self._membership = membership
         self._run_id = run_id
         self._open: list[_Growth] = []  # oldest first
-        self._size = self._round = 0  # of the newest round
-        self._step = 0  # next step, as far as this worker knows
+        self._size = self._round = 0  # size and number of the newest round
+        self._step = 0  # next step, in this worker's view
         self._failed: list[int] = []  # world sizes at which the present step has failed, until it succeeds
         self._failed_step = 0
 

@@ -1,4 +1,7 @@
-"""Form a round's process groups: detect dead and unreachable members, reach the round's store, connect the rest."""
+"""Form a round's process groups: detect dead and unreachable members, reach the round's store, connect the rest.
+
+`Forming` makes one attempt to form a round. Deciding on the next round is the coordinator's task (`rdzv/membership`).
+"""
 
 from __future__ import annotations
 
@@ -313,7 +316,7 @@ class Forming:
         self._device = device
         self._early = slow_to_connect(backend) if device is not None else {}
         self._reporter = reporter
-        self._communicators: Communicators | None = None  # of the newest round that this worker knows to be in
+        self._communicators: Communicators | None = None  # those of the newest known round with this worker
         self._communicators_lock = threading.Lock()
         self._former: RoundEnd | None = None  # end of the groups before
         self._can_meet = can_meet

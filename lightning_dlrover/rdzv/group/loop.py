@@ -2,7 +2,7 @@
 
 `steps` is all that a loop of plain PyTorch needs; `World.steps` calls it. Its two parts also serve other loops, such as
 Lightning's in `lightning_dlrover/live/training.py`. `Pace` chooses the steps between which the workers vote on their round.
-`handover` decides which worker sends the job's state to which one after a round has formed.
+`handover` decides, after a round has formed, which worker sends the job's state and which ones receive it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
-    """A model, optimizer, scheduler, or anything else whose state a joiner needs."""
+    """A model, optimizer, scheduler, or any other object with state that a joiner needs."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -1,4 +1,7 @@
-"""The process group of a job's current round, formed and re-formed inside one worker process."""
+"""The process group of a job's current round, formed and re-formed inside one worker process.
+
+`World` is the public interface: it enters and leaves a job, and carries the groups from one round to the next.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +132,7 @@ class LoneWorld:
         return 0
 
     def start(self) -> Formation:
-        """Form a group of one worker, in which the user's collectives work as usual."""
+        """Form a group of one worker, so that the user's collectives work as usual."""
         round_ = RoundRecord(1, [self.worker_id], "start with 1 worker", "start", planned=True)
         dist.init_process_group(self.backend, store=HashStore(), rank=0, world_size=1)
         self._formation = Formation(round_, {self.worker_id: b""}, 0)

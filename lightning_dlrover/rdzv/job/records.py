@@ -113,7 +113,7 @@ class AgentRecord:
     round_number: int = 0  # agent round it takes part in; waiting: it joins only a later round
     address: str = ""  # address of this host for other nodes
     port: int = 0  # running: free port for the workers' MASTER_PORT if this agent is node rank 0
-    since: float = 0.0  # start of this state, seconds since the epoch; for people, never compared
+    since: float = 0.0  # start of this state, seconds since the epoch; only displayed, never compared
     min_nodes: int = 0  # waiting: minimum number of nodes; without them it gives up after `join_timeout_s`
     join_timeout_s: float = 0.0
 
@@ -136,7 +136,7 @@ class AgentRound:
 @dataclass(frozen=True)
 class AgentNotice:
     """Summary of all elastic agents in a few numbers. Key `agent_notice`, written by the agents' coordinator, fenced on its
-    election key. The counts hold while that coordinator is in office; the confirmation holds for ever."""
+    election key. The counts hold while that coordinator is in office; the confirmation holds forever."""
 
     term: int  # create revision of the writer's election key
     confirmed_round: int = 0  # newest agent round that all its members have entered together
@@ -173,7 +173,7 @@ class WorkerRecord:
     round_number: int = 0
     fingerprint: str = ""  # digest of the model's parameter names and shapes; empty until the model is built
     version: str = ""  # release of lightning_dlrover
-    since: float = 0.0  # start of this state, seconds since the epoch; for people, never compared
+    since: float = 0.0  # start of this state, seconds since the epoch; only displayed, never compared
     # Workers that this one could not reach, at most MAX_UNREACHABLE. After round `round_number` did not form: other members of
     # it. While this worker is `ready`: members of the current round.
     unreachable: list[str] = field(default_factory=list)
@@ -246,7 +246,7 @@ class JobRecord:
     start_workers: int = (
         0  # a DataLoader's batch_size times this is its global batch: workers at the start, or a pool job's MIN
     )
-    lane_workers: int = 0  # workers for which the rows of streams are laid out: the most that the job could have at its start
+    lane_workers: int = 0  # number of workers that stream rows are laid out for: the job's maximum at its start
     started_from: str = ""  # newest checkpoint that the user has chosen by `ckpt_path`
     created_at: float = 0.0
     message: str = ""  # reason for the failure
@@ -439,14 +439,14 @@ class ProgressRecord:
     """Progress of the job, for display. Key `progress`, written by rank 0 every few seconds, bound to its lease."""
 
     step: int  # optimizer steps so far, as Lightning counts them
-    epoch: int  # from 0
+    epoch: int  # first epoch: 0
     batch: int  # batches of this epoch so far
     num_workers: int
-    samples_per_s: float  # of all workers
+    samples_per_s: float  # all workers together
     max_epochs: int | None = None  # None: unlimited
-    num_batches: int | None = None  # in an epoch; None: unknown
+    num_batches: int | None = None  # batches of an epoch; None: unknown
     seconds_left: float | None = None  # until the end of training at this rate, without validation; None: unknown
-    loss: str = ""  # of rank 0's share of the newest batch, as it may be `nan`; empty: the script returns none
+    loss: str = ""  # loss of rank 0's share of the newest batch, text because of `nan`; empty: the script returns none
     at: float = 0.0  # seconds since the epoch
 
 

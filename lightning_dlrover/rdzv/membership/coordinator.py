@@ -1,4 +1,8 @@
-"""Coordinate a job's rounds, as the worker that was elected to: read the job's records, decide writes, announce changes."""
+"""Coordinate a job's rounds, as the worker that was elected to: read the job's records, decide writes, announce changes.
+
+`Coordinator` decides, without clocks, threads or connections. The rest of the file reads the records and carries the decisions
+out.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +111,7 @@ class Coordinator:
         return election is not None and election.value == self._worker_id.encode()
 
     def candidacy(self, entries: Entries, is_vacant: bool = False) -> Write | None:
-        """Return this worker's next write for an election in which it is not in office, or None.
+        """Return this worker's next write for an election while it is not in office, or None.
 
         Args:
             entries: the shared records.
@@ -247,7 +251,7 @@ MAX_KNOWN = 2000
 """Number of records that a worker remembers, in addition to those that it asks for."""
 
 ABSENT_S = 1.0
-"""Seconds for which a worker without a record is not asked for again. It may register again after an outage of etcd."""
+"""Seconds until a worker without a record is asked for again. It may register again after an outage of etcd."""
 
 
 class JobMirror:
@@ -267,7 +271,7 @@ class JobMirror:
         self._view_since = 0.0
 
     def look(self) -> tuple[Mapping[str, KeyValue], JobView, float]:
-        """Return all records at one revision, the view that they give, and the seconds for which it has not changed.
+        """Return all records at one revision, the view that they give, and the seconds since it last changed.
 
         Opens the mirror if it is closed.
 
@@ -483,7 +487,7 @@ MAX_KNOCKS = 200
 """Ports of missing members at which this worker knocks at once. Each takes an open file, and the script may need many."""
 
 ANSWER_S = 0.3
-"""Maximum seconds for which a missing member's port may take to answer."""
+"""Maximum seconds to wait for an answer of a missing member's port."""
 
 SIGHT_S = 5.0
 """Maximum seconds until a write of this worker shows up in its copy of the records."""
@@ -587,7 +591,7 @@ class Office:
         self._told_of = awaited
 
     def _judged(self, view: JobView, worker_id: str, answer: Answer) -> Answer:
-        # A refusal from another host may come from a firewall as long as that address was never reached. If nobody else holds
+        # A refusal from another host may come from a firewall as long as that address was never reached. If no other holds
         # the state, such a network could not carry the job anyway.
         is_proof = not view.holders or worker_id in self._reached or view.addresses[worker_id].host == socket.gethostname()
         return answer if answer != "refuses" or is_proof else "silent"
@@ -595,7 +599,7 @@ class Office:
     def _find_room(self, shared: Entries) -> None:
         """Write the notice again as it is, until etcd takes it.
 
-        Healthy workers whose leases expired while etcd was full can register again from then on, and need time for it. A
+        Healthy workers with leases that expired while etcd was full can register again from then on, and need time for it. A
         round would come too early for them if it were the first write.
         """
         last = shared.get(self._keys.notice)

@@ -156,7 +156,7 @@ GONE_CHECK_S = 0.3
 """Seconds between two checks whether a worker has ended that no notice will name."""
 
 MAX_SILENT_LEASES = 2.5
-"""Lifetimes of its lease for which a worker that etcd does not answer is still sure of its place."""
+"""Lifetimes of its lease that a worker without an answer from etcd is still sure of its place."""
 
 MAX_BURIED = 1000
 """Buried workers that one worker remembers."""

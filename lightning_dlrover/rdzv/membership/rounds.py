@@ -1,4 +1,8 @@
-"""The membership protocol as pure functions: the next round of a job, decided from a view of its records."""
+"""The membership protocol as pure functions: the next round of a job, decided from a view of its records.
+
+`next_round` decides from a `JobView`; `worker_view_of` and `notice_of` give a worker's `WorkerView`. Probing ports is the only
+input or output here.
+"""
 
 from __future__ import annotations
 
@@ -453,7 +457,7 @@ def next_round(view: JobView, waited_s: float, timeouts: RoundTimeouts = RoundTi
     """Return the round that should follow the current one, or None if it should stay or others are awaited.
 
     Args:
-        waited_s: seconds for which `awaited(view)` has not changed.
+        waited_s: seconds since `awaited(view)` last changed.
         timeouts: limits on `waited_s`.
     """
     if view.job is None or view.job.is_over:

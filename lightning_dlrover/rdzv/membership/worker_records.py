@@ -1,4 +1,7 @@
-"""Records that a worker reads and writes: its own, the shared ones, requests to workers, and a queue for deferred writes."""
+"""Records that a worker reads and writes: its own, the shared ones, requests to workers, and a queue for deferred writes.
+
+`SharedRecords` holds the shared ones. The coordinator's own reads and writes are in `coordinator.py`.
+"""
 
 from __future__ import annotations
 

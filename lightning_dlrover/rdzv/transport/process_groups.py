@@ -1,4 +1,7 @@
-"""The c10d process groups of a round: connect their communicators, sever, abort and end them."""
+"""The c10d process groups of a round: connect their communicators, sever, abort and end them.
+
+`Traits` describe a backend, `Communicators` connect ahead of a round, `DeviceWait` checks results, and `RoundEnd` ends groups.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def with_gloo(backend: str) -> str:
     Raises:
         ValueError: the behaviour of a backend is not known.
     """
-    backend = backend.lower()  # as torch takes it
+    backend = backend.lower()  # torch's own spelling
     for name in _names(backend):
         if name not in _KNOWN:
             raise ValueError(
@@ -369,7 +372,7 @@ class Communicators:
     Args:
         names: backends to connect, by device type.
         open_store: connects to the round's store; may wait.
-        former: end of the groups before, whose abort is awaited first: its kernels would hold up the reduction.
+        former: end of the previous groups. Their abort is awaited first: its kernels would hold up the reduction.
         timeout: limit of a collective.
     """
 
@@ -392,7 +395,7 @@ class Communicators:
         self._backends: dict[str, Any] = {}
         self._lock = threading.Lock()
         self.is_abandoned = False
-        self.end: RoundEnd | None = None  # of those that were abandoned
+        self.end: RoundEnd | None = None  # end of the abandoned communicators
         self._error: BaseException | None = None
         self._is_done = threading.Event()
         self._began = time.monotonic()
@@ -484,7 +487,7 @@ class Communicators:
         with self._lock:
             if self.is_abandoned:
                 raise CommunicatorError("the round was given up")
-            self._backends[name] = backend  # from here on it can be aborted
+            self._backends[name] = backend  # it can be aborted after this line
         backend.eager_connect_single_device(self._device)
 
 
@@ -538,11 +541,11 @@ class RoundSockets:
 
     def __init__(self, member: Member, server: StoreServer, timeout_s: float) -> None:
         self.are_severed = False
-        self.end: RoundEnd | None = None  # of the round's groups, if their backend is abortable; set while they are in use
+        self.end: RoundEnd | None = None  # end of the round's groups, if their backend is abortable; set while they are in use
         self._member = member
         self._server = server
         self._timeout_s = timeout_s
-        self._store_port = 0  # of the round's store
+        self._store_port = 0  # port of the round's store
         self._connects_late = False  # gloo opens sockets during the round, too
         self._lock = threading.Lock()
         self._sockets: list[tuple[int, int]] = []  # (fd, inode) of the group's connections
@@ -678,7 +681,7 @@ class RoundSockets:
 def protect_forks() -> None:
     """Prevent forked children, such as loader workers, from collecting process groups that their parent has abandoned.
 
-    A group's destructor waits for its threads, which do not exist in the child, so it would hang for ever.
+    A group's destructor waits for its threads, which do not exist in the child, so it would hang forever.
     """
     os.register_at_fork(after_in_child=gc.freeze)
 

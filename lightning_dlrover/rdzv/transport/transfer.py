@@ -1,4 +1,8 @@
-"""Move a job's state between workers as data, never as code: objects with large tensors, buffers, state kept on a host."""
+"""Move a job's state between workers as data, never as code: objects with large tensors, buffers, state kept on a host.
+
+`pack`, `send`, `receive` and `broadcast` move objects between workers. `HostStateCache` keeps a job's state while an agent
+replaces its workers.
+"""
 
 from __future__ import annotations
 
@@ -244,7 +248,7 @@ _HEAD_BYTES = 512
 class _Kind(enum.Enum):
     JSON = b"j"
     DATA = b"d"
-    DEVICE_DATA = b"g"  # with tensors that the source has on a device of its own
+    DEVICE_DATA = b"g"  # data with tensors on a device of the source
     ERROR = b"e"
 
 
@@ -370,7 +374,7 @@ def outline(packed: Packed, classes: Sequence[type] = (), names: Collection[str]
 
 
 def needed_names(obj: Any, classes: Sequence[type] = ()) -> frozenset[str]:
-    """Return the names with which a receiver decodes an object, see `names_in`. Shows that it can be sent and received.
+    """Return the names that a receiver needs to decode an object, see `names_in`. Shows that it can be sent and received.
 
     Raises:
         TransferError: it cannot be serialized, or a receiver would refuse it.
@@ -388,7 +392,7 @@ def resolved(names: Collection[str]) -> list[Callable[..., Any] | tuple[Callable
 
 
 def _packed(obj: Any, inline_bytes: int | None = INLINE_BYTES) -> tuple[bytes, list[torch.Tensor]]:
-    """Serialize the object without its large tensors; return these beside it, in the order of `_replaced`."""
+    """Serialize the object without its large tensors; return both, the tensors in the order of `_replaced`."""
     large: list[torch.Tensor] = []
 
     def outline(tensor: torch.Tensor) -> torch.Tensor:
@@ -492,7 +496,7 @@ MAX_COPIED_BYTES = 64 << 20
 class BufferCopies:
     """Copies of a module's buffers on their devices, from before a computation that a loss may interrupt.
 
-    The forward pass writes buffers: a repeated one would count its batch twice, and what an aborted collective returned would
+    The forward pass writes buffers: a repeated one would count its batch twice, and results of an aborted collective would
     stay. The copies keep their memory from step to step. Larger buffers than `MAX_COPIED_BYTES` are skipped, with one warning.
     """
 

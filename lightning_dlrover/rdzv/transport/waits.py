@@ -1,4 +1,7 @@
-"""Wait for gloo's collectives, and end the waits, sockets and groups of a round that is over; messages along a tree."""
+"""Wait for gloo's collectives, and end the waits, sockets and groups of a round that is over; messages along a tree.
+
+gloo cannot abort a collective, so this file bounds its waits, silences broken sockets, and reduces numbers along a `Tree`.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +140,7 @@ class _Event(ctypes.Structure):
 # Keep gloo's thread for sockets from spinning on those that were shut down.
 #
 # Gloo removes a broken connection from its epoll when it reads the end of its data. It never reads that of a connection
-# whose message it had received in part when the operation failed: the memory for the rest is gone. Epoll then reports the
+# that had delivered a message only in part when the operation failed: the memory for the rest is gone. Epoll then reports the
 # socket again and again, which takes a whole core until the group is destroyed, or forever if that hangs. Here such
 # sockets are made to be reported once more, and then no longer. They stay registered, as gloo removes them itself when the
 # group is destroyed.
@@ -203,7 +206,7 @@ _timer: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nul
 
 
 def end_waits_with(round_: weakref.WeakMethod[Callable[[], Round]], *, all_waits: bool = True) -> None:
-    """Make waits that Python code begins without a timeout fail once the round in which they began is over.
+    """Make waits that Python code begins without a timeout fail once the round of their begin is over.
 
     Args:
         round_: returns the number of this process's round, and whether its group was severed so long ago that gloo has woken
@@ -343,7 +346,7 @@ def guard_replica(replica: DistributedDataParallel) -> None:
     group: Any = replica.process_group
     size, is_divided = group.size(), replica.gradient_as_bucket_view  # dividing and multiplying round differently
     torch_names.replace_buffer_broadcast(replica, functools.partial(broadcast_buffers, group))
-    its_replica = weakref.ref(replica)  # a strong reference would form a cycle with the reducer and live for ever
+    its_replica = weakref.ref(replica)  # a strong reference would form a cycle with the reducer and live forever
     pending: list[Any] = []
 
     def await_all() -> None:
