@@ -101,8 +101,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out tests that take long or lack their device; let long tests start first, so that none is the last to run."""
-    dead = [name for name in (*WAITING, *TOGETHER, *COMPUTING, *PATIENT) if not any(TESTS.glob(f"{name}*"))]
-    assert not dead, f"tests/conftest.py orders tests that do not exist: {dead}"
+    named = (*CHECKED_FOR_LEAKS, *WAITING, *TOGETHER, *COMPUTING, *PATIENT)
+    dead = [name for name in named if not any(TESTS.glob(f"{name}*"))]
+    assert not dead, f"tests/conftest.py names tests that do not exist: {dead}"
     items.sort(key=_turn)
     if not os.environ.get("DLROVER_ALL_FAULTS"):
         for item in items:

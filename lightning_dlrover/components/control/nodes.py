@@ -492,11 +492,13 @@ class NodeEntry:
         )
 
 
-# Record a job's nodes in memory and in etcd, so that the next controller can continue with them.
-#
-# A node's name is written before its request to the scheduler, and its cancellation before the call that cancels it.
 class NodeRegistry:
-    """Nodes of one job: `entries` in memory, oldest first, and a record of each in etcd."""
+    """Nodes of one job: `entries` in memory, oldest first, and a record of each in etcd.
+
+    Record a job's nodes in memory and in etcd, so that the next controller can continue with them.
+
+    A node's name is written before its request to the scheduler, and its cancellation before the call that cancels it.
+    """
 
     def __init__(self, client: EtcdClient, keys: Keys, office: Office, target: Target, limits: Limits) -> None:
         self._client = client

@@ -480,7 +480,7 @@ def _facts(
     results: Mapping[Point, Result], limits: Mapping[tuple[str, int], float], scope: Scope
 ) -> list[tuple[str, str, str]]:
     timed = [r for r in results.values() if r.parts_s]
-    facts = [("Points", str(len(results)), f"{sum(r.num_visits for r in results.values())} visits")]
+    facts = [("Points", str(len(results)), counted(sum(r.num_visits for r in results.values()), "visit"))]
     for name, label in (
         ("copy", "Memory copy"),
         ("rows", "Random rows"),

@@ -461,12 +461,14 @@ class _RoundDeadline:
                     is_reported = True
 
 
-# Plain scripts get TorchElastic's contract: a change of membership restarts all workers. Once workers that can be re-formed
-# in process have registered (`JobRecord.live`), they handle joins and leaves. Agents then only start and end their own
-# workers, and never restart those of others. The agent that coordinates decides with `rounds.py` which agents
-# form a round. Each agent watches three keys and writes its own record.
 class EtcdRendezvousHandler(RendezvousHandler):
-    """One elastic agent's part in the rendezvous. Used by the agent's main thread only."""
+    """One elastic agent's part in the rendezvous. Used by the agent's main thread only.
+
+    Plain scripts get TorchElastic's contract: a change of membership restarts all workers. Once workers that can be re-formed
+    in process have registered (`JobRecord.live`), they handle joins and leaves. Agents then only start and end their own
+    workers, and never restart those of others. The agent that coordinates decides with `rounds.py` which agents
+    form a round. Each agent watches three keys and writes its own record.
+    """
 
     def __init__(self, config: HandlerConfig) -> None:
         """Connect to etcd, and prepare this agent's record.

@@ -534,21 +534,23 @@ class _Growth:
     first_step: int | None = None  # first step after it
 
 
-# Undo a growth after which the script fails.
-#
-# A script may be right with n workers and wrong with more: it gathers shares of one size, or a share has a single sample,
-# or a joiner's host is broken. A job that has trained must not end by that. So for some steps after workers have joined, an
-# error of the script is taken as theirs: they are dismissed, and the others form the next round without them and make the
-# step again. An error there is the script's own.
-#
-# open        a planned round with joiners has formed
-# -> over     `TRIAL_STEPS` steps were made, or no joiner remains
-# -> failed   a step has failed on this worker; if it fails once more, the growth before is undone, too, if it is still open
-# -> over     the step was made; or it has failed without any joiners, so the number of workers is not to blame
-#
-# Each worker runs this in its own main thread. Several may find the failure; all of them write the same.
 class Growth:
-    """One worker's view of the job's newest growths."""
+    """One worker's view of the job's newest growths.
+
+    Undo a growth after which the script fails.
+
+    A script may be right with n workers and wrong with more: it gathers shares of one size, or a share has a single sample,
+    or a joiner's host is broken. A job that has trained must not end by that. So for some steps after workers have joined, an
+    error of the script is taken as theirs: they are dismissed, and the others form the next round without them and make the
+    step again. An error there is the script's own.
+
+        open        a planned round with joiners has formed
+        -> over     `TRIAL_STEPS` steps were made, or no joiner remains
+        -> failed   a step has failed on this worker; if it fails once more, the growth before is undone, too, if still open
+        -> over     the step was made; or it has failed without any joiners, so the number of workers is not to blame
+
+    Each worker runs this in its own main thread. Several may find the failure; all of them write the same.
+    """
 
     def __init__(self, membership: Membership, run_id: str) -> None:
         self._membership = membership

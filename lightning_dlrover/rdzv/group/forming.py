@@ -285,11 +285,12 @@ class ErrorReporter(Protocol):
     def report_error(self, error: BaseException) -> None: ...
 
 
-# Groups of gloo connect in a moment, after the hellos. Communicators of other backends take longer:
-# `rdzv/transport/process_groups.py` connects them as soon as the round is known, for a planned round while the former one
-# still trains.
 class Forming:
     """Connect one worker to the other members of a round.
+
+    Groups of gloo connect in a moment, after the hellos. Communicators of other backends take longer:
+    `rdzv/transport/process_groups.py` connects them as soon as the round is known, for a planned round while the former one
+    still trains.
 
     Args:
         device: device of the communicators that connect early; None: they connect at their first collective.

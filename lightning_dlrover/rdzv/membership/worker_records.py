@@ -394,11 +394,12 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-# The records that all workers of a job share, as one worker reads and writes them.
-#
-# Reads of mirrored keys need no request. Writes that no worker waits for go through the outbox.
 class SharedRecords:
     """A job's history, plan, checkpoints, searches, nodes, requests and figures.
+
+    The records that all workers of a job share, as one worker reads and writes them.
+
+    Reads of mirrored keys need no request. Writes that no worker waits for go through the outbox.
 
     Args:
         mirror: mirror of the job's shared records.
