@@ -59,7 +59,7 @@ from cluster_real import real
 from cluster_scale import scale
 from jobs import BenchmarkError, describe_machine, result_line
 
-from lightning_dlrover.pool.policies import ELASTIC_POLICIES
+from lightning_dlrover.lab.simulate.baselines import ELASTIC_POLICIES
 
 SHARED_DATA = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from cluster_workloads import at_load, first_jobs, read_elsewhere
 from jobs import BenchmarkError
 
+from lightning_dlrover.lab.simulate.baselines import ELASTIC_POLICIES
 from lightning_dlrover.lab.simulate.page import REPORT, write_report
 from lightning_dlrover.lab.simulate.simulator import Cluster, Lengths
 from lightning_dlrover.lab.simulate.study import (
@@ -28,7 +29,6 @@ from lightning_dlrover.lab.simulate.study import (
     read_inputs,
     run_study,
 )
-from lightning_dlrover.pool.policies import ELASTIC_POLICIES
 
 OURS = "jct"
 EQUAL_S = 30.0

@@ -30,8 +30,8 @@ from statistics import mean
 
 import numpy as np
 
+from lightning_dlrover.lab.simulate.baselines import make_elastic
 from lightning_dlrover.lab.simulate.simulator import Arrival, Fragility, SimulationOutcome, draw_losses, simulate
-from lightning_dlrover.pool.policies import make_elastic
 from lightning_dlrover.tuning.cluster import Device, Job, PolicySettings, Profile, Speeds
 
 UNITS_PER_NODE = 16

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_dlrover.lab.simulate.baselines import ELASTIC_POLICIES, make_elastic
 from lightning_dlrover.lab.simulate.knowledge import PerfectKnowledge
 from lightning_dlrover.lab.simulate.simulator import Cluster, elastic_workload
 from lightning_dlrover.lab.simulate.traces import USUAL_BATCHES, MeasuredApplication, Submission, read_applications
 from lightning_dlrover.pool.allocation import Ints, Share, jct, values
 from lightning_dlrover.pool.placement import with_placement
-from lightning_dlrover.pool.policies import ELASTIC_POLICIES, make_elastic, solved
+from lightning_dlrover.pool.policies import solved
 from lightning_dlrover.tuning.cluster import Job, Policy, PolicySettings, Running, State
 
 LARGE_JOBS, LARGE = 1000, Cluster(2500, 4)

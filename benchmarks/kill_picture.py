@@ -46,7 +46,7 @@ ARGUMENTS = [
 WIDTH, HEIGHT = 760, 340
 LEFT, RIGHT, TOP, BOTTOM = 56, 20, 46, 40
 DRAWN_S, HELD_S = 8.0, 4.0
-"""Seconds of the animation in which the curves are drawn, and in which they then stay."""
+"""Seconds of the animation in which the curves are drawn, and in which they stay complete before that."""
 
 LEAST_PAUSE_S = 1.0
 """Time without a step that is drawn as a dotted line."""
@@ -152,9 +152,10 @@ def picture(ours: Curve, stock: Curve) -> str:
         f'"Training loss over time. One of three workers is killed: our job pauses for {ours.pause_s:.1f} seconds, '
         f'stock torchrun for {stock.pause_s:.1f} seconds and repeats {stock.repeated} steps.">',
         f"<style>{STYLE}</style>",
+        # The complete curves come first: an index that shows a still picture takes the first frame.
         f'<clipPath id="drawn"><rect x="0" y="0" width="{WIDTH}" height="{HEIGHT}"><animate attributeName="width" '
-        f'values="{LEFT};{WIDTH};{WIDTH}" keyTimes="0;{DRAWN_S / whole_s:.3f};1" dur="{whole_s:g}s" repeatCount="indefinite"/>'
-        "</rect></clipPath>",
+        f'values="{WIDTH};{WIDTH};{LEFT};{WIDTH}" keyTimes="0;{HELD_S / whole_s:.3f};{HELD_S / whole_s:.3f};1" '
+        f'dur="{whole_s:g}s" repeatCount="indefinite"/></rect></clipPath>',
         f'<text class="title" x="{LEFT}" y="20">Training loss; one of {NUM_WORKERS} workers is killed with SIGKILL</text>',
         f'<path class="axis" d="M{LEFT} {TOP} V{HEIGHT - BOTTOM} H{WIDTH - RIGHT}"/>',
         *(

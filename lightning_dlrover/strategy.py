@@ -1,12 +1,9 @@
 """The Lightning strategy: applies the job's rounds to a running Trainer.
 
 This module holds Lightning's hooks only, each a few lines long. They hand over to
-  - `live/training.py`, when a Trainer enters the job or ends,
-  - `live/training.py`, when the world changes,
-  - `live/wiring.py`, for the methods of Lightning's loops that are replaced,
-  - `live/wiring.py`, for the split of samples over workers,
-  - `live/checkpoints.py`, for models with sharded tables,
-  - `live/checkpoints.py`, for checkpoints,
+  - `live/training.py`, when a Trainer enters the job or ends, and when the world changes,
+  - `live/wiring.py`, for the methods of Lightning's loops that are replaced, and the split of samples over workers,
+  - `live/checkpoints.py`, for checkpoints, and models with sharded tables,
   - Lightning's own DDP strategy, for everything else.
 """
 

@@ -5,7 +5,7 @@ Each kind of process reads its variables in one place and passes values on:
 | kind | reads |
 | --- | --- |
 | worker | `rdzv/group/config.py`: its place in the job; `host.py`: what limits its node |
-| agent | `rdzv/agents/rendezvous.py`; `rdzv/agents/rendezvous.py` writes what its workers read |
+| agent | `rdzv/agents/rendezvous.py`, which also writes what its workers read |
 | node | `components/node.py` |
 | command | `rdzv/job/folders.py`: the etcd to use |
 

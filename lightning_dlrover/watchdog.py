@@ -355,7 +355,11 @@ class _Stragglers:
         num_earlier = sum(straggler.act == "replace" for _, straggler in events_of(past, StragglerFound))
         known = [stall.seconds for _, stall in events_of(past, TrainingStalled) if 0 <= stall.seconds < 3600]
         replacement = judge_replacement(
-            found, self._fit.remaining_steps, median(known) if known else DEFAULT_RESIZE_COST_S, num_earlier
+            found,
+            self._fit.remaining_steps,
+            median(known) if known else DEFAULT_RESIZE_COST_S,
+            num_earlier,
+            lead_s=_lead_s(past),
         )
         act, why = "none", replacement.reason
         if replacement.pays and not shared.has_controller():

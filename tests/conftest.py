@@ -24,10 +24,10 @@ from lightning_dlrover.rdzv.job.records import Keys
 
 TESTS = Path(__file__).parent
 CHECKED_FOR_LEAKS = {
-    *("brain", "checks", "cli", "colocate", "components", "data", "distribution", "e2e", "learn", "live"),
-    *("observe", "planner", "rdzv", "report", "tables", "watch"),
+    *("checks", "cli", "colocate", "components", "data", "distribution", "e2e", "lab", "live", "pool", "rdzv", "report"),
+    *("tables", "tuning", "test_straggler_reports.py", "test_watchdog.py"),
 }
-"""Test folders that must leave nothing behind."""
+"""Folders, and files outside of folders, of tests that must leave nothing behind."""
 
 # Keep the user's own history from warm-starting or recording the jobs of tests.
 os.environ["DLROVER_HISTORY"] = "off"
@@ -60,7 +60,16 @@ TOGETHER = {
 """Test files with a fixture that costs seconds. Each runs in one process."""
 
 
-COMPUTING = ("checks/", "learn/", "perf/", "planner/", "report/", "simulate/")
+COMPUTING = (
+    *("checks/", "colocate/test_core_speeds.py", "colocate/test_matching.py", "colocate/test_mixed.py"),
+    *("colocate/test_policies.py", "colocate/test_slowdown.py", "colocate/test_turns.py", "lab/test_elastic_run.py"),
+    *("lab/test_losses.py", "lab/test_measured_speeds.py", "lab/test_simulator.py", "lab/test_study.py", "lab/test_traces.py"),
+    *("lab/test_work", "pool/test_division.py", "pool/test_elastic", "pool/test_knapsack.py", "pool/test_moves.py"),
+    *("pool/test_owners.py", "pool/test_p", "pool/test_sizes.py", "report/", "tuning/test_a", "tuning/test_decision_log.py"),
+    *("tuning/test_h", "tuning/test_memory_", "tuning/test_model.py", "tuning/test_objective.py", "tuning/test_plan.py"),
+    *("tuning/test_profile_log.py", "tuning/test_residual_gp.py", "tuning/test_space.py", "tuning/test_stragglers.py"),
+    *("tuning/test_trial.py", "tuning/test_warm_start.py", "tuning/test_write_budget.py"),
+)
 """Beginnings of the paths of tests that only compute: they wait for no other process, and no deadline depends on them."""
 
 PATIENT = (

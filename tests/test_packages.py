@@ -91,9 +91,9 @@ def test_missing_lightning_is_named_with_its_installation() -> None:
     code = """
 import sys
 sys.modules.update(lightning=None, pytorch_lightning=None)
-from lightning_dlrover import packages
+from lightning_dlrover import lightning_compat
 try:
-    packages.default_package()
+    lightning_compat.default_package()
 except ImportError as error:
     print(error)
 """

@@ -56,7 +56,7 @@ class Records:
 class SlowJob:
     """Two fast workers and a slow one; the test passes the seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, remaining_steps: float = 1e6) -> None:
         self.records = Records()
         self._began = time.monotonic() + 1e6  # ahead of the clock, by which the watch measures what a look costs
         self._heard: list[OwnTimes] = []
@@ -67,7 +67,7 @@ class SlowJob:
             pulse=self._pulse,
             formation=formation,
             loads=(),
-            remaining_steps=1e6,
+            remaining_steps=remaining_steps,
             now=SimpleNamespace(counts=(0,)),
         )
         self._watch = _Stragglers(fit)
@@ -107,3 +107,10 @@ def test_newly_slow_worker_is_reported_at_once(slow: int) -> None:
     job.train(slow=1, second=0)
     job.train(slow=slow, second=1)
     assert job.named == ["w1", f"w{slow}"]
+
+
+@pytest.mark.parametrize(("left_s", "act"), [(20.0, "none"), (100.0, "recommend")])
+def test_a_replacement_is_recommended_only_if_it_can_start_before_the_end(left_s: float, act: str) -> None:
+    job = SlowJob(remaining_steps=left_s / 0.15)
+    job.train(slow=1, second=0)
+    assert [found.act for _, found in events_of(job.records.events, StragglerFound)] == [act]

@@ -59,9 +59,7 @@ def _main(given: list[str], started: Callable[[], None]) -> int:
     except PluginError as error:
         complain(str(error))
         return EXIT_USAGE
-    logging.basicConfig(
-        level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
-    )
+    _log_to_stderr(options.verbose)
     try:
         give_home()
         plugin: Command | None = getattr(options, "plugin", None)
@@ -78,6 +76,20 @@ def _main(given: list[str], started: Callable[[], None]) -> int:
             raise
         complain(_text(error, options))
         return EXIT_USAGE
+
+
+class _PlainLines(logging.Formatter):
+    """Writes `warning: MESSAGE`: which module logs it helps no user."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{record.levelname.lower()}: {super().format(record)}"
+
+
+def _log_to_stderr(verbose: bool) -> None:
+    """Print warnings as plain lines, or with `verbose` information too, with the names of modules."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s") if verbose else _PlainLines())
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
 
 
 def _text(error: Exception, options: argparse.Namespace) -> str:

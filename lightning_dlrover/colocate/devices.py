@@ -16,12 +16,6 @@ from lightning_dlrover.host import PROC
 from lightning_dlrover.tuning.nvml import known
 from lightning_dlrover.tuning.resources import CLOCK_TICKS_PER_S, status_bytes
 
-# The GPUs of this machine: their memory by process, and how busy they are. NVML reports them.
-#
-# NVML knows how busy a GPU is, not which process keeps it busy. So these figures describe a job only while it runs alone.
-# In a container, NVML may know processes by other ids than the container does. A job's memory is then its own report, or
-# the rest that no other job accounts for.
-
 log = logging.getLogger(__name__)
 
 SAMPLE_S = 0.2
@@ -173,6 +167,11 @@ def bytes_of_jobs(use: GpuUse, used_before: int, jobs: Sequence[JobOnGpu]) -> li
     return [rest if size is None else size for size in known]
 
 
+# The GPUs of this machine: their memory by process, and how busy they are. NVML reports them.
+#
+# NVML knows how busy a GPU is, not which process keeps it busy. So these figures describe a job only while it runs alone.
+# In a container, NVML may know processes by other ids than the container does. A job's memory is then its own report, or
+# the rest that no other job accounts for.
 class GpuWatch:
     """Measures GPUs a few times a second, in a thread. Use as a context manager."""
 

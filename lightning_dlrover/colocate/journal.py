@@ -242,10 +242,6 @@ def _memory(job: Mapping[str, Any], name: str, where: str) -> int:
     return int(num_bytes)
 
 
-# The history of a queue's jobs: records as lines of JSON, each on disk before the dispatcher acts on it.
-#
-# A dispatcher that was killed leaves the file as it is. The next one reads it and goes on.
-
 FILE_NAME = "queue.jsonl"
 FORMAT = 1
 
@@ -377,6 +373,9 @@ FORM = RecordForm(
 )
 
 
+# The history of a queue's jobs: records as lines of JSON, each on disk before the dispatcher acts on it.
+#
+# A dispatcher that was killed leaves the file as it is. The next one reads it and goes on.
 class Journal(RecordFile[Header]):
     """The journal of one folder, which this process alone may add to. Use as a context manager.
 

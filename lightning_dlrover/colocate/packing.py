@@ -166,12 +166,6 @@ def _scope(device: Device, resource: str) -> str:
     return device.node if resource in HOST_RESOURCES else device.name
 
 
-# The bound on waiting that every policy keeps, and the order of priorities.
-#
-# Jobs that have waited longer than `max_wait_s` go first, the longest wait before all. Where such a job does not fit, the
-# devices with the fewest workers are closed for all others until it does. Those lose workers and gain none, so the job
-# starts as soon as they have ended. Below that, no job of a lower priority is considered before those of a higher one.
-
 WINDOW = 64
 """Waiting jobs that one decision considers, the first in order. Bounds the time of a decision."""
 
@@ -179,6 +173,11 @@ PlacementRule = Callable[[Packing, Sequence[Job], float], None]
 """Starts some of these jobs, which have one priority and are in order of submission, in a packing. The float is now, s."""
 
 
+# The bound on waiting that every policy keeps, and the order of priorities.
+#
+# Jobs that have waited longer than `max_wait_s` go first, the longest wait before all. Where such a job does not fit, the
+# devices with the fewest workers are closed for all others until it does. Those lose workers and gain none, so the job
+# starts as soon as they have ended. Below that, no job of a lower priority is considered before those of a higher one.
 def with_bounded_wait(place: PlacementRule, max_wait_s: float) -> Policy:
     """Return the policy that places jobs with `place`, priority by priority, after those that have waited too long."""
 
@@ -333,12 +332,6 @@ def _improved(gains: Floats, partner: NDArray[np.intp]) -> NDArray[np.intp]:
     return partner
 
 
-# Put waiting jobs into sets that share a device, merging pairs of sets in rounds.
-#
-# Rounds of maximum-weight matching are Muri's way (Zhao et al., SIGCOMM 2022): the first round makes pairs, the next merges
-# pairs of those, so a device's four places are filled after two. A policy supplies the weight of a merger. A device with
-# running jobs is a set, too, which waiting jobs can join.
-
 FEW = 24
 """Jobs to choose from even where only one place is free."""
 
@@ -429,6 +422,11 @@ class Room:
         )
 
 
+# Put waiting jobs into sets that share a device, merging pairs of sets in rounds.
+#
+# Rounds of maximum-weight matching are Muri's way (Zhao et al., SIGCOMM 2022): the first round makes pairs, the next merges
+# pairs of those, so a device's four places are filled after two. A policy supplies the weight of a merger. A device with
+# running jobs is a set, too, which waiting jobs can join.
 def group_and_start(packing: Packing, jobs: Sequence[Job], merge: Merge, most_together: int) -> None:
     """Start jobs of one device each in sets that `merge` makes, kind by kind, the kind with the fastest jobs first.
 

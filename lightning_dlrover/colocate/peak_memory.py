@@ -104,15 +104,13 @@ def resident() -> Resident:
     return Resident(found["VmRSS"], found["VmHWM"], found["RssAnon"], found["VmData"])
 
 
-# Run a function in a forked copy of this process, so that nothing that it does reaches the training.
-#
-# The copy has this thread only. Other threads' locks may stay locked in it, which its deadline covers.
-
-
 class ChildError(Exception):
     """The copy did not return a result; the message gives the cause."""
 
 
+# Run a function in a forked copy of this process, so that nothing that it does reaches the training.
+#
+# The copy has this thread only. Other threads' locks may stay locked in it, which its deadline covers.
 def run_in_child(function: Callable[[], Any], deadline_s: float, extra_bytes: int | None = None) -> Any:
     """Return the result of `function`, which has to be JSON, from a forked copy of this process.
 
@@ -251,10 +249,6 @@ def _map(batch: Any, change: Callable[[Any], Any]) -> Any:
     return change(batch)
 
 
-# The process's own allocator as it would serve a step: real requests, without a touch of their pages.
-#
-# A heap with the holes and thresholds of this process cannot be simulated from outside. An untouched page needs no memory.
-
 ALIGNMENT_BYTES = 64  # c10/core/alignment.h
 OTHER_SHARE = 0.25  # share of the live bytes: holes and rounding of an allocator without figures
 
@@ -268,6 +262,9 @@ class _Figures(ctypes.Structure):
     ]
 
 
+# The process's own allocator as it would serve a step: real requests, without a touch of their pages.
+#
+# A heap with the holes and thresholds of this process cannot be simulated from outside. An untouched page needs no memory.
 class OwnHeap:
     """glibc's malloc in this process.
 
@@ -426,10 +423,6 @@ def check() -> None:
     check_names("torch", NAMES)
 
 
-# Trace the allocations of training steps on fake tensors: shapes without memory.
-#
-# It replaces the module's parameters and the optimizers' state in place, so it runs in a process that is thrown away.
-
 NUM_FAKE_STEPS = 4  # the second has the optimizer state beside it; the holes of the allocator grow for a few steps
 
 # Copies of a sparse gradient's values that an optimizer makes in one step: coalesced, old and new moments, update.
@@ -534,6 +527,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record(handle, 0)
 
 
+# Trace the allocations of training steps on fake tensors: shapes without memory.
+#
+# It replaces the module's parameters and the optimizers' state in place, so it runs in a process that is thrown away.
 def trace_steps(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batch: Any, step: Step) -> Trace:
     """Run `NUM_STEPS` steps on fake tensors and return their allocations.
 
@@ -663,11 +659,6 @@ _SPARSE = (aten._sparse_coo_tensor_with_dims_and_tensors.default, aten._embeddin
 _FREES_SAVED = (aten.mkldnn_rnn_layer_backward.default,)
 
 
-# Estimate the peak memory of a training process before its first step.
-#
-# On the CPU, the estimate is the peak resident memory: what is resident now, and what a step adds. On CUDA, it is what the
-# process takes from the device. Validation, checkpoints and what a loader keeps in memory later are left out.
-
 log = logging.getLogger(__name__)
 
 MIB = 1 << 20
@@ -727,6 +718,8 @@ class LoaderShape:
     num_ready: int = 1  # batches that the training loop fetches ahead of the one in use
 
 
+# On the CPU, the estimate is the peak resident memory: what is resident now, and what a step adds. On CUDA, it is what the
+# process takes from the device. Validation, checkpoints and what a loader keeps in memory later are left out.
 def estimate_peak(
     module: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],

@@ -85,8 +85,6 @@ def random_sets(settings: PolicySettings) -> PlacementRule:
 #
 # The published code takes types from a table by the name of the model. Here they follow from profiles: a job is of a type
 # when it uses more than an equal share of the device, one of `most_together`.
-
-
 def rmixer(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
     together = settings.most_together
@@ -127,6 +125,10 @@ def _next_job(packing: Packing, device: Device, waiting: Sequence[Job], together
     return next((job for job in fitting if type_of(job, device, together) != most), fitting[0] if fitting else None)
 
 
+BETA = 2.0
+"""Jobs for each GPU worker that must be left for another to start on cores. The published scripts have 2 to 4."""
+
+
 # RMixer's rule for CPU and GPU together (Tian et al., IEEE TPDS 2024; policy "dyMix" of the published code).
 #
 # Jobs are sorted by their utilisation of a GPU, the largest first. The GPU with the least used memory takes the first that
@@ -138,11 +140,6 @@ def _next_job(packing: Packing, device: Device, waiting: Sequence[Job], together
 # where it was not measured. The list holds the jobs that wait, as a policy does not see those that have ended, and jobs
 # that are left are those that wait or run. Jobs that can use no GPU go to the cores, and those that cannot use cores stay
 # away from them. Where the cluster has devices of one type, or a job several workers, jobs start in the order of the list.
-
-BETA = 2.0
-"""Jobs for each GPU worker that must be left for another to start on cores. The published scripts have 2 to 4."""
-
-
 def rmixer_mixed(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
     together = settings.most_together
@@ -187,6 +184,12 @@ def _utilisation(job: Job, devices: Sequence[Device]) -> float:
     return max((job.profiles[kind].use.get("gpu", 1.0) for kind in kinds), default=0.0)
 
 
+STAGES = ("input", "cores", "gpu", "pcie")
+"""Resources with a stage of their own: Muri's storage, CPU, GPU and network."""
+
+_OFFSETS = {n: np.array([(0, *rest) for rest in permutations(range(1, len(STAGES)), n - 1)]) for n in range(1, len(STAGES) + 1)}
+
+
 # Muri: interleave jobs with stages on different resources (Zhao et al., "Multi-resource interleaving for deep learning
 # training", SIGCOMM 2022).
 #
@@ -199,13 +202,6 @@ def _utilisation(job: Job, devices: Sequence[Device]) -> float:
 # with the best of all orders, and its efficiency is the mean utilisation: all stages over T times the number of resources.
 # Groups are found by maximum-weight matching on the efficiency, in rounds; a group slower than its jobs one by one has
 # weight 0. Merging ends when every group has a device.
-
-STAGES = ("input", "cores", "gpu", "pcie")
-"""Resources with a stage of their own: Muri's storage, CPU, GPU and network."""
-
-_OFFSETS = {n: np.array([(0, *rest) for rest in permutations(range(1, len(STAGES)), n - 1)]) for n in range(1, len(STAGES) + 1)}
-
-
 def muri(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
     together = min(settings.most_together, len(STAGES))
@@ -267,8 +263,6 @@ def _step_s(tables: Floats) -> Floats:
 # At most `EXACT_NODES` jobs and occupied devices are searched exactly: all partitions into sets, by dynamic programming
 # over subsets. More are merged in rounds of matching, see `grouping`; the weight of a merger is the cost that it saves. No
 # device is left empty while jobs share another one.
-
-
 def complementary(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
 
@@ -338,15 +332,6 @@ def _savings(pairs: Sequence[tuple[Group, Group]], sample: Device, settings: Pol
     return np.array([apart[id(a)] + apart[id(b)] - both for (a, b), both in zip(pairs, together, strict=True)])
 
 
-# Ours where jobs can be paused at no cost: the sets of `complementary` take turns on each device, the best one first.
-#
-# The best set makes the most progress in a second: the sum of its weighted relative speeds. So jobs that leave a device
-# idle run beside others while there are others, and jobs that keep it busy alone are left for the end. Jobs that run
-# already, such as those that start, stay, and leave a set less of each limit. The policy is asked again whenever a job
-# comes or ends, and a job that was left out for too long goes before all others (`waiting.py`).
-#
-# The last jobs end together: those with the longest remaining time run first (McNaughton, Management Science 1959).
-
 MOST_USE = 1.25
 """Jobs of a set may want this times a limit. Beyond it each finds less of its data in the caches: four copies of
 `benchmarks/colocation_job.py` on two cores take 10 % more CPU time than two, and six 20 % more.
@@ -363,6 +348,14 @@ SAME_END_S = 0.5
 """The last jobs run at once where their remaining times differ by less."""
 
 
+# Ours where jobs can be paused at no cost: the sets of `complementary` take turns on each device, the best one first.
+#
+# The best set makes the most progress in a second: the sum of its weighted relative speeds. So jobs that leave a device
+# idle run beside others while there are others, and jobs that keep it busy alone are left for the end. Jobs that run
+# already, such as those that start, stay, and leave a set less of each limit. The policy is asked again whenever a job
+# comes or ends, and a job that was left out for too long goes before all others (`waiting.py`).
+#
+# The last jobs end together: those with the longest remaining time run first (McNaughton, Management Science 1959).
 def turns(settings: PolicySettings, are_last: bool = False) -> PlacementRule:
     """Return the policy.
 

@@ -65,13 +65,6 @@ from lightning_dlrover.tuning.cluster import (
 )
 from lightning_dlrover.tuning.memory import MemoryMargin
 
-# Measure how fast jobs run, alone and side by side.
-#
-# A window begins once the set of running jobs on a device has been the same for a moment. It ends when it is long enough
-# and each job has made some steps in it, or when the set changes. Alone, a window gives the job's profile. Side by side, it
-# gives each job's speed relative to alone. A job's part of a window lasts from the end of one step to the end of another,
-# so that a few long steps give a speed as well as many short ones.
-
 SETTLE_S = 0.3
 """Caches and threads of the former set have gone by then."""
 GPU_SETTLE_S = 1.2
@@ -105,6 +98,12 @@ Alone: TypeAlias = Mapping[tuple[str, bool], float]
 """Speed alone by kind, and whether it is in steps: in steps per second, or in cores of a command that reports no steps."""
 
 
+# Measure how fast jobs run, alone and side by side.
+#
+# A window begins once the set of running jobs on a device has been the same for a moment. It ends when it is long enough
+# and each job has made some steps in it, or when the set changes. Alone, a window gives the job's profile. Side by side, it
+# gives each job's speed relative to alone. A job's part of a window lasts from the end of one step to the end of another,
+# so that a few long steps give a speed as well as many short ones.
 class InterferenceMeter:
     """The jobs that run on one device at the moment.
 
@@ -192,12 +191,6 @@ def _speed(now: CoRunner, then: Moment) -> float:
     return max(1e-9, (moment.cpu_s - then.cpu_s) / max(1e-3, moment.measured_s - then.measured_s))
 
 
-# Measurements of kinds of jobs: their use and speed alone, their speeds side by side, their peak memory.
-#
-# It comes from the queue's own journal and from those of earlier queues. Jobs of one declared kind, or with the same
-# command, folder and variables, are of one kind. Kinds with the same script are kin: what is not known of one is guessed
-# from the others. Side by side, jobs on cores are predicted by `CoreSpeeds`, and those on a GPU by `SlowdownModel`.
-
 SPREAD = 1.05
 """Peaks of two runs of one command differ by less."""
 MAX_OBSERVATIONS = 400
@@ -210,6 +203,11 @@ _OfMemory: TypeAlias = tuple[str, Where, Memory]
 """A kind of job, a type of device, and a memory there: on the host, a job on a GPU has other needs than one on cores."""
 
 
+# Measurements of kinds of jobs: their use and speed alone, their speeds side by side, their peak memory.
+#
+# It comes from the queue's own journal and from those of earlier queues. Jobs of one declared kind, or with the same
+# command, folder and variables, are of one kind. Kinds with the same script are kin: what is not known of one is guessed
+# from the others. Side by side, jobs on cores are predicted by `CoreSpeeds`, and those on a GPU by `SlowdownModel`.
 class Knowledge:
     """Collects records, and predicts from them. A `SpeedPredictor` of policies.
 
@@ -475,13 +473,6 @@ def _mean_use(known: Sequence[Profiled]) -> dict[str, float]:
     return {name: fmean(each.use.get(name, 0.0) for each in known) for name in names}
 
 
-# Choose the jobs that run now: ask a policy of `tuning/cluster.py`, and turn its answer into starts, pauses and
-# resumptions.
-#
-# A policy that may pause jobs (`complementary`) gets more of them to choose from: a few beyond those that run are started
-# ahead, and then wait with their processes stopped. Each kind of job runs alone for a few steps, once. Jobs that would
-# leave most of the machine idle at the end of the queue start first.
-
 AHEAD = 4
 """Jobs that are started beyond those that run."""
 ALONE_LIMIT_S, STEP_LIMIT_S = 90.0, 30.0
@@ -526,6 +517,12 @@ class _Chosen:
     since_s: float
 
 
+# Choose the jobs that run now: ask a policy of `tuning/cluster.py`, and turn its answer into starts, pauses and
+# resumptions.
+#
+# A policy that may pause jobs (`complementary`) gets more of them to choose from: a few beyond those that run are started
+# ahead, and then wait with their processes stopped. Each kind of job runs alone for a few steps, once. Jobs that would
+# leave most of the machine idle at the end of the queue start first.
 class Scheduler:
     """
     Args:

@@ -95,15 +95,6 @@ def for_cores(
     return sorted(able, key=lambda index: jobs[index].price)
 
 
-# Predict how fast jobs are beside each other on one device, relative to their speed alone.
-#
-# Everything is reduced to pairs. A resource that two jobs want beyond its limit stretches the part of a step that uses it
-# by the excess. That expectation is corrected by the mean of what was observed of the pair, and of pairs of the same
-# families. A job's excess beside a group, its slowdown less 1, is the sum of its excesses beside each member.
-#
-# A Gaussian process and trees over pairs predict single pairs better, but jobs in a simulated cluster ended no sooner with
-# them (docs/colocate/policies.md).
-
 UNKNOWN_TOTAL = 1.1
 """Expected sum of the relative speeds of two jobs with an unknown use of resources."""
 LEAST_SPEED, MOST_SPEED = 0.01, 1.5
@@ -162,6 +153,14 @@ class _Seen:
         return (self.total + PRIOR * prior) / (self.number + PRIOR)
 
 
+# Predict how fast jobs are beside each other on one device, relative to their speed alone.
+#
+# Everything is reduced to pairs. A resource that two jobs want beyond its limit stretches the part of a step that uses it
+# by the excess. That expectation is corrected by the mean of what was observed of the pair, and of pairs of the same
+# families. A job's excess beside a group, its slowdown less 1, is the sum of its excesses beside each member.
+#
+# A Gaussian process and trees over pairs predict single pairs better, but jobs in a simulated cluster ended no sooner with
+# them (docs/colocate/policies.md).
 class SlowdownModel:
     """Learned from observed groups; a `SpeedPredictor`. Without observations it predicts from uses and limits alone.
 
@@ -246,13 +245,6 @@ def _expected_speed(one: _Use, other: _Use) -> float:
     return 1 / (1 + sum(min(share, 1.0) * e for share, e in zip(one.shares, excess, strict=True)))
 
 
-# Divide the cores of one machine among jobs that run side by side: threads, and the speeds to expect.
-#
-# A job's step alone is a wait for input, a fraction `wait` of it, and work of `cores` core-seconds for each second of the
-# step. With fewer threads than that work could use, the working part takes longer. Where all jobs together want more cores
-# than there are, each gets what it wants or an equal share, whichever is less (max-min fairness), as the kernel divides
-# them.
-
 Shares: TypeAlias = Callable[[Sequence[float], float], list[int]]
 """Returns the threads of each job's processes, given the busy cores of each alone and the number of cores."""
 
@@ -265,6 +257,12 @@ SYNC = 0.06
 """Part of a job's work with several threads that only keeps them in step: 5 to 7 % of the CPU time of small MLPs and tables."""
 
 
+# Divide the cores of one machine among jobs that run side by side: threads, and the speeds to expect.
+#
+# A job's step alone is a wait for input, a fraction `wait` of it, and work of `cores` core-seconds for each second of the
+# step. With fewer threads than that work could use, the working part takes longer. Where all jobs together want more cores
+# than there are, each gets what it wants or an equal share, whichever is less (max-min fairness), as the kernel divides
+# them.
 @dataclass(frozen=True, order=True)
 class CoreUse:
     """Needs of a job alone, when it may use all cores.
@@ -335,18 +333,6 @@ def _level(wanted: Floats, num_cores: float) -> float:
     return float("inf")
 
 
-# Predict how fast jobs are beside each other on the cores of one machine, relative to their speed alone.
-#
-# Most of a slowdown follows from the division of cores (`slowdown.py`). The rest is learned from observed groups, as
-# corrections of the log of the expected speed e of a job i of family f beside jobs j of families g, each of which keeps a
-# fraction b of the machine's cores busy while the job has one:
-#
-# log speed = log e + a_f log t + c_f + sum over j of b_j (d_g + h_fg)
-#
-# t is the speed with the job's threads if the cores were enough. a is how much better a job's work goes with fewer threads,
-# c the cost of waking up late, d a job's pressure on caches and memory, h what only these two do to each other. All are
-# small before anything was observed (a Bayesian linear regression).
-
 Group = tuple[CoreUse, ...]
 
 DEVIATIONS = {"threads": 0.3, "wake": 0.1, "pressure": 0.2, "pair": 0.1}
@@ -365,6 +351,17 @@ class _Corrections:
     values: Floats
 
 
+# Predict how fast jobs are beside each other on the cores of one machine, relative to their speed alone.
+#
+# Most of a slowdown follows from the division of cores (`slowdown.py`). The rest is learned from observed groups, as
+# corrections of the log of the expected speed e of a job i of family f beside jobs j of families g, each of which keeps a
+# fraction b of the machine's cores busy while the job has one:
+#
+# log speed = log e + a_f log t + c_f + sum over j of b_j (d_g + h_fg)
+#
+# t is the speed with the job's threads if the cores were enough. a is how much better a job's work goes with fewer threads,
+# c the cost of waking up late, d a job's pressure on caches and memory, h what only these two do to each other. All are
+# small before anything was observed (a Bayesian linear regression).
 class CoreSpeeds:
     """Learned from observed groups; a `SpeedPredictor` for CPUs. The limit "cores" of a device is its number of cores.
 

@@ -213,12 +213,6 @@ def _charged(tenant: Tenant, charges: Sizes) -> Tenant:
     return replace(tenant, holdings={**tenant.holdings, **changed})
 
 
-# Keep the jobs of a device within its memory: the host's, and on a GPU also the GPU's. Pure.
-#
-# A job gets its memory before it needs it: the sum of all charges never exceeds the device. A job that outgrows its charge
-# gets more if there is room. Else an elastic one gives a process up. Any other is paused, or goes back to the queue if its
-# present memory is too much. The others never pay.
-
 MEMORIES: tuple[Memory, ...] = ("host", "gpu")
 START_BYTES: Sizes = {"host": 1 << 30, "gpu": 1 << 30}
 """Allowance of a job with an unknown need: a Python process that has imported torch and Lightning has 0.5 GiB on the host, and
@@ -234,6 +228,11 @@ def free_bytes(memory: Memory, size: int, tenants: Iterable[Tenant]) -> int:
     return size - sum(tenant.holdings[memory].held_bytes for tenant in tenants)
 
 
+# Keep the jobs of a device within its memory: the host's, and on a GPU also the GPU's. Pure.
+#
+# A job gets its memory before it needs it: the sum of all charges never exceeds the device. A job that outgrows its charge
+# gets more if there is room. Else an elastic one gives a process up. Any other is paused, or goes back to the queue if its
+# present memory is too much. The others never pay.
 def memory_actions(sizes: Sizes, tenants: Sequence[Tenant]) -> list[Action]:
     """Return the actions that keep a device within its memory.
 

@@ -81,7 +81,7 @@ def _before_fork() -> None:
 #
 # A process holds one block of each lane that it reads, and a cursor of the source behind that block. At most `max_open`
 # lanes are held; the one that was not used for the longest time is closed for another. With threads, the blocks that are
-# needed next are there as well (`reader.py`).
+# needed next are there as well (`LaneReader`).
 
 log = logging.getLogger(__name__)
 

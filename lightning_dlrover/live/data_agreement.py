@@ -212,7 +212,7 @@ def fingerprint_data(
 
 
 def _fingerprint_of(loader: ElasticLoader, compare_samples: bool) -> LoaderFingerprint:
-    if loader.sequence is not None:  # its rows are compared as they are read, see `data_agreement.py`
+    if loader.sequence is not None:  # its rows are compared as they are read, see `compare_next_batches`
         return LoaderFingerprint(UNCOUNTED, [], loader.order.shards)
     if isinstance(loader.order, StreamOrder) and loader.order.grows:
         # The rows are fixed by a record, and those of the first window may be gone by now.

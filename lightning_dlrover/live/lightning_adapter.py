@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Use the private names of Lightning's Trainer, its loops, callbacks and loggers that a live fit depends on.
 #
-# `private_api.py` lists all private names of Lightning. Those of its strategies are used in `lightning_adapter.py`.
+# `private_api.py` lists all private names of Lightning. Those of its strategies are used further below.
 
 if TYPE_CHECKING:
     import lightning as L

@@ -269,7 +269,7 @@ def reserve(
 
 
 class DenseReplica(Protocol):
-    """The dense parameters of the model, see `replica.py`."""
+    """The dense parameters of the model, see `Replica`."""
 
     unused: UnusedParameters
 

@@ -17,14 +17,13 @@ from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.records import Keys, NodesRecord, PlanRecord, encode
 from lightning_dlrover.rdzv.job.tenure import Tenure, holder_text
 
+log = logging.getLogger(__name__)
+
+
 # The GPUs of one machine that several runs of pools share: each run claims those that its nodes use, by name, in etcd.
 #
 # The brain decides how many GPUs a job has. A run on this machine decides which ones, when it starts a node. Its claims are
 # bound to the lease of its place in the pool, so those of a killed run expire with it, and fenced on that place.
-
-log = logging.getLogger(__name__)
-
-
 class GpuClaims:
     """The claims of one run.
 

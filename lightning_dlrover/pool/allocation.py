@@ -13,11 +13,6 @@ from numpy.typing import NDArray
 
 from lightning_dlrover.tuning.cluster import Floats, Job, PolicySettings
 
-# Tables of predicted speeds: steps/s of each job by number of devices, on as few nodes as can be.
-#
-# A prediction costs far more than a look into a table, and a job's `Scaling` is the same object until more is known. So
-# each is asked once for a set of sizes.
-
 Ints = NDArray[np.int64]
 
 MOST_KEPT = 8192
@@ -31,6 +26,10 @@ class _Row:
     spread: Floats
 
 
+# Tables of predicted speeds: steps/s of each job by number of devices, on as few nodes as can be.
+#
+# A prediction costs far more than a look into a table, and a job's `Scaling` is the same object until more is known. So
+# each is asked once for a set of sizes.
 class SpeedTables:
     """Rows of speeds, remembered by the object that predicts them."""
 
@@ -245,6 +244,10 @@ class SizePolicy:
     rigid: bool = False
 
 
+MOST_EXACT = 60_000_000
+"""Operations up to which the exact solution is computed: a few tenths of a second."""
+
+
 # Choose one size for each job such that the sum of their values is the largest, and the devices suffice.
 #
 # This is the multiple-choice knapsack problem. Dynamic programming over devices solves it exactly, whatever the shape of
@@ -255,11 +258,6 @@ class SizePolicy:
 # Beyond `MOST_EXACT` operations, jobs climb their concave hulls, steepest step first. That is the optimum of the linear
 # relaxation but for the last step, so its loss is at most the gain of one step (Sinha and Zoltners, Operations Research
 # 27(3), 1979).
-
-MOST_EXACT = 60_000_000
-"""Operations up to which the exact solution is computed: a few tenths of a second."""
-
-
 def best_columns(values: Floats, sizes: Ints, num_devices: int) -> Ints:
     """Return the chosen column of each job, shape ``(num_jobs,)``.
 
@@ -425,54 +423,8 @@ class _Curve:
         return cls(sizes[used], row[used], np.repeat(slopes[:steps], widths[:steps]))
 
 
-# heSRPT: the division with the least mean completion time where all jobs have the speedup k^p and are present from the
-# start.
-#
-# With the m present jobs in the order of their remaining sizes, the largest first, job i gets the share
-#
-# theta_i = (i / m)^(1 / (1 - p)) - ((i - 1) / m)^(1 / (1 - p))
-#
-# of all devices (Berg, Vesilo and Harchol-Balter, Performance Evaluation 144, 2020, theorem 3; weights as in their section
-# on weighted completion times: i / m becomes the part of all weights that jobs of at least this size have). When a job
-# comes, it is computed again for those present, which is the paper's heuristic for arrivals.
-#
-# Differences: devices are whole. The smallest job gets its share, rounded, within its limits; then the next one its share
-# of what is left. Jobs do not have one speedup: p is `EXPONENT`, chosen on the workloads 1 and 2 of
-# docs/lab/cluster_figures.md, and a remaining size is the device seconds at a job's best efficiency. A job of unknown
-# length is expected to need as much again as it has had.
-
-EXPONENT = 0.6
-"""Exponent p of the speedup."""
-
-
-def hesrpt(share: Share) -> Ints:
-    """Return the sizes."""
-    part = shares(share.work_left, share.weights, EXPONENT)
-    numbers, left = np.where(share.floors > 0, share.least, 0), share.num_devices - int(share.floors.sum())
-    total = 1.0
-    for index in np.argsort(-part, kind="stable").tolist():
-        available = left + int(numbers[index])
-        wanted = min(round(available * part[index] / total), int(share.fastest[index])) if total > 1e-12 else 0
-        number = max(wanted, int(share.floors[index]))
-        numbers[index] = number if number >= share.least[index] else 0
-        left = available - int(numbers[index])
-        total -= part[index]
-    return share.sizes[share.columns_of(numbers)]
-
-
-def shares(work: Floats, weights: Floats, exponent: float) -> Floats:
-    """Return the part of all devices for each job, shape ``(num_jobs,)``; the sum is 1.
-
-    Args:
-        work: left, shape ``(num_jobs,)``.
-        weights: of the completion times, of that shape.
-    """
-    order = np.lexsort((np.arange(len(work)), -work / weights))
-    total = np.cumsum(weights[order])
-    part = np.empty(len(work))
-    bounds = (total / total[-1]) ** (1 / (1 - exponent)) if len(work) else total
-    part[order] = np.diff(bounds, prepend=0.0)
-    return part
+HORIZON_S = 300.0
+"""Seconds for which sizes are expected to stay."""
 
 
 # Mean job completion time: least total completion time by learned speeds, remaining work, and the measured cost of a
@@ -498,11 +450,6 @@ def shares(work: Floats, weights: Floats, exponent: float) -> Floats:
 #
 # Speeds count as expected, however uncertain they are: counted half a deviation lower, jobs learned less and ended 1.5 %
 # later. The maximum is exact for clusters of usual size, see `knapsack`.
-
-HORIZON_S = 300.0
-"""Seconds for which sizes are expected to stay."""
-
-
 def jct(share: Share) -> Ints:
     """Return the sizes."""
     if not len(share.jobs):

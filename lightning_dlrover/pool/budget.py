@@ -183,18 +183,6 @@ def held_by(jobs: Iterable[PoolJob]) -> Resources:
     return total
 
 
-# Fairness among the owners of a pool's jobs: the order in which waiting jobs start, quotas, and the weights of running
-# ones.
-#
-# An owner's share is that of its dominant resource: the largest part of the budget that it has of any resource (dominant
-# resource fairness, Ghodsi et al., NSDI 2011). A running job counts with the workers that it cannot be made to give back.
-#
-# The next start goes to the owner whose share, over its weight, would then be the least. Jobs of one owner start by
-# priority, then by submission; one that waits longer than the bound goes before the others of its owner. If it is larger
-# than its owner's part, the weight over that of all owners with jobs, it then counts as if it needed nothing: so it has its
-# turn, too.
-
-
 @dataclass(frozen=True)
 class Owners:
     """Weights and quotas by owner. The weight of an owner that is absent is 1, and its quota has no limit."""
@@ -213,6 +201,16 @@ class Owners:
         return [owner for owner in self.quotas if owner in held and not held[owner].fits(self.quota(owner))]
 
 
+# Fairness among the owners of a pool's jobs: the order in which waiting jobs start, quotas, and the weights of running
+# ones.
+#
+# An owner's share is that of its dominant resource: the largest part of the budget that it has of any resource (dominant
+# resource fairness, Ghodsi et al., NSDI 2011). A running job counts with the workers that it cannot be made to give back.
+#
+# The next start goes to the owner whose share, over its weight, would then be the least. Jobs of one owner start by
+# priority, then by submission; one that waits longer than the bound goes before the others of its owner. If it is larger
+# than its owner's part, the weight over that of all owners with jobs, it then counts as if it needed nothing: so it has its
+# turn, too.
 @dataclass(frozen=True)
 class Queue:
     """Waiting jobs.
@@ -310,13 +308,6 @@ def _dominant(held: Resources, budget: Resources) -> float:
     return max((has / of for has, of in pairs if has and of and math.isfinite(of)), default=0.0)
 
 
-# Turn wanted sizes into changes that never exceed the budget, however late processes end.
-#
-# A job holds the most of its grant, the workers of its plan, and those that run. So a smaller grant frees nothing by
-# itself: only when the job's workers have ended does another one grow. Changes that do not fit yet wait for a later
-# decision.
-
-
 @dataclass(frozen=True)
 class Move:
     """A change of a job's grant."""
@@ -326,6 +317,11 @@ class Move:
     after: int
 
 
+# Turn wanted sizes into changes that never exceed the budget, however late processes end.
+#
+# A job holds the most of its grant, the workers of its plan, and those that run. So a smaller grant frees nothing by
+# itself: only when the job's workers have ended does another one grow. Changes that do not fit yet wait for a later
+# decision.
 def next_moves(
     jobs: Sequence[PoolJob],
     budget: Resources,
@@ -361,12 +357,10 @@ def next_moves(
 # Rules that hold for every policy:
 #
 # - A job keeps its own limits. It is never stopped once it runs: at the least it keeps its fewest workers, whatever the
-#   priority
-#   of a job that waits.
+#   priority of a job that waits.
 # - A job with a size set by hand, or with a planner that has not decided yet, keeps its size and is counted.
-# - Waiting jobs start in the order of `budget.py`. One that does not fit holds back the jobs of other owners. Smaller jobs of
-#   its
-#   own owner pass it, until it has waited longer than the bound: from then on no job does.
+# - Waiting jobs start in the order of `queue_in_order`. One that does not fit holds back the jobs of other owners. Smaller
+#   jobs of its own owner pass it, until it has waited longer than the bound: from then on no job does.
 # - An owner has no more than its quota.
 
 NO_RULES = Owners()

@@ -230,13 +230,6 @@ def _of_pool(place: JobPlace, view: PoolView, options: argparse.Namespace, now: 
     return lines
 
 
-# Divide a cluster's resources among its jobs.
-#
-# Uses DLRover-RM's weighted greedy on marginal gain (Wang et al., PVLDB 17(12), 2024): the job that gains most for a unit
-# of resources gets it first. Options below the concave hull of a job's Pareto front would never be chosen this way; they
-# only use the resources left at the end.
-
-
 @dataclass(frozen=True)
 class Option:
     """Settings that a job could have."""
@@ -275,6 +268,11 @@ def options_of(decision: Decision) -> tuple[Option, ...]:
     return tuple(Option(c.settings, float(c.gpus or c.cores), c.samples_per_s) for c in able)
 
 
+# Divide a cluster's resources among its jobs.
+#
+# Uses DLRover-RM's weighted greedy on marginal gain (Wang et al., PVLDB 17(12), 2024): the job that gains most for a unit
+# of resources gets it first. Options below the concave hull of a job's Pareto front would never be chosen this way; they
+# only use the resources left at the end.
 def divide(jobs: Sequence[ClusterJob], budget: float) -> dict[str, Option]:
     """Return an option for each job, by name, so that together they stay within `budget` and gain much.
 

@@ -26,14 +26,9 @@ from lightning_dlrover.pool.budget import (
     wanted_sizes,
     why_never,
 )
-from lightning_dlrover.pool.policies import ELASTIC_POLICIES, make_elastic
+from lightning_dlrover.pool.policies import POOL_POLICIES, make_policy
 from lightning_dlrover.tuning.cluster import Device, Job, Policy, PolicySettings, Profile, Running, Speeds, State, turn_of
 from lightning_dlrover.tuning.plan import Candidate, Decision
-
-# Divide a pool with one of the policies for elastic jobs.
-#
-# A device is a core, or a GPU; a pool's jobs on GPUs are divided first, then the others on the cores that are left. Where
-# the devices lie is left to the schedulers, so they count as one node, and only the number of each job's devices is used.
 
 GUESSED_EXPONENT = 0.8
 """Throughput of a job with unknown speed: the number of its workers to this power."""
@@ -48,16 +43,20 @@ NODE = "pool"
 MEMORY_BYTES = 1 << 40  # memory of each device; a pool counts memory by itself
 
 
+# Divide a pool with one of the policies for elastic jobs.
+#
+# A device is a core, or a GPU; a pool's jobs on GPUs are divided first, then the others on the cores that are left. Where
+# the devices lie is left to the schedulers, so they count as one node, and only the number of each job's devices is used.
 def elastic_divider(name: str, max_wait_s: float) -> Divider:
     """Return the divider that decides as the policy with that name.
 
     Raises:
         ValueError: there is no such policy.
     """
-    policy = make_elastic(name, PolicySettings(max_wait_s=max_wait_s, may_pause=False))
+    policy = make_policy(name, PolicySettings(max_wait_s=max_wait_s, may_pause=False))
     # The needs of a new job are learned by running it, so it gets its fewest workers as soon as others can make room. A rigid
     # policy makes none.
-    waits_longer_s = 0.0 if ELASTIC_POLICIES[name].rigid else 2 * max_wait_s
+    waits_longer_s = 0.0 if POOL_POLICIES[name].rigid else 2 * max_wait_s
 
     def divide(jobs: Sequence[PoolJob], free: Resources, now_s: float) -> Mapping[str, int]:
         on_gpus = [job for job in jobs if job.needs.gpus]
@@ -221,7 +220,7 @@ class Rules:
 
     def treated(self, jobs: Sequence[PoolJob]) -> Sequence[PoolJob]:
         """Return jobs as the policy treats them."""
-        return as_asked(jobs, self.budget, self.owners) if ELASTIC_POLICIES[self.policy].rigid else jobs
+        return as_asked(jobs, self.budget, self.owners) if POOL_POLICIES[self.policy].rigid else jobs
 
 
 @dataclass(frozen=True)

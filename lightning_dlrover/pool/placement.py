@@ -235,12 +235,6 @@ class Nodes:
         return None
 
 
-# Bring jobs together that are split over more nodes than they need, where that gains more than the moves cost.
-#
-# A split job takes whole nodes and the smallest sufficient rest. Where no node has the room, small jobs of one node go
-# elsewhere, the fewest devices that will do. A move is worth its cost if the device seconds that the split job saves until
-# its end, or in `LASTS_S`, exceed those that all moved jobs lose.
-
 LASTS_S = 600.0
 """Seconds for which a placement is expected to last."""
 
@@ -251,6 +245,11 @@ MOST_NODES = 16
 """Nodes that are tried to make room for a part of a split job, those with the fewest devices to move first."""
 
 
+# Bring jobs together that are split over more nodes than they need, where that gains more than the moves cost.
+#
+# A split job takes whole nodes and the smallest sufficient rest. Where no node has the room, small jobs of one node go
+# elsewhere, the fewest devices that will do. A move is worth its cost if the device seconds that the split job saves until
+# its end, or in `LASTS_S`, exceed those that all moved jobs lose.
 def consolidate(
     nodes: Nodes,
     per_node: int,

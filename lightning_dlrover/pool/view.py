@@ -29,6 +29,10 @@ from lightning_dlrover.rdzv.membership.rounds import read_view
 from lightning_dlrover.tuning.memory import least_workers
 from lightning_dlrover.tuning.plan import Candidate, Decision
 
+POOLS_FOLDER = ".pools"
+"""Folder of all pools below the prefix of all jobs. No job has this name: names of jobs begin with a letter, digit or `_`."""
+
+
 # Records of a pool: a budget of cores, GPUs and memory that several jobs share.
 #
 # members/{run_id}   a job that has, or waits for, a place. Written by its `dlrover run`, bound to that process's lease.
@@ -42,11 +46,6 @@ from lightning_dlrover.tuning.plan import Candidate, Decision
 #
 # A job holds its grant, the workers of its plan, or those that run, whichever is the most. So a place is free only when the
 # processes in it have ended, however their `dlrover run` has ended.
-
-POOLS_FOLDER = ".pools"
-"""Folder of all pools below the prefix of all jobs. No job has this name: names of jobs begin with a letter, digit or `_`."""
-
-
 @dataclass(frozen=True)
 class PoolKeys:
     """Every key of one pool."""
@@ -307,16 +306,15 @@ def num_alive(live: Mapping[str, KeyValue], keys: Keys) -> int:
     return max(workers_of_agents, len(view.workers), len(controller.apps) if controller is not None else 0)
 
 
+FOLDERS_PER_LOOK = 64
+"""Maximum number of jobs, ended ones among them, that a look walks over. Each costs a request at most."""
+
+
 # Jobs under the same prefix that are in no pool: they use a part of the budget, and are left alone.
 #
 # Keys of jobs that have ended stay in etcd for days, so there may be thousands. Each look walks over a limited number of
 # folders and goes on where the last one stopped. Jobs that were found are read in every look. The first look walks over all
 # of them. The brain publishes the names that it knows, so that commands need not walk.
-
-FOLDERS_PER_LOOK = 64
-"""Maximum number of jobs, ended ones among them, that a look walks over. Each costs a request at most."""
-
-
 class Outsiders:
     """Looks for jobs that are in no pool, again and again."""
 
@@ -397,12 +395,6 @@ def _needs(live: Mapping[str, KeyValue], keys: Keys, plan: PlanRecord | None) ->
     return Resources(cores / per_node if cores else 1.0, 0, memory_mb / per_node)
 
 
-# Read a pool and its jobs from etcd. Decides nothing.
-#
-# The pool's own keys are read first, in one request, the key `brain` among them. Whatever is read afterwards is at least as
-# new. So a write that requires `brain` to be unchanged is based on a state in which no other decision is missing. The keys
-# of all jobs are read in transactions of many ranges, two requests for as many jobs as one transaction holds.
-
 R = TypeVar("R")
 
 
@@ -425,6 +417,11 @@ class PoolView:
         return [seen.job for seen in self.jobs.values()]
 
 
+# Read a pool and its jobs from etcd. Decides nothing.
+#
+# The pool's own keys are read first, in one request, the key `brain` among them. Whatever is read afterwards is at least as
+# new. So a write that requires `brain` to be unchanged is based on a state in which no other decision is missing. The keys
+# of all jobs are read in transactions of many ranges, two requests for as many jobs as one transaction holds.
 class Watch:
     """Looks at one pool, again and again.
 

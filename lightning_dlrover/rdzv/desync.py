@@ -189,36 +189,6 @@ def tensors_in(args: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield from tensors_in(arg)
 
 
-# Detect workers that meet in different collectives, and end them with an error that names both places.
-#
-# gloo and NCCL match collectives only by their order. Workers that run different ones wait for each other until the timeout
-# of collectives, mix up values, or are aborted when sizes differ. Three measures turn that into a `MismatchError` on all
-# workers:
-#
-# 1. Before a collective that is begun from Python, the workers compare its `Purpose` in a group of their own, or along a tree
-#   if
-#    they are many. All messages there have one size. Votes travel there, too, so a vote can also be compared with a
-#    collective.
-#    Before an asynchronous collective the comparison is only begun. Its result is read at the next one, in the next vote, or
-#    without progress.
-# 2. DDP's collectives are not compared, because that would cost each step. Instead each worker's numbers of begun
-#   collectives,
-#    `CollectiveCounts`, are compared while it makes no progress. In a correct program all workers begin the same collectives
-#    in
-#    the same order. A worker that is ahead of another in one group is therefore not behind it in the other. If it is, they
-#    wait
-#    for each other for ever. This holds whenever the numbers are read: a slow worker is never mistaken for one that runs
-#    another
-#    program. The same holds for two workers that have begun equally many collectives in the round's group, and a different
-#    one
-#    last.
-# 3. Each comparison includes the number of collectives begun in the round's group. The next vote therefore detects a
-#   collective
-#    that one worker has left out. Votes include the number of the step.
-#
-# The workers agree on the error through the round's store before the group is severed, so that none mistakes the others'
-# end for a loss.
-
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
@@ -292,6 +262,35 @@ class Program(Protocol):
     def place(self) -> PlaceInProgram: ...
 
 
+# Detect workers that meet in different collectives, and end them with an error that names both places.
+#
+# gloo and NCCL match collectives only by their order. Workers that run different ones wait for each other until the timeout
+# of collectives, mix up values, or are aborted when sizes differ. Three measures turn that into a `MismatchError` on all
+# workers:
+#
+# 1. Before a collective that is begun from Python, the workers compare its `Purpose` in a group of their own, or along a tree
+#   if
+#    they are many. All messages there have one size. Votes travel there, too, so a vote can also be compared with a
+#    collective.
+#    Before an asynchronous collective the comparison is only begun. Its result is read at the next one, in the next vote, or
+#    without progress.
+# 2. DDP's collectives are not compared, because that would cost each step. Instead each worker's numbers of begun
+#   collectives,
+#    `CollectiveCounts`, are compared while it makes no progress. In a correct program all workers begin the same collectives
+#    in
+#    the same order. A worker that is ahead of another in one group is therefore not behind it in the other. If it is, they
+#    wait
+#    for each other for ever. This holds whenever the numbers are read: a slow worker is never mistaken for one that runs
+#    another
+#    program. The same holds for two workers that have begun equally many collectives in the round's group, and a different
+#    one
+#    last.
+# 3. Each comparison includes the number of collectives begun in the round's group. The next vote therefore detects a
+#   collective
+#    that one worker has left out. Votes include the number of the step.
+#
+# The workers agree on the error through the round's store before the group is severed, so that none mistakes the others'
+# end for a loss.
 class CollectiveMonitor:
     """Compare the next collectives of a round's workers. Used by the thread that created it, and watched by one of its own.
 

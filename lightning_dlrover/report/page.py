@@ -481,16 +481,15 @@ def _thousands() -> Any:
     return FuncFormatter(lambda value, _: f"{value:,.0f}")
 
 
-# Write a job's report: one HTML file with pictures, and a text that fits one screen.
-#
-# `report/timeline.py` interprets the events, `report/page.py` draws them, and `report/page.html.j2` arranges both. All text
-# from the job is escaped. Only recorded data is shown, and missing data is named.
-
 MAX_COLUMNS = 80
 MAX_LINES = 24
 MAX_TABLE_ROWS = 200
 
 
+# Write a job's report: one HTML file with pictures, and a text that fits one screen.
+#
+# `report/timeline.py` interprets the events, `report/page.py` draws them, and `report/page.html.j2` arranges both. All text
+# from the job is escaped. Only recorded data is shown, and missing data is named.
 def write_report(run_id: str, events: Sequence[EventRecord], path: Path) -> None:
     """Write the report of one job to `path`, whole or not at all. Create the folder if it is missing.
 

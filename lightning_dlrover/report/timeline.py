@@ -34,11 +34,6 @@ from lightning_dlrover.report.status import CANCELLED, ended_how
 from lightning_dlrover.tuning.plan import Candidate, Decision, Outcome, Settings, outcome, seconds_text, step_text
 from lightning_dlrover.tuning.samples import STEP_PARTS
 
-# Interpret a job's events: rounds, stalls, losses, decisions and profiles, in chronological order.
-#
-# Events come from etcd or from a file that may be truncated, so their `data` is always validated. An event without a
-# required field is counted in `JobTimeline.num_skipped` and left out. Data that was never recorded is listed in `missing`.
-
 KINDS = {
     each.KIND
     for each in (
@@ -160,6 +155,10 @@ class JobTimeline:
         return tuple(said)
 
 
+# Interpret a job's events: rounds, stalls, losses, decisions and profiles, in chronological order.
+#
+# Events come from etcd or from a file that may be truncated, so their `data` is always validated. An event without a
+# required field is counted in `JobTimeline.num_skipped` and left out. Data that was never recorded is listed in `missing`.
 def timeline_of(run_id: str, events: Sequence[EventRecord]) -> JobTimeline:
     """Build the timeline of one job. Events may be in any order, incomplete or broken."""
     timed = sorted((e for e in events if 0 <= e.at < LATEST), key=lambda e: e.at)

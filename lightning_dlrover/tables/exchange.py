@@ -46,16 +46,6 @@ def part_of(block: Block, region: Region) -> torch.Tensor:
     return rows if rows.dim() == 1 else rows[:, region.col0 - block.region.col0 : region.col1 - block.region.col0]
 
 
-# Memory for tables in which every row of every table has an address of its own, on every worker.
-#
-# The cost of a change of workers is largely memory: pages touched for the first time, and rows that stay with their worker
-# but are copied into its new shard. Addresses, in contrast, cost nothing. The rows of a shard determine its address, so
-# rows that a worker keeps stay in place, and only rows from other workers need pages.
-#
-# Huge pages are used where the kernel has them. With 4 KiB pages, page faults take several times as long as the bytes do on
-# the wire. Memory of rows that were sent away is given back page by page at once, not when its module happens to be
-# collected.
-
 PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
 PIECE = 8 << 20
@@ -105,6 +95,15 @@ class _Range:
     end: int = 0
 
 
+# Memory for tables in which every row of every table has an address of its own, on every worker.
+#
+# The cost of a change of workers is largely memory: pages touched for the first time, and rows that stay with their worker
+# but are copied into its new shard. Addresses, in contrast, cost nothing. The rows of a shard determine its address, so
+# rows that a worker keeps stay in place, and only rows from other workers need pages.
+#
+# Huge pages are used where the kernel has them. With 4 KiB pages, page faults take several times as long as the bytes do on
+# the wire. Memory of rows that were sent away is given back page by page at once, not when its module happens to be
+# collected.
 class Arena:
     """Places shards by their rows.
 
@@ -317,19 +316,6 @@ def swap(group: Any, mine: Mapping[int, torch.Tensor], theirs: Mapping[int, torc
         each.wait(timedelta(seconds=SWAP_S))
 
 
-# Send parts of tables from the workers that hold them to those that need them, in place and in bounded pieces.
-#
-# Every worker computes the same list of moves (`layout.plan_moves`) and carries out its own part of it. Rows that stay are
-# left in place. If their columns are cut differently, they are copied while others are on the wire. Memory of rows that a
-# source has sent away is freed at once, so a worker hardly needs more memory than the larger of its old and new shards.
-#
-# A value of a row-wise optimizer state belongs to a row and the columns of one shard. Where columns are cut differently, a
-# row's value is the mean of its source shards' values, weighted by width. That is exact for merged shards, because the
-# state is a mean over columns, as in row-wise Adagrad. After a split, each part starts with the value of the whole.
-#
-# gloo sends from the host's memory. Values on a GPU are copied there piece by piece, so either end of a move may be on any
-# device.
-
 CHUNK_BYTES = 4 << 20
 """Bytes per message on the wire: gloo reaches its full speed from this size on."""
 
@@ -359,6 +345,18 @@ class _Message:
     done: Callable[[], object]
 
 
+# Send parts of tables from the workers that hold them to those that need them, in place and in bounded pieces.
+#
+# Every worker computes the same list of moves (`layout.plan_moves`) and carries out its own part of it. Rows that stay are
+# left in place. If their columns are cut differently, they are copied while others are on the wire. Memory of rows that a
+# source has sent away is freed at once, so a worker hardly needs more memory than the larger of its old and new shards.
+#
+# A value of a row-wise optimizer state belongs to a row and the columns of one shard. Where columns are cut differently, a
+# row's value is the mean of its source shards' values, weighted by width. That is exact for merged shards, because the
+# state is a mean over columns, as in row-wise Adagrad. After a split, each part starts with the value of the whole.
+#
+# gloo sends from the host's memory. Values on a GPU are copied there piece by piece, so either end of a move may be on any
+# device.
 def exchange(
     group: dist.ProcessGroup | dist.ProcessGroupGloo | None,
     members: Sequence[str],

@@ -133,11 +133,6 @@ def least_bytes(new_workers: Sequence[str], total_bytes: float, bytes_by_worker:
     return sum(max(0.0, share - bytes_by_worker.get(worker, 0.0)) for worker in new_workers)
 
 
-# Place the shards of embedding tables after a change of workers: little data to send, and an even load. Pure.
-#
-# The first plan of a job is torchrec's own. Later ones keep each table's kind and the cuts of its columns, and only
-# reassign owners. Shards stay with their owner where the balance allows.
-
 TOLERANCE = 0.1
 """Minimum imbalance that moves a shard, as a fraction of the mean load."""
 
@@ -178,6 +173,10 @@ def layout_of(plan: Plan) -> Layout:
     return {name: table.shards for name, table in plan.items()}
 
 
+# Place the shards of embedding tables after a change of workers: little data to send, and an even load. Pure.
+#
+# The first plan of a job is torchrec's own. Later ones keep each table's kind and the cuts of its columns, and only
+# reassign owners. Shards stay with their owner where the balance allows.
 def replan(plan: Plan, members: Sequence[str]) -> dict[str, TablePlan]:
     """Return the plan for other workers.
 

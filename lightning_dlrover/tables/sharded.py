@@ -46,12 +46,6 @@ from lightning_dlrover.tables.torchrec_adapter import (
 )
 from lightning_dlrover.tuning.resources import available_bytes
 
-# The first values of embedding tables, before a job has trained them.
-#
-# A table that has values when it is sharded keeps them, whatever has set them. The first worker's count, as with
-# Lightning's DDP: its rows are sent to their owners. A table on `meta` is initialised by its `init_fn`, from a seed that
-# all workers share. Either way the values depend neither on the sharding nor on the number of workers.
-
 INIT_ROWS = 4096
 """Number of rows initialised from one seed, so that a worker draws little more than the rows that it holds."""
 
@@ -66,6 +60,11 @@ ELEMENTWISE = (
 """Functions whose values do not depend on a table's shape. torchrec's default is `uniform_` with bounds."""
 
 
+# The first values of embedding tables, before a job has trained them.
+#
+# A table that has values when it is sharded keeps them, whatever has set them. The first worker's count, as with
+# Lightning's DDP: its rows are sent to their owners. A table on `meta` is initialised by its `init_fn`, from a seed that
+# all workers share. Either way the values depend neither on the sharding nor on the number of workers.
 def drawn(config: Any, table: str, seed: int, region: Region, dtype: torch.dtype) -> Iterator[tuple[Region, torch.Tensor]]:
     """Yield the first values of a region of a table, in one or more parts of whole rows.
 
@@ -293,8 +292,6 @@ def _are_too_many(mask: torch.Tensor, moment: int) -> bool:
 # `ShardedTables.build` creates the sharded modules for one world, again after each change of the world. It works in place:
 # the dense parameters and all references to them stay as they are. `ShardedTables.blocks` returns the memory of weights and
 # optimizer states, which is read and written in place.
-
-
 class ShardedTables:
     """All embedding collections in one module.
 
@@ -651,8 +648,6 @@ def _counters_of(kernel: Any) -> list[torch.Tensor]:
 #
 # Tables that are trained in their backward pass leave the user's optimizers. They follow the learning rates of the
 # parameter groups that they have left. Tables that every worker holds whole stay in the optimizers.
-
-
 class UsersOptimizers:
     """The optimizers of one `fit` after another, which all train the same tables."""
 

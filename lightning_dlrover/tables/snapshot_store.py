@@ -27,15 +27,6 @@ from lightning_dlrover.tables.exchange import Block, touch
 from lightning_dlrover.tables.layout import Region
 from lightning_dlrover.tables.persist import PREFIX, parts_in
 
-# Snapshots of a job's state in the hosts' memory, which outlives the workers that wrote them.
-#
-# A snapshot is the state between two batches: every worker's shards of the tables, and the rest, which is equal on all
-# workers. It consists of one `Part` per worker. A worker keeps its own part, and copies of its neighbours', in files of
-# shared memory. Each has two slots, so that the former part is valid until the next one is. A part is either complete or
-# absent. The workers find out together which snapshots are complete, see `newest_complete`.
-#
-# The files remain when a worker is killed, so another worker on the same host finds them, even if it starts later.
-
 MAGIC = b"DLRSNAP1"
 LARGEST = 1 << 48
 PIECE_BYTES = 8 << 20
@@ -119,6 +110,14 @@ class PartHeader:
         return header
 
 
+# Snapshots of a job's state in the hosts' memory, which outlives the workers that wrote them.
+#
+# A snapshot is the state between two batches: every worker's shards of the tables, and the rest, which is equal on all
+# workers. It consists of one `Part` per worker. A worker keeps its own part, and copies of its neighbours', in files of
+# shared memory. Each has two slots, so that the former part is valid until the next one is. A part is either complete or
+# absent. The workers find out together which snapshots are complete, see `newest_complete`.
+#
+# The files remain when a worker is killed, so another worker on the same host finds them, even if it starts later.
 @dataclass(frozen=True)
 class Part:
     """A complete part in this host's memory or on disk."""
@@ -317,11 +316,6 @@ def _view(values: torch.Tensor, place: BufferSlot) -> torch.Tensor:
     return part.view(getattr(torch, place.dtype)).view(place.shape)
 
 
-# Storage for the parts of snapshots: files in the hosts' shared memory, and on disk.
-#
-# Each worker has two slots for its own part and for each copy, so that the former part is valid until the next one is. The
-# files remain when a worker is killed, so another worker on the same host finds them, even if it starts later.
-
 log = logging.getLogger(__name__)
 
 ALIGN = 4096
@@ -330,6 +324,10 @@ SLACK_BYTES = 8 << 20
 """Bytes, beside a quarter of a part, by which its memory may exceed the part."""
 
 
+# Storage for the parts of snapshots: files in the hosts' shared memory, and on disk.
+#
+# Each worker has two slots for its own part and for each copy, so that the former part is valid until the next one is. The
+# files remain when a worker is killed, so another worker on the same host finds them, even if it starts later.
 class SnapshotStore:
     """The parts that this host's workers of one job hold.
 

@@ -42,11 +42,6 @@ from lightning_dlrover.tables.snapshot_store import (
     size_of_changes,
 )
 
-# Choose the workers that keep copies of each part of a snapshot, and send them the copies.
-#
-# Each worker sends its part to as many others as there are replicas, on other hosts if there are any. A neighbour with the
-# part of the previous snapshot gets only the changes since then. A neighbour on the same host reads shared memory.
-
 EVERYTHING, CHANGES, NOTHING = range(3)
 """Requests of a neighbour for a part."""
 
@@ -83,6 +78,10 @@ def others(rank: int, hosts: Sequence[str], count: int) -> list[int]:
     return sorted(ring, key=lambda r: (hosts[r] == hosts[rank], turns.get(r, 0), first[hosts[r]], ring.index(r)))[:count]
 
 
+# Choose the workers that keep copies of each part of a snapshot, and send them the copies.
+#
+# Each worker sends its part to as many others as there are replicas, on other hosts if there are any. A neighbour with the
+# part of the previous snapshot gets only the changes since then. A neighbour on the same host reads shared memory.
 class Neighbours:
     """The workers that exchange copies of their parts with this one in a round.
 
@@ -233,12 +232,6 @@ class _Incoming:
         self._writer.commit()
 
 
-# A worker's part in taking snapshots, and the decision on which snapshot counts.
-#
-# When a vote shows that all workers are ready, all begin a copy of their state at the same step. A thread makes the copy
-# and sends it to the neighbours while training goes on. The snapshot counts when the next vote shows that every worker
-# holds all its parts.
-
 log = logging.getLogger(__name__)
 
 MAX_STALL = 0.01
@@ -294,6 +287,11 @@ class SnapshotConfig:
             raise ValueError(f"snapshot replicas is {self.replicas}, it must be 0, 1 or 2")
 
 
+# A worker's part in taking snapshots, and the decision on which snapshot counts.
+#
+# When a vote shows that all workers are ready, all begin a copy of their state at the same step. A thread makes the copy
+# and sends it to the neighbours while training goes on. The snapshot counts when the next vote shows that every worker
+# holds all its parts.
 class Snapshots:
     """Takes this worker's part of every snapshot, sends it to the neighbours and keeps theirs."""
 

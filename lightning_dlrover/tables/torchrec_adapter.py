@@ -561,11 +561,6 @@ def _in_arena(placer: Placer) -> type:
     return InArena
 
 
-# Translate the user's optimizer of an embedding table into one that torchrec applies in the backward pass.
-#
-# Sharded tables have no gradients for an ordinary optimizer: fbgemm's kernels update the rows of a batch while they compute
-# its gradients. Only optimizers that these kernels compute exactly as the user's are translated; others are rejected.
-
 ON_CPU = ("SGD", "Adagrad", "RowWiseAdagrad")
 """Optimizers with CPU kernels in fbgemm."""
 
@@ -574,6 +569,10 @@ class TableOptimizerError(ValueError):
     """A table that its optimizer from the script cannot train."""
 
 
+# Translate the user's optimizer of an embedding table into one that torchrec applies in the backward pass.
+#
+# Sharded tables have no gradients for an ordinary optimizer: fbgemm's kernels update the rows of a batch while they compute
+# its gradients. Only optimizers that these kernels compute exactly as the user's are translated; others are rejected.
 @dataclass(frozen=True)
 class TableOptimizer:
     """Optimizer of one table in its backward pass.

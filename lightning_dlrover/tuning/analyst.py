@@ -38,7 +38,7 @@ from lightning_dlrover.tuning.samples import StepProfile
 
 # Publish a worker's measurements, and rank 0's windows, decisions and outcomes, as records and events in etcd.
 #
-# `profile_log.py` and `profile_log.py` choose the few that are written.
+# `profile_log.py` chooses the few that are written.
 
 PROGRESS_EVERY_S = 8.0  # minimum seconds between two records of the job's progress
 
@@ -262,8 +262,8 @@ def _is_tuned(plan: PlanRecord, settings: Settings) -> bool:
 
 # Learn from windows of steps and plan, in a background thread, while the job trains.
 #
-# Every worker's thread publishes its windows (`analyst.py`). Rank 0's thread also lets the autotuner decide
-# (`autotuner.py`), writes the plan (`analyst.py`) and later its outcome, and updates the job history.
+# Every worker's thread publishes its windows (`Publisher`). Rank 0's thread also lets the autotuner decide
+# (`autotuner.py`), writes the plan (`PlanWriter`) and later its outcome, and updates the job history.
 
 log = logging.getLogger(__name__)
 

@@ -91,7 +91,7 @@ def stored_bytes(payload: bytes) -> int:
 #
 # Each worker of a job produces a window every two seconds, for weeks. Writing all of them would fill an etcd that many jobs
 # share. On a machine with other load the windows of an unchanged job differ as well, so a change counts only if two windows
-# in a row show it, and `profile_log.py` bounds what is left of the noise. Pure: no clock, no connection.
+# in a row show it, and the budget above bounds what is left of the noise. Pure: no clock, no connection.
 
 SETTLED_S = 30.0
 """Seconds after which the first window of a round and setting, in which steps may be slower, is replaced by another one."""

@@ -124,28 +124,38 @@ def find_straggler(
 
 
 def judge_replacement(
-    straggler: Straggler, remaining_steps: float | None, resize_cost_s: float, num_earlier: int, horizon_s: float = 3600.0
+    straggler: Straggler,
+    remaining_steps: float | None,
+    resize_cost_s: float,
+    num_earlier: int,
+    lead_s: float = 0.0,
+    horizon_s: float = 3600.0,
 ) -> Replacement:
     """Decide whether a straggler costs more over the rest of the job than its replacement by a new worker.
 
-    The new worker starts while the others train, so the job loses only the time of one change of the world.
+    The new worker starts while the others train, so the job loses only the time of one change of the world. Until it has
+    started, the straggler stays: only the steps after that are saved time.
 
     Args:
         remaining_steps: steps left in the job; None if unknown.
         resize_cost_s: seconds that the whole job pauses for a change of the world.
         num_earlier: stragglers that this job has replaced already. Each further one has to save twice as much: where new
             workers are slow, too, replacing does not help.
+        lead_s: seconds until the new worker can train.
         horizon_s: remaining time assumed when the number of steps is unknown.
     Raises:
         ValueError: a number of steps or a cost is negative or not finite.
     """
-    for name, value in (("remaining_steps", remaining_steps), ("resize_cost_s", resize_cost_s)):
+    for name, value in (("remaining_steps", remaining_steps), ("resize_cost_s", resize_cost_s), ("lead_s", lead_s)):
         if value is not None and not 0 <= value < math.inf:
             raise ValueError(f"{name} is {value!r}, not a finite number of 0 or more")
     steps = horizon_s / straggler.step_time_s if remaining_steps is None else remaining_steps
-    saved_s, left_s = steps * straggler.lost_s, steps * straggler.step_time_s
+    left_s = steps * straggler.step_time_s
+    saved_s = max(0.0, left_s - lead_s) / straggler.step_time_s * straggler.lost_s
     needed_s = MARGIN * resize_cost_s * 2.0**num_earlier
     gain = f"would save {seconds_text(saved_s)} of {seconds_text(left_s)} left and cost {seconds_text(resize_cost_s)}"
+    if lead_s:
+        gain += f" (a new worker starts in about {seconds_text(lead_s)})"
     if saved_s < needed_s:
         again = f", after {num_earlier} that were replaced before" if num_earlier else ""
         return Replacement(False, saved_s, resize_cost_s, f"replacing it {gain}, less than {seconds_text(needed_s)}{again}")

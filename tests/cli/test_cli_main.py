@@ -51,6 +51,14 @@ def test_every_command_has_a_function() -> None:
     assert all(callable(command_function(name)) for name in commands.choices.keys() - plugged)
 
 
+@pytest.mark.parametrize(("verbose", "lines"), [(False, ["warning: 2 of 3"]), (True, ["INFO a.b: one", "WARNING a.b: 2 of 3"])])
+def test_modules_are_named_in_messages_only_if_asked_for(verbose: bool, lines: list[str]) -> None:
+    code = f"import logging; from lightning_dlrover.cli.main import _log_to_stderr; _log_to_stderr({verbose})\n"
+    code += "log = logging.getLogger('a.b'); log.info('one'); log.warning('%d of 3', 2)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr.splitlines() == lines
+
+
 KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
 
 

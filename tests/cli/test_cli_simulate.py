@@ -15,7 +15,7 @@ from waiting import eventually
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.lab import plugin
-from lightning_dlrover.pool.policies import ELASTIC_POLICIES
+from lightning_dlrover.lab.simulate.baselines import ELASTIC_POLICIES
 
 
 def command(tmp_path: Path, *more: str) -> list[str]:
@@ -96,7 +96,7 @@ def test_wrong_options_are_refused(
 
 
 @pytest.mark.parametrize(
-    "samples, message", [("toy,64\\ngpt,5", "has no speeds of gpt, only of toy"), ("toy,1e30", "samples is 1e30, and the")]
+    "samples, message", [("toy,64\ngpt,5", "has no speeds of gpt, only of toy"), ("toy,1e30", "samples is 1e30, and the")]
 )
 def test_work_that_no_simulation_can_use_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], samples: str, message: str

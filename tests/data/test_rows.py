@@ -160,7 +160,7 @@ def test_table_shares_no_memory_with_the_block(values: list[Any]) -> None:
         ([1, None, 2, 3, None], "column 'c' has 2 nulls in a batch of 4 rows"),
         ([[1], [1, 2], [], [1], [1]], "lists in column 'c' have 1 to 2 values"),
         ([["a"]] * 5, "not lists of numbers"),
-        ([b"a", b"b", b"c", b"d", b"e"], "column 'c' holds binary, which is no number"),
+        ([b"a", b"b", b"c", b"d", b"e"], "column 'c' holds binary, which is not a number"),
     ],
 )
 def test_column_that_is_no_tensor_is_named(column: list[Any], message: str) -> None:

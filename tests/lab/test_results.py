@@ -195,6 +195,15 @@ def test_report_holds_every_study_and_escapes_text(tmp_path: Path) -> None:
     assert "not measured" in page  # energy
 
 
+def test_a_single_point_is_a_row_of_an_open_table_and_no_plot(tmp_path: Path) -> None:
+    studies, measured = all_measured()
+    single = Measurements(measured.header, measured.visits[:1], measured.limits)
+    write_page(tmp_path / "report.html", single, studies, [], SCOPE)
+    page = (tmp_path / "report.html").read_text()
+    assert "<svg" not in page
+    assert page.count("<details open>") == page.count("Table: 1 point,") >= 1
+
+
 def test_tables_are_written_with_one_row_per_point(tmp_path: Path) -> None:
     studies, measured = all_measured()
     files = write_tables(tmp_path, studies, results_of(measured.visits))
@@ -220,7 +229,8 @@ def test_comparison_page_shows_the_figures_of_both_machines(tmp_path: Path) -> N
     other = Measurements(Header(1, "0", replace(MACHINE, name="<i>other</i>")), one.visits[:1], [])
     write_comparison(tmp_path / "new" / "comparison.html", one, other)
     page = (tmp_path / "new" / "comparison.html").read_text()
-    assert page.count("<svg") == len(studies) + 1 + 1  # the first machine's studies and roofline, the second's only study
+    assert page.count("<svg") == len(studies) + 1  # the first machine's studies and roofline; the second has a single point
+    assert "B has fewer than two measured points here" in page
     assert all(study.title in page for study in studies)
     assert "&lt;i&gt;other" in page
     assert "<i>other" not in page

@@ -8,17 +8,11 @@ import json
 from pathlib import Path
 
 import pytest
-from test_model import window
+from measured_windows import window, written
 
 from lightning_dlrover.lab.evaluate import main
 from lightning_dlrover.lab.simulate.traces import TraceError, read_trace
 from lightning_dlrover.tuning import configuration_of
-
-
-def written(folder: Path, text: str, name: str = "trace.csv") -> Path:
-    path = folder / name
-    path.write_text(text)
-    return path
 
 
 def test_a_placement_is_workers_on_each_node(tmp_path: Path) -> None:

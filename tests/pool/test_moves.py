@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from lightning_dlrover.pool.budget import Divider, PoolJob, Rate, Resources, held_by, next_moves, wanted_sizes
 from lightning_dlrover.pool.decisions import elastic_divider
-from lightning_dlrover.pool.policies import ELASTIC_POLICIES
+from lightning_dlrover.pool.policies import POOL_POLICIES
 
 MAX_WAIT_S = 100.0
-DIVIDERS = {name: elastic_divider(name, MAX_WAIT_S) for name in ELASTIC_POLICIES if name != "pollux"}
-"""All policies but one, whose genetic search takes a second."""
+DIVIDERS = {name: elastic_divider(name, MAX_WAIT_S) for name in POOL_POLICIES}
 
 
 def rates(gains: list[float], fewest: int = 1) -> tuple[Rate, ...]:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_model import TRACES, needs_traces, window
-from test_traces import written
+from measured_windows import TRACES, needs_traces, window, written
 
 from lightning_dlrover.lab.evaluate import evaluate, main
 from lightning_dlrover.lab.simulate.traces import read_trace

@@ -116,6 +116,15 @@ def test_a_replacement_pays_if_it_saves_more_than_it_costs() -> None:
     assert judge_replacement(SLOW, None, resize_cost_s=0.5, num_earlier=0).pays  # an unknown end counts as an hour away
 
 
+def test_a_worker_that_would_start_too_late_replaces_nobody() -> None:
+    for lead_s, pays in ((5.0, True), (15.0, False), (60.0, False)):
+        found = judge_replacement(SLOW, 160, resize_cost_s=0.5, num_earlier=0, lead_s=lead_s)
+        assert found.pays == pays
+        assert found.saved_s == pytest.approx(0.4 * max(0.0, 16.0 - lead_s))
+    assert "would save 0 s of 16 s left" in found.reason
+    assert "a new worker starts in about 60 s" in found.reason
+
+
 def test_replacing_again_and_again_ends() -> None:
     verdicts = [judge_replacement(SLOW, 1000, resize_cost_s=1.0, num_earlier=n).pays for n in range(10)]
     assert verdicts == sorted(verdicts, reverse=True)

@@ -296,14 +296,10 @@ def _as_new_as(key: str, revision: int, seen: Mapping[str, KeyValue]) -> KeyValu
     return seen[key] if key in seen and seen[key].mod_revision >= revision else None
 
 
-# Keep a job's nodes in line with its plan.
-#
 # `Controller` holds the job's `controller` key (`nodes.py`) and observes etcd and the scheduler (`nodes.py`). It lets
 # `reconcile.py` decide and carries the decision out. All state that must survive is written to etcd before each action
 # (`nodes.py`): a node's name before its request to the scheduler, its cancellation before the call that cancels it. So the
 # controller may be killed and restarted at any moment.
-
-
 class Controller:
     """Carry out a job's plan on one target. Use as a context manager: leaving it ends all nodes of the job.
 

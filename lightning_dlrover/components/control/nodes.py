@@ -365,10 +365,6 @@ class Office(Tenure[ControllerRecord]):
         )
 
 
-# Record a job's nodes in memory and in etcd, so that the next controller can continue with them.
-#
-# A node's name is written before its request to the scheduler, and its cancellation before the call that cancels it.
-
 MAX_ENDED = 64
 """Maximum number of ended nodes to remember; the oldest go first. Recurring errors are counted among them."""
 
@@ -494,6 +490,9 @@ class NodeEntry:
         )
 
 
+# Record a job's nodes in memory and in etcd, so that the next controller can continue with them.
+#
+# A node's name is written before its request to the scheduler, and its cancellation before the call that cancels it.
 class NodeRegistry:
     """Nodes of one job: `entries` in memory, oldest first, and a record of each in etcd."""
 

@@ -14,7 +14,7 @@ from lightning_dlrover.rdzv.membership.rounds import JobView
 
 # Judge the failures of a job's nodes: group repeated errors, and detect progress between them.
 #
-# Pure functions of the nodes' state. By them `reconcile.py` decides when to give the job up, when to stop adding nodes, and
+# Pure functions of the nodes' state. By them `reconcile` decides when to give the job up, when to stop adding nodes, and
 # how long to pause before the next one.
 
 

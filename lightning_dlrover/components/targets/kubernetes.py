@@ -247,14 +247,6 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "job"
 
 
-# Nodes on Kubernetes: one independent single-pod Job per node, all of which join one rendezvous.
-#
-# Where the cluster has Volcano, nodes are Volcano Jobs and wait in its queues like other workloads. Elsewhere they are
-# plain batch/v1 Jobs. A pod's state takes precedence over its Job's, which may count the pod as failed during its
-# hand-over.
-#
-# A failed API call never means that a node has ended. It is repeated with growing pauses, and the last known state holds.
-
 log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 10.0
@@ -300,6 +292,11 @@ class _Seen:
         return max(self.pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")), default=None)
 
 
+# Where the cluster has Volcano, nodes are Volcano Jobs and wait in its queues like other workloads. Elsewhere they are
+# plain batch/v1 Jobs. A pod's state takes precedence over its Job's, which may count the pod as failed during its
+# hand-over.
+#
+# A failed API call never means that a node has ended. It is repeated with growing pauses, and the last known state holds.
 class KubernetesTarget:
     """Create, watch and delete one-node Jobs.
 

@@ -152,11 +152,6 @@ class Allocation:
         return Counter(core for share in self._shares.values() for core in share.cores)
 
 
-# One Linux control group with a memory limit for each node that this process starts; cgroup versions 1 and 2.
-#
-# Each group is a child of the group of the process that starts nodes, so all limits above it still apply. It contains all
-# processes of its node, and exists until they have ended.
-
 log = logging.getLogger(__name__)
 
 
@@ -170,6 +165,10 @@ class NoMemoryGroupsError(RuntimeError):
     """Nodes' memory cannot be limited here; the message gives the reason and a remedy."""
 
 
+# One Linux control group with a memory limit for each node that this process starts; cgroup versions 1 and 2.
+#
+# Each group is a child of the group of the process that starts nodes, so all limits above it still apply. It contains all
+# processes of its node, and exists until they have ended.
 class MemoryGroups:
     """Create and remove control groups that limit the memory of nodes.
 
@@ -304,11 +303,6 @@ def enable(group: Path, controller: str) -> None:
     control.write_text(f"+{controller}")
 
 
-# Assign each node its share of this machine (cores, memory, GPUs) and have the system enforce it.
-#
-# Where the system does not allow memory limits, a warning is logged once and nodes run without a limit.
-
-
 class Claims(Protocol):
     """The GPUs that this job may use of those that it shares with other jobs."""
 
@@ -325,6 +319,9 @@ class Claims(Protocol):
         ...
 
 
+# Assign each node its share of this machine (cores, memory, GPUs) and have the system enforce it.
+#
+# Where the system does not allow memory limits, a warning is logged once and nodes run without a limit.
 class MachineShares:
     """Give nodes cores, memory and GPUs, and take them back.
 

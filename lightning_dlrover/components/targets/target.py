@@ -11,10 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar
 
-# Interface between the controller and a place where nodes run.
-#
-# One class per kind of place implements it: in `local.py`, `slurm.py` and `kubernetes.py`.
-
 AppStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "gone"]
 
 
@@ -74,6 +70,9 @@ class App:
     is_living: bool
 
 
+# Interface between the controller and a place where nodes run.
+#
+# One class per kind of place implements it: in `local.py`, `slurm.py` and `kubernetes.py`.
 class Target(Protocol):
     """A place that runs one-node apps."""
 
@@ -234,10 +233,6 @@ def _newest_state(line: bytes) -> str:
     return line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
 
 
-# When a target lists its nodes, and what the newest list is good for.
-#
-# A failed request never means that a node has ended. It is repeated with growing pauses, and the last list holds.
-
 T = TypeVar("T")
 
 _MAX_BACKOFF_S = 60.0
@@ -248,6 +243,9 @@ _SOON_S = 0.5
 """Maximum seconds until the next list after a change that was requested."""
 
 
+# When a target lists its nodes, and what the newest list is good for.
+#
+# A failed request never means that a node has ended. It is repeated with growing pauses, and the last list holds.
 class Polling(Generic[T]):
     """The newest list of a job's nodes.
 

@@ -71,9 +71,9 @@ def _styled(draw: Drawn) -> Drawn:
 
 @_styled
 def study_figure(study: Study, results: Mapping[Point, Result]) -> Figure | None:
-    """Plot throughput over the sweep, above the parts of a step; None without measurements."""
+    """Plot throughput over the sweep, above the parts of a step; None for fewer than two points, which make no line."""
     found = [results[p] for p in study.points if p in results and not p.measures_loss]
-    if not found:
+    if len(found) < 2:
         return None
     from matplotlib.figure import Figure as NewFigure
 
@@ -210,7 +210,7 @@ def roofline_figure(results: Sequence[Result], limits: Mapping[tuple[str, int], 
         for r in results
         if r.point.num_sparse and r.point.num_workers == 1 and r.point.device == "cpu" and r.lookup_bytes_per_s
     ]
-    if not shown or reads is None or multiply is None:
+    if len(shown) < 2 or reads is None or multiply is None:
         return None
     import numpy as np
     from matplotlib.figure import Figure as NewFigure

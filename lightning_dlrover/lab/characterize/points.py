@@ -97,13 +97,6 @@ class Limit:
     problem: str = ""
 
 
-# How far another run's figure of a point may be from this run's. Pure.
-#
-# Blocks of one visit follow each other within a second, so their range is blind to slow changes of the machine. Visits are
-# minutes apart, and their deviations show these changes. What the reference program's time explains of them is taken out.
-# Two visits of one point alone say little about its variance, so each variance is moderated by the mean of all points
-# (Smyth, Linear models and empirical Bayes methods, Statistical Applications in Genetics and Molecular Biology 3(1), 2004).
-
 LEVEL = 0.9
 PRIOR_DEGREES = 4.0
 """Degrees of freedom for which the mean variance of all points counts."""
@@ -127,6 +120,12 @@ def sensitivity(points: Sequence[Logs]) -> float:
     return min(1.0, max(0.0, together / (alone + count * STILL**2))) if count else 0.0
 
 
+# How far another run's figure of a point may be from this run's. Pure.
+#
+# Blocks of one visit follow each other within a second, so their range is blind to slow changes of the machine. Visits are
+# minutes apart, and their deviations show these changes. What the reference program's time explains of them is taken out.
+# Two visits of one point alone say little about its variance, so each variance is moderated by the mean of all points
+# (Smyth, Linear models and empirical Bayes methods, Statistical Applications in Genetics and Molecular Biology 3(1), 2004).
 def half_widths(points: Sequence[Logs]) -> list[float] | None:
     """Return the half width of each point's 90 % prediction interval of the log; None if no point has two visits.
 

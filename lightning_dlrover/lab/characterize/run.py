@@ -56,11 +56,6 @@ from lightning_dlrover.lab.characterize.worker import Request
 from lightning_dlrover.output import complain, counted, show
 from lightning_dlrover.tuning.history import HistoryError, JobHistory, history_url
 
-# Which point to visit next within a budget of time, and how long the rest takes. Pure.
-#
-# Every point is visited once before any is visited again: first the ends of each sweep, then its middle. Visits after that
-# go where the interval is widest for the time that a visit takes.
-
 FIRST_ESTIMATE_S = 1.5
 """Seconds of a visit before any was made."""
 
@@ -83,6 +78,10 @@ def in_order(studies: Sequence[Study]) -> list[Point]:
     return list(found)
 
 
+# Which point to visit next within a budget of time, and how long the rest takes. Pure.
+#
+# Every point is visited once before any is visited again: first the ends of each sweep, then its middle. Visits after that
+# go where the interval is widest for the time that a visit takes.
 def next_point(ordered: Sequence[Point], visits: Sequence[Visit], left_s: float, aim: Aim) -> Point | None:
     """Return the point from which the next visit learns most; None if nothing is worth the time or fits into it.
 

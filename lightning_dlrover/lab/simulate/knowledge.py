@@ -27,12 +27,6 @@ from lightning_dlrover.tuning.prior import NORMAL_WIDTH
 from lightning_dlrover.tuning.samples import Columns, Configuration, StepProfile
 from lightning_dlrover.tuning.step_time import StepTimeModel
 
-# Knowledge of the speed of elastic jobs: learned from noisy windows of the simulated run, or all of it.
-#
-# Jobs of one family share their knowledge, as jobs of one model share their history. Step times are fitted by the model
-# that plans real jobs (`perf`), which sees windows only at the placements on which jobs have run. Before the first window
-# of a family, all that is assumed is a speed that grows linearly up to one node and no further, with a wide spread.
-
 NOISE = 0.03
 """Standard deviation of the logarithm of a window's step time."""
 
@@ -175,6 +169,11 @@ class _Learned:
         return self.grid.table(speeds, np.full(len(speeds), GUESS_SPREAD))
 
 
+# Knowledge of the speed of elastic jobs: learned from noisy windows of the simulated run, or all of it.
+#
+# Jobs of one family share their knowledge, as jobs of one model share their history. Step times are fitted by the model
+# that plans real jobs (`perf`), which sees windows only at the placements on which jobs have run. Before the first window
+# of a family, all that is assumed is a speed that grows linearly up to one node and no further, with a wide spread.
 class LearnedKnowledge:
     """Learns the speed of each family from the windows of its jobs. Equal seeds and windows give equal knowledge."""
 

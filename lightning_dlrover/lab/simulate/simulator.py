@@ -159,14 +159,6 @@ class SimulationOutcome:
         return max(job.completion_s / job.alone_s for job in self.finished)
 
 
-# Simulate a policy with one clock: jobs come, share devices and end.
-#
-# Event driven and deterministic. The policy is asked when a job comes or ends, and at fixed intervals where it wants to be.
-# It is the function that also decides on real devices. The truth gives each job's speed on its devices beside the jobs that
-# are there, and may know more than the policy does: of an elastic job, a policy knows only `Knowledge`. A job that starts
-# or changes its devices makes no step for as long as that costs. New devices of a job with `join_s` idle until they have
-# joined.
-
 WINDOW_S = 20.0
 """Seconds of steps that make a window. On the same devices, the next one ends when twice as many seconds have passed."""
 
@@ -292,6 +284,13 @@ def _progress(arrival: Arrival) -> _Progress:
     return _Progress(arrival, possible, arrival.steps - possible)
 
 
+# Simulate a policy with one clock: jobs come, share devices and end.
+#
+# Event driven and deterministic. The policy is asked when a job comes or ends, and at fixed intervals where it wants to be.
+# It is the function that also decides on real devices. The truth gives each job's speed on its devices beside the jobs that
+# are there, and may know more than the policy does: of an elastic job, a policy knows only `Knowledge`. A job that starts
+# or changes its devices makes no step for as long as that costs. New devices of a job with `join_s` idle until they have
+# joined.
 def simulate(
     arrivals: Sequence[Arrival],
     devices: Sequence[Device],
@@ -568,11 +567,6 @@ class _Simulation:
             heapq.heappush(self.ends, (run.end_s(), run.job.name, run.version))
 
 
-# Elastic jobs of a workload: which sizes each can have, how much work it has, and how fast it really is.
-#
-# All jobs of one application with one global batch are a family. A job runs on any number of devices that leaves each of
-# them a local batch that was measured; its global batch never changes.
-
 KIND = "gpu"
 
 LENGTH_SPREAD = math.log(2)
@@ -657,6 +651,10 @@ def placement_of(devices: Sequence[Device]) -> Placement:
     return tuple(counts.values())
 
 
+# Elastic jobs of a workload: which sizes each can have, how much work it has, and how fast it really is.
+#
+# All jobs of one application with one global batch are a family. A job runs on any number of devices that leaves each of
+# them a local batch that was measured; its global batch never changes.
 def elastic_workload(
     submissions: Sequence[Submission],
     applications: Mapping[str, MeasuredApplication],

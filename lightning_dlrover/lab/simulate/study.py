@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from lightning_dlrover._version import __version__
 from lightning_dlrover.files import RecordFile, RecordForm
+from lightning_dlrover.lab.simulate.baselines import make_elastic
 from lightning_dlrover.lab.simulate.knowledge import fairness_ratios, run_elastic
 from lightning_dlrover.lab.simulate.simulator import Cluster, Lengths, elastic_workload
 from lightning_dlrover.lab.simulate.traces import (
@@ -35,7 +36,6 @@ from lightning_dlrover.lab.simulate.traces import (
     read_submissions,
     shaken,
 )
-from lightning_dlrover.pool.policies import make_elastic
 from lightning_dlrover.tuning.cluster import Policy, PolicySettings
 
 # The file of finished simulations: one record for each, on disk as soon as it has ended.

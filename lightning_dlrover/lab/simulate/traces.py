@@ -19,10 +19,6 @@ import numpy as np
 from lightning_dlrover.tuning.cluster import Floats
 from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile, impossible_figure
 
-# Read measured step times from files: our own profiles, or the columns of published step-time traces.
-#
-# A broken file is rejected with its name and line. Figures that are only odd are reported and used.
-
 ALIASES = {
     "num_replicas": "num_workers",
     "local_bsz": "local_batch",
@@ -51,6 +47,9 @@ class Trace:
     remarks: tuple[str, ...]
 
 
+# Read measured step times from files: our own profiles, or the columns of published step-time traces.
+#
+# A broken file is rejected with its name and line. Figures that are only odd are reported and used.
 def read_trace(path: Path) -> Trace:
     """Read the samples of a CSV file with a header, or of JSON lines (``.jsonl``, ``.json``).
 
@@ -183,17 +182,6 @@ def _value(path: Path, line: int, column: str, value: Any, kind: Any) -> Any:
     return number
 
 
-# Workloads: jobs as their users submitted them, from the lines of a trace.
-#
-# Two forms are read, told apart by their columns:
-#
-# - Pollux's artefact (Qiao et al., OSDI 2021): `time` (s), `application`, `num_replicas`, `batch_size`, and perhaps `name`.
-#   The
-#   work and the speed of an application are not in the trace.
-# - ElasticFlow's traces (Gu et al., ASPLOS 2023): `job_id`, `submission_time` (s), `duration` (s, with the devices that the
-#   job
-#   had), `num_gpu`. The application is not in the trace.
-
 MAX_TIME_S = 1e8
 """Latest arrival and longest duration of a job, three years: a simulation decides every minute."""
 
@@ -231,6 +219,16 @@ class Submission:
 _Row: TypeAlias = Mapping[str, str | None]
 
 
+# Workloads: jobs as their users submitted them, from the lines of a trace.
+#
+# Two forms are read, told apart by their columns:
+#
+# - Pollux's artefact (Qiao et al., OSDI 2021): `time` (s), `application`, `num_replicas`, `batch_size`, and perhaps `name`.
+#   The
+#   work and the speed of an application are not in the trace.
+# - ElasticFlow's traces (Gu et al., ASPLOS 2023): `job_id`, `submission_time` (s), `duration` (s, with the devices that the
+#   job
+#   had), `num_gpu`. The application is not in the trace.
 def read_submissions(lines: Iterable[str], source: str, applications: Collection[str], num_devices: int) -> list[Submission]:
     """Return the jobs of a trace in order of time; jobs without a name are named after application and line.
 
@@ -333,12 +331,6 @@ def _number(text: str | None, column: str, at: str, most: float) -> float:
     return number
 
 
-# Work of an application: a fixed number of samples, the same for all policies. Traces do not hold it.
-#
-# A job trains as many epochs as in Pollux's artefact (`simulator/applications.py` in github.com/petuum/adaptdl, branch
-# osdi21-artifact) on a data set of the size that its validation traces imply. That artefact lets the number of steps depend
-# on how much a batch teaches; here a global batch never changes, so an epoch is an epoch.
-
 SAMPLES: Mapping[str, int] = {
     "bert": 2 * 88_641,  # SQuAD 1.1 in windows of 384 tokens
     "cifar10": 100 * 50_000,
@@ -377,6 +369,11 @@ class WorkError(ValueError):
     """A file of work that cannot be used; the message names the line."""
 
 
+# Work of an application: a fixed number of samples, the same for all policies. Traces do not hold it.
+#
+# A job trains as many epochs as in Pollux's artefact (`simulator/applications.py` in github.com/petuum/adaptdl, branch
+# osdi21-artifact) on a data set of the size that its validation traces imply. That artefact lets the number of steps depend
+# on how much a batch teaches; here a global batch never changes, so an epoch is an epoch.
 def read_work(path: Path) -> dict[str, int]:
     """Read samples by application from a CSV file with the columns `application` and `samples`.
 
@@ -403,13 +400,6 @@ def read_work(path: Path) -> dict[str, int]:
         found[row["application"]] = round(samples)
     return found
 
-
-# Speed of applications with any placement and global batch, interpolated between measured step times.
-#
-# A folder holds two files for each application. `NAME-placements.csv` was measured on a few nodes with every number of
-# devices on each, `NAME-scalability.csv` on more nodes with the devices spread evenly. The global batch is fixed, so a
-# worker's local batch depends on the number of workers. A local batch above the largest measured one is accumulated in
-# several passes, of which only the last one synchronises.
 
 Placement = tuple[int, ...]
 """Devices on each node, none of them 0, in the order in which the nodes form a ring."""
@@ -544,6 +534,12 @@ def even_placement(num_devices: int, num_nodes: int) -> Placement:
     return (least,) * (num_nodes - more) + (least + 1,) * more
 
 
+# Speed of applications with any placement and global batch, interpolated between measured step times.
+#
+# A folder holds two files for each application. `NAME-placements.csv` was measured on a few nodes with every number of
+# devices on each, `NAME-scalability.csv` on more nodes with the devices spread evenly. The global batch is fixed, so a
+# worker's local batch depends on the number of workers. A local batch above the largest measured one is accumulated in
+# several passes, of which only the last one synchronises.
 def read_applications(folder: Path) -> dict[str, MeasuredApplication]:
     """Read the step times of all applications in a folder, by name.
 

@@ -384,13 +384,6 @@ class RunRecords:
                 self._client.txn([is_last], [Delete(keys.agent_round)])
 
 
-# The TorchElastic rendezvous backend `etcd-v3`, selected with `torchrun --rdzv-backend=etcd-v3`.
-#
-# Plain scripts get TorchElastic's contract: a change of membership restarts all workers. Once workers that can be re-formed
-# in process have registered (`JobRecord.live`), they handle joins and leaves. Agents then only start and end their own
-# workers, and never restart those of others. The agent that coordinates (`rounds.py`) decides with `rounds.py` which agents
-# form a round. Each agent watches three keys and writes its own record.
-
 BACKEND = "etcd-v3"
 
 logger = logging.getLogger(__name__)
@@ -464,6 +457,10 @@ class _RoundDeadline:
                     is_reported = True
 
 
+# Plain scripts get TorchElastic's contract: a change of membership restarts all workers. Once workers that can be re-formed
+# in process have registered (`JobRecord.live`), they handle joins and leaves. Agents then only start and end their own
+# workers, and never restart those of others. The agent that coordinates (`rounds.py`) decides with `rounds.py` which agents
+# form a round. Each agent watches three keys and writes its own record.
 class EtcdRendezvousHandler(RendezvousHandler):
     """One elastic agent's part in the rendezvous. Used by the agent's main thread only."""
 

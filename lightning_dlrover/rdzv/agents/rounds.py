@@ -24,7 +24,7 @@ from lightning_dlrover.rdzv.job.records import AgentNotice, AgentRecord, AgentRo
 # its members is gone or waits for a later one. A round is written first, and confirmed once all its members have entered
 # it. Before that no member has started workers, so if one dies the round is void and another takes its place. Both
 # decisions are level triggered and use only the records: the next coordinator continues where the last one stopped. Clocks
-# and etcd stay in `agent_coordinator.py` and `rendezvous.py`.
+# and etcd stay in the coordinator below and in `rendezvous.py`.
 
 
 @dataclass(frozen=True)
@@ -193,14 +193,6 @@ def waits(view: AgentView) -> dict[str, str]:
     return found
 
 
-# Coordinate the elastic agents: one of them watches all others, forms their rounds and publishes a notice for them.
-#
-# `agent_rounds.py` decides the content of a write; this module decides which agent may write it. The coordinator is the
-# agent that created the election key. The key expires with its agent's lease, and then another agent takes over. Each write
-# is fenced on the key and on the value that it replaces, so a coordinator that was declared dead cannot change anything.
-# All other agents watch three small keys. A change therefore costs a job of n agents one write and n notifications, and
-# only one agent reads all records.
-
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -249,6 +241,13 @@ class RecordReader:
             self._read = {key: kept for key, kept in self._read.items() if key in keys}
 
 
+# Coordinate the elastic agents: one of them watches all others, forms their rounds and publishes a notice for them.
+#
+# `agent_rounds.py` decides the content of a write; this module decides which agent may write it. The coordinator is the
+# agent that created the election key. The key expires with its agent's lease, and then another agent takes over. Each write
+# is fenced on the key and on the value that it replaces, so a coordinator that was declared dead cannot change anything.
+# All other agents watch three small keys. A change therefore costs a job of n agents one write and n notifications, and
+# only one agent reads all records.
 class AgentCoordinator:
     """An agent's candidacy for the office, and its term in it. A thread of its own runs only during these."""
 

@@ -33,10 +33,6 @@ from lightning_dlrover.rdzv.etcd.types import (
     modified,
 )
 
-# c10d's key-value store on etcd, usable from Python and from the C++ of gloo and NCCL.
-#
-# Decides nothing about the job. The creator of a store chooses a prefix for it and deletes that prefix later.
-
 if TYPE_CHECKING:  # the same class; torch.distributed does not re-export it for type checkers
     from torch._C._distributed_c10d import Store
 else:
@@ -59,6 +55,9 @@ def is_in_use(client: EtcdClient) -> bool:
     return any(store._client is client for store in list(_open_stores))
 
 
+# c10d's key-value store on etcd, usable from Python and from the C++ of gloo and NCCL.
+#
+# Decides nothing about the job. The creator of a store chooses a prefix for it and deletes that prefix later.
 class EtcdStore(Store):
     """A `torch.distributed.Store` that keeps its keys under one prefix in etcd.
 
@@ -338,12 +337,6 @@ def _chunks_of(puts: Sequence[Op], max_bytes: int) -> list[list[Op]]:
     return [chunk for chunk in chunks if chunk]
 
 
-# Stores for elastic agents that respond where an agent would otherwise wait in vain.
-#
-# TorchElastic's agent exchanges ranks, and meets the others at its end, in the store of *its* round. In a live job the set
-# of nodes changes under a running agent. A late agent would wait 300 s for ranks that running agents do not write again,
-# and a leaving agent for agents that are gone.
-
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 else:
@@ -376,6 +369,11 @@ class RoundAgent(Protocol):
         """Wait until all living members have finished, or until waiting has no point."""
 
 
+# Stores for elastic agents that respond where an agent would otherwise wait in vain.
+#
+# TorchElastic's agent exchanges ranks, and meets the others at its end, in the store of *its* round. In a live job the set
+# of nodes changes under a running agent. A late agent would wait 300 s for ranks that running agents do not write again,
+# and a leaving agent for agents that are gone.
 class RoundStore(EtcdStore):
     """The store of a normal round: etcd, except where an agent would wait for a dead one.
 

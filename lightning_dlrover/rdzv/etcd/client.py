@@ -217,11 +217,6 @@ class SharedLease:
         return write()
 
 
-# A small typed client for etcd v3: keys, transactions and leases.
-#
-# Decides when to retry and when to give up. The meaning of the keys is defined in `job/records.py` and above. A live copy
-# of a prefix is in `mirror.py`.
-
 MOST_RANGES = 128
 """Prefixes read in one transaction. etcd's default limit of operations (`--max-txn-ops`)."""
 
@@ -233,6 +228,10 @@ class _Child(Protocol):
     def close(self, timeout_s: float) -> None: ...
 
 
+# A small typed client for etcd v3: keys, transactions and leases.
+#
+# Decides when to retry and when to give up. The meaning of the keys is defined in `job/records.py` and above. A live copy
+# of a prefix is in `mirror.py`.
 class EtcdClient:
     """Thread-safe client of one etcd cluster.
 
@@ -490,12 +489,6 @@ class EtcdClient:
             child.close(max(0.1, deadline - time.monotonic()))
 
 
-# Elect the holder of a key: when to stand, how to take the key, and what shows that it is still held and fences its writes.
-#
-# Workers and agents elect their coordinators, and `job/tenure.py` controllers, brains and places in a pool. The key is
-# bound to its holder's lease. Its create revision is the holder's term: it changes with every loss of the key, so a write
-# that is fenced on it and arrives late is refused.
-
 PER_CANDIDATE_S = 0.0005
 """Seconds per candidate over which candidacies are spread after a holder's death: the first one spares the others theirs."""
 
@@ -505,6 +498,11 @@ def candidacy_delay_s(num_candidates: int) -> float:
     return random.SystemRandom().uniform(0.0, num_candidates * PER_CANDIDATE_S)
 
 
+# Elect the holder of a key: when to stand, how to take the key, and what shows that it is still held and fences its writes.
+#
+# Workers and agents elect their coordinators, and `job/tenure.py` controllers, brains and places in a pool. The key is
+# bound to its holder's lease. Its create revision is the holder's term: it changes with every loss of the key, so a write
+# that is fenced on it and arrives late is refused.
 @dataclass(frozen=True)
 class Election:
     """The election for one key."""

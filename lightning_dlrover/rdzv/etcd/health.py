@@ -67,11 +67,6 @@ def _parsed(version: str) -> tuple[int, int, int] | None:
     return (int(match[1]), int(match[2]), int(match[3])) if match is not None else None
 
 
-# Read the condition of an etcd server: release, size, quota, compaction, alarms, latency and clock.
-#
-# Release, size and alarms come from gRPC, and every user may read them. The quota, the last compaction and the clock come
-# from the HTTP pages that etcd serves on the same port; they stay unknown where a proxy passes gRPC alone.
-
 DEFAULT_QUOTA_BYTES = 2 << 30
 
 _NUM_READS = 5
@@ -86,6 +81,10 @@ class Clock:
     uncertain_s: float  # half of that interval
 
 
+# Read the condition of an etcd server: release, size, quota, compaction, alarms, latency and clock.
+#
+# Release, size and alarms come from gRPC, and every user may read them. The quota, the last compaction and the clock come
+# from the HTTP pages that etcd serves on the same port; they stay unknown where a proxy passes gRPC alone.
 @dataclass(frozen=True)
 class EtcdCondition:
     """The condition of one server; None: unknown."""
@@ -318,15 +317,14 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 20):.1f} MiB" if num_bytes < 100 << 20 else f"{num_bytes >> 20} MiB"
 
 
-# Warn once, when a job starts, about troubles of its etcd. Nothing waits for this, and it fails nothing.
-#
-# `health.py` decides what is trouble, as for `dlrover doctor`.
-
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 2.0  # seconds for each of a dozen requests; a server that is slower has troubles of its own
 
 
+# Warn once, when a job starts, about troubles of its etcd. Nothing waits for this, and it fails nothing.
+#
+# `health.py` decides what is trouble, as for `dlrover doctor`.
 def warn_of_troubles(config: EtcdConfig, warn: Callable[[str], None]) -> threading.Thread:
     """Ask each endpoint in a thread for release, size, quota and compaction, and call `warn` at most once. Returns at once."""
 

@@ -21,14 +21,13 @@ from types import TracebackType
 from lightning_dlrover.host import free_port
 from lightning_dlrover.rdzv.etcd.types import HTTPOverSocket, can_hold_sockets
 
+_OWNER_FILE = ".owner"
+
+
 # Temporary folders that do not outlive their owner for long: creating the next one removes those of dead processes.
 #
 # The owner holds a lock on a file in its folder. The kernel releases it however the process ends, so neither a reused
 # process id nor a clock matters.
-
-_OWNER_FILE = ".owner"
-
-
 class OwnedFolder:
     """A new temporary folder, as `tempfile.TemporaryDirectory`.
 
@@ -121,14 +120,6 @@ def _short(text: str) -> str:
     return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} ..."
 
 
-# A private etcd on this machine, for a laptop, a test or a job without a configured endpoint.
-#
-# Not a replacement for a shared etcd: one node, loopback by default, and the bundled release is old (see docs).
-#
-# etcd admits whoever reaches its ports. Its port for other members of a cluster accepts writes as well, so it is always a
-# Unix socket in a folder of mode 0700. The one for clients is too if the server is private; a TCP port on loopback is open
-# to all users of the machine.
-
 _NUM_PORT_ATTEMPTS = 5
 _STOP_DEADLINE_S = 5.0
 
@@ -154,6 +145,11 @@ class EtcdServerError(RuntimeError):
     """The embedded etcd could not be started, or ended unexpectedly."""
 
 
+# Not a replacement for a shared etcd: one node, loopback by default, and the bundled release is old (see docs).
+#
+# etcd admits whoever reaches its ports. Its port for other members of a cluster accepts writes as well, so it is always a
+# Unix socket in a folder of mode 0700. The one for clients is too if the server is private; a TCP port on loopback is open
+# to all users of the machine.
 class EmbeddedEtcd:
     """An etcd process with its own data directory and a free port, or a socket that no other user reaches.
 

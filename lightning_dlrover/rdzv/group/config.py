@@ -14,13 +14,12 @@ from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, HISTORY_TTL_S
 from lightning_dlrover.rdzv.membership.membership import MembershipConfig
 from lightning_dlrover.rdzv.membership.rounds import RoundTimeouts
 
-# Timeouts of a job, set with `--rdzv-conf`. The agent reads them and passes them to its workers in environment variables.
-#
-# The field `wait_timeout_s` is the key `wait_timeout` of `--rdzv-conf` and the variable `DLROVER_WAIT_TIMEOUT_S`.
-
 _LONGEST_S = 30 * 24 * 3600.0
 
 
+# Timeouts of a job, set with `--rdzv-conf`. The agent reads them and passes them to its workers in environment variables.
+#
+# The field `wait_timeout_s` is the key `wait_timeout` of `--rdzv-conf` and the variable `DLROVER_WAIT_TIMEOUT_S`.
 @dataclass(frozen=True)
 class Timeouts:
     """Timeouts of a job's agents and workers, in seconds."""

@@ -521,6 +521,19 @@ def _has_ended(agent_pid: int) -> bool:
         return True
 
 
+TRIAL_STEPS = 20
+"""Steps after a growth within which an error of the script undoes it."""
+
+MAX_CHARS = 300
+"""Maximum length of a reason on record."""
+
+
+@dataclasses.dataclass
+class _Growth:
+    joiners: list[str]
+    first_step: int | None = None  # first step after it
+
+
 # Undo a growth with which the script cannot continue.
 #
 # A script may be right with n workers and wrong with more: it gathers shares of one size, or a share has a single sample,
@@ -535,20 +548,6 @@ def _has_ended(agent_pid: int) -> bool:
 #
 # Each worker follows this by itself, in its main thread. Several may find the failure; what each of them writes is the
 # same.
-
-TRIAL_STEPS = 20
-"""Steps after a growth within which an error of the script undoes it."""
-
-MAX_CHARS = 300
-"""Maximum length of a reason on record."""
-
-
-@dataclasses.dataclass
-class _Growth:
-    joiners: list[str]
-    first_step: int | None = None  # first step after it
-
-
 class Growth:
     """One worker's view of the job's newest growths."""
 

@@ -243,12 +243,6 @@ class Neighbour:
             self._sockets.sever(formation.round.number)
 
 
-# Form a round's process groups: reach the round's store, exchange hellos, connect all members.
-#
-# Groups of gloo connect in a moment, after the hellos. Communicators of other backends take longer:
-# `rdzv/transport/process_groups.py` connects them as soon as the round is known, for a planned round while the former one
-# still trains.
-
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 0.5
@@ -288,6 +282,11 @@ class ErrorReporter(Protocol):
     def report_error(self, error: BaseException) -> None: ...
 
 
+# Form a round's process groups: reach the round's store, exchange hellos, connect all members.
+#
+# Groups of gloo connect in a moment, after the hellos. Communicators of other backends take longer:
+# `rdzv/transport/process_groups.py` connects them as soon as the round is known, for a planned round while the former one
+# still trains.
 class Forming:
     """Connect one worker to the other members of a round.
 

@@ -355,8 +355,18 @@ class ProcessBackend:
         self._destroy()
 
 
-# The process group of a job's current round, formed and re-formed inside one worker process.
-#
+LEAVE_S = 5.0
+"""Seconds for an abort that follows a shutdown, before the process ends."""
+
+VOTES_TO_DROP = 3
+"""Votes of a round after which its loop has made steps, and holds nothing of the round before any more."""
+
+
+def always_meet(hellos: Mapping[str, bytes]) -> bool:
+    """Let workers of a program without places continue together, whatever their hellos are."""
+    return True
+
+
 # This is all that a training loop needs to be live-elastic. Most loops need only `World.steps`
 # (docs/guide/plain_pytorch.md). Loops that want more control use its building blocks:
 #   - `World.start` or `World.admit` to enter the job;
@@ -370,19 +380,6 @@ class ProcessBackend:
 #
 # The main thread forms and destroys groups. The membership thread only severs them (`RoundSockets`), so that a collective
 # in which the main thread is blocked raises at once.
-
-LEAVE_S = 5.0
-"""Seconds for an abort that follows a shutdown, before the process ends."""
-
-VOTES_TO_DROP = 3
-"""Votes of a round after which its loop has made steps, and holds nothing of the round before any more."""
-
-
-def always_meet(hellos: Mapping[str, bytes]) -> bool:
-    """Let workers of a program without places continue together, whatever their hellos are."""
-    return True
-
-
 class World:
     """This worker's process groups, one round after the other.
 

@@ -159,7 +159,7 @@ class NodesHeldUp(Event):
 
 @dataclass(frozen=True)
 class PlannerEvent(Event):
-    """Figures of `perf/` or `planner/`, as their own dataclasses write and read them."""
+    """Figures of `tuning/`, as its own dataclasses write and read them."""
 
     document: dict[str, Any]
 

@@ -3,7 +3,8 @@
 Workers, agents, controllers and commands all call etcd synchronously, so one object serves them all. Three kinds of writes are
 transactions of their own elsewhere, because another step than "read again and repeat" follows their failure:
 
-- `live/coordinator.py` decides on a mirror's copy of all records, and its writes are valid for that copy's revision only.
+- The coordinator of rounds (`rdzv/membership/coordinator.py`) decides on a mirror's copy of all records, and its writes are
+  valid for that copy's revision only.
 - `OwnRecord` and `Registration` have one writer, bound to a lease: a failed write means that the lease may be lost.
 - Deletions at the end of a process or of a job.
 """

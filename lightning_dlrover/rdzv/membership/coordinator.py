@@ -46,21 +46,6 @@ from lightning_dlrover.rdzv.membership.rounds import (
 )
 from lightning_dlrover.rdzv.membership.worker_records import Outbox
 
-# Decide a worker's writes on behalf of the job: elections, rounds, notices and burials.
-#
-# Each write is one transaction, and the decisions need no clock, thread or connection. `Coordinator.candidacy` reads the
-# shared records. In office, `Coordinator.next_write` reads one copy of all the job's records and returns this worker's next
-# write, if any. The caller knocks at the ports of missing members before, runs the write and reads again. A copy must show
-# etcd at a single revision. The number of the next round and the revision that guards it must come from the same moment, or
-# an old decision could overwrite a new round.
-#
-# Three things keep rounds unique even if messages are lost, late or repeated:
-#   - the fence: a round is written only while the election key is the one under which it was decided;
-#   - the guard: a round replaces only the very revision of the round that it follows;
-#   - a worker decides only on a copy that shows its own election, and hence every round of the coordinators before it.
-#
-# A round that leaves missing members out is written only while none of them has registered again.
-
 Entries = Mapping[str, KeyValue]
 
 MAX_BURIED = 50
@@ -84,6 +69,20 @@ class Write:
         return all(compare.holds(entries.get(compare.key)) for compare in self.compare)
 
 
+# Decide a worker's writes on behalf of the job: elections, rounds, notices and burials.
+#
+# Each write is one transaction, and the decisions need no clock, thread or connection. `Coordinator.candidacy` reads the
+# shared records. In office, `Coordinator.next_write` reads one copy of all the job's records and returns this worker's next
+# write, if any. The caller knocks at the ports of missing members before, runs the write and reads again. A copy must show
+# etcd at a single revision. The number of the next round and the revision that guards it must come from the same moment, or
+# an old decision could overwrite a new round.
+#
+# Three things keep rounds unique even if messages are lost, late or repeated:
+#   - the fence: a round is written only while the election key is the one under which it was decided;
+#   - the guard: a round replaces only the very revision of the round that it follows;
+#   - a worker decides only on a copy that shows its own election, and hence every round of the coordinators before it.
+#
+# A round that leaves missing members out is written only while none of them has registered again.
 class Coordinator:
     """One worker's part in the election, and its decisions while it holds office."""
 

@@ -136,18 +136,6 @@ def refuse_loopback(config: MembershipConfig, workers: Iterable[WorkerRecord]) -
                 )
 
 
-# Run the membership protocol of `rounds.py` and `coordinator.py` against etcd, as one worker of a job.
-#
-# Holds the worker's own record, mirrors the records of the others, and takes part in the election of the coordinator. It is
-# independent of process groups: `world.py` forms them for the rounds that appear here.
-#
-# One thread per worker (`_run`) does all background work. It decodes the mirror's changes, notifies the listener,
-# coordinates while it holds the election key, and writes queued events. The calling thread writes only the worker's own
-# record and burials.
-#
-# A worker mirrors the shared records and its own one. Only the coordinator mirrors the records of all workers
-# (`coordinator.py`), so a change costs the others the same in a job of any size.
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -176,6 +164,17 @@ NUM_SAMPLED = 8
 """Oldest workers whose addresses a new one compares with its own."""
 
 
+# Run the membership protocol of `rounds.py` and `coordinator.py` against etcd, as one worker of a job.
+#
+# Holds the worker's own record, mirrors the records of the others, and takes part in the election of the coordinator. It is
+# independent of process groups: `world.py` forms them for the rounds that appear here.
+#
+# One thread per worker (`_run`) does all background work. It decodes the mirror's changes, notifies the listener,
+# coordinates while it holds the election key, and writes queued events. The calling thread writes only the worker's own
+# record and burials.
+#
+# A worker mirrors the shared records and its own one. Only the coordinator mirrors the records of all workers
+# (`coordinator.py`), so a change costs the others the same in a job of any size.
 class Membership:
     """One worker's view of the job, and its turn as coordinator.
 

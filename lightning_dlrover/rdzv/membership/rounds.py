@@ -726,16 +726,15 @@ def _numbered(hosts: list[str]) -> list[int]:
     return [numbers[host] for host in hosts]
 
 
+MAX_NAMED = 2
+"""Workers that a notice names where readers ask only whether there is another one beside themselves."""
+
+
 # What each worker of a job sees: the shared records, and what the coordinator's notice says of the other workers.
 #
 # Only the coordinator follows the records of all workers. It writes what the others must know into one notice: with each
 # round, and whenever the notice would change. So a change costs a job of n workers a few writes and n notifications each,
 # instead of n writes of which each notifies n workers.
-
-MAX_NAMED = 2
-"""Workers that a notice names where readers ask only whether there is another one beside themselves."""
-
-
 @dataclass(frozen=True)
 class WorkerView:
     """One worker's view of its job."""

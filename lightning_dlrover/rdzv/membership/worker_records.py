@@ -389,14 +389,13 @@ class OwnRecord:
         return Put(self._keys.drains + self._worker_id, encode(record), lease.id)
 
 
-# The records that all workers of a job share, as one worker reads and writes them.
-#
-# The mirror answers what it holds without a request. Writes that no worker waits for go through the outbox.
-
 R = TypeVar("R")
 T = TypeVar("T")
 
 
+# The records that all workers of a job share, as one worker reads and writes them.
+#
+# The mirror answers what it holds without a request. Writes that no worker waits for go through the outbox.
 class SharedRecords:
     """A job's history, plan, checkpoints, searches, nodes, requests and figures.
 

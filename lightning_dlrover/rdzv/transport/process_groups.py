@@ -135,22 +135,6 @@ _NEEDED: Mapping[str, str] = {
 }
 
 
-# End a round's process groups without waiting for workers that are gone.
-#
-# The groups of a backend that is abortable, such as NCCL's, go through these states. Each change is made once, under the
-# lock:
-#
-# open -> aborting            any thread: a collective failed, or the round is over
-# open -> closing             the main thread, after all members have agreed on the next round
-# aborting, closing -> ended  the thread that aborts or shuts down
-#
-# Both calls may block inside the driver while a kernel is stuck, so each runs in a thread of its own. An error there is
-# logged and changes nothing else: the communicators of the next round are others.
-#
-# The groups of the round that ended last are kept until the next one ends. The destructor of NCCL's waits for its watchdog,
-# which needs the interpreter's lock to free a tensor. DDP's reducer drops its group while it holds that lock, so it must
-# never be the last one that does.
-
 log = logging.getLogger(__name__)
 
 STUCK_S = 30.0
@@ -171,6 +155,21 @@ class GroupStuckError(WorldError):
     """The communicators of an ended round could not be aborted."""
 
 
+# End a round's process groups without waiting for workers that are gone.
+#
+# The groups of a backend that is abortable, such as NCCL's, go through these states. Each change is made once, under the
+# lock:
+#
+# open -> aborting            any thread: a collective failed, or the round is over
+# open -> closing             the main thread, after all members have agreed on the next round
+# aborting, closing -> ended  the thread that aborts or shuts down
+#
+# Both calls may block inside the driver while a kernel is stuck, so each runs in a thread of its own. An error there is
+# logged and changes nothing else: the communicators of the next round are others.
+#
+# The groups of the round that ended last are kept until the next one ends. The destructor of NCCL's waits for its watchdog,
+# which needs the interpreter's lock to free a tensor. DDP's reducer drops its group while it holds that lock, so it must
+# never be the last one that does.
 class RoundEnd:
     """The end of one round's groups.
 
@@ -268,12 +267,6 @@ class RoundEnd:
         )
 
 
-# Keep what an aborted collective of an asynchronous backend, such as NCCL, has left in memory away from the weights.
-#
-# The host does not wait for such a collective. Only the stream does, and it continues after an abort as after a success,
-# with arbitrary gradients in the buffers. So the host waits for the stream before results are used, and checks whether the
-# round has ended. gloo needs none of this: its collectives raise.
-
 DEVICE_TICK_S = 1.0
 """Seconds between two looks at a wait for the device."""
 
@@ -286,6 +279,11 @@ def wait_for_device(device: torch.device) -> None:
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
+# Keep what an aborted collective of an asynchronous backend, such as NCCL, has left in memory away from the weights.
+#
+# The host does not wait for such a collective. Only the stream does, and it continues after an abort as after a success,
+# with arbitrary gradients in the buffers. So the host waits for the stream before results are used, and checks whether the
+# round has ended. gloo needs none of this: its collectives raise.
 class DeviceWait:
     """Wait for a device, and end the round if the wait lasts longer than a collective may.
 
@@ -347,6 +345,10 @@ def checked_updates(check: Callable[[torch.device], None]) -> Iterator[None]:
         handle.remove()
 
 
+class CommunicatorError(WorldError):
+    """The communicators of a round could not be connected."""
+
+
 # Connect the communicators of a round before its first collective, for backends that are slow to connect.
 #
 # torch lets NCCL connect at the first collective, in the backward pass of the first step, without a time limit. Here a
@@ -361,12 +363,6 @@ def checked_updates(check: Callable[[torch.device], None]) -> Iterator[None]:
 # any -> abandoned                    the main thread or the membership thread: the round is void, or too late
 #
 # A thread that hangs in the driver is left behind. It holds nothing that another round needs.
-
-
-class CommunicatorError(WorldError):
-    """The communicators of a round could not be connected."""
-
-
 class Communicators:
     """One worker's communicators of one round.
 

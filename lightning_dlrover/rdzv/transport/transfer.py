@@ -556,15 +556,6 @@ def _copy(to: list[Tensor], values: list[Tensor]) -> None:
         torch._foreach_copy_(to, values)  # few kernels for all buffers on a GPU
 
 
-# Keep the state of a job in this host's memory while an elastic agent replaces its group of workers.
-#
-# An agent of several workers ends all of them when one fails. If no worker of another node goes on, the leaving workers
-# write the state into a folder in shared memory. The agent's next group of workers reads it.
-#
-# The folder belongs to the agent, so it holds the state of only one job. It is removed when the agent ends. The folder of a
-# killed agent is removed when the next agent on the host creates one. A state is complete or absent, and replaces the one
-# before.
-
 ROOT = Path("/dev/shm")
 PREFIX = "dlrover-agent-"
 
@@ -573,6 +564,14 @@ class HostStateError(RuntimeError):
     """A state cannot be written to this host's memory, or read from it."""
 
 
+# Keep the state of a job in this host's memory while an elastic agent replaces its group of workers.
+#
+# An agent of several workers ends all of them when one fails. If no worker of another node goes on, the leaving workers
+# write the state into a folder in shared memory. The agent's next group of workers reads it.
+#
+# The folder belongs to the agent, so it holds the state of only one job. It is removed when the agent ends. The folder of a
+# killed agent is removed when the next agent on the host creates one. A state is complete or absent, and replaces the one
+# before.
 class HostStateCache:
     """The state left by a former group of this agent, if any.
 

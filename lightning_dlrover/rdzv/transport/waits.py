@@ -124,14 +124,6 @@ def lack_of_files(error: BaseException) -> OSError | None:
     )
 
 
-# Keep gloo's thread for sockets from spinning on those that were shut down.
-#
-# Gloo removes a broken connection from its epoll when it reads the end of its data. It never reads that of a connection
-# whose message it had received in part when the operation failed: the memory for the rest is gone. Epoll then reports the
-# socket again and again, which takes a whole core until the group is destroyed, or for ever if that hangs. Here such
-# sockets are made to be reported once more, and then no longer. They stay registered, as gloo removes them itself when the
-# group is destroyed.
-
 EPOLL_CTL_MOD = 3
 
 
@@ -142,6 +134,13 @@ class _Event(ctypes.Structure):
     _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
 
 
+# Keep gloo's thread for sockets from spinning on those that were shut down.
+#
+# Gloo removes a broken connection from its epoll when it reads the end of its data. It never reads that of a connection
+# whose message it had received in part when the operation failed: the memory for the rest is gone. Epoll then reports the
+# socket again and again, which takes a whole core until the group is destroyed, or for ever if that hangs. Here such
+# sockets are made to be reported once more, and then no longer. They stay registered, as gloo removes them itself when the
+# group is destroyed.
 def silence(sockets: Iterable[tuple[int, int]]) -> int:
     """Let no epoll of this process report these sockets any more, except once; return the number of those found.
 
@@ -464,14 +463,6 @@ class RoundGroups:
             thread.join(timeout_s)  # limited, because the thread may hang
 
 
-# Reduce a few numbers to their minimum over many workers, in messages along a tree.
-#
-# Gloo's own reduction among n workers is a ring of 2 (n - 1) messages, one after the other, for each number. Along a tree
-# of `ARITY` branches the longest way has 2 log(n) messages, and all numbers travel in each.
-#
-# The messages travel in the round's own group, beside its collectives: gloo never mixes messages and collectives. Another
-# group would need another device of gloo's, whose thread wakes up a hundred times a second.
-
 ARITY = 4
 """Branches of each worker. More of them make the tree flatter, but a worker reads their messages one after the other."""
 
@@ -497,6 +488,13 @@ class Reduction:
         return self.done.done() and self.done.exception() is None
 
 
+# Reduce a few numbers to their minimum over many workers, in messages along a tree.
+#
+# Gloo's own reduction among n workers is a ring of 2 (n - 1) messages, one after the other, for each number. Along a tree
+# of `ARITY` branches the longest way has 2 log(n) messages, and all numbers travel in each.
+#
+# The messages travel in the round's own group, beside its collectives: gloo never mixes messages and collectives. Another
+# group would need another device of gloo's, whose thread wakes up a hundred times a second.
 class Tree:
     """One worker's place in the tree of its round. Reductions run in a thread of its own, one after the other.
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from elastic_jobs import Amdahl, Table, cluster, job, numbers, running
 
-from lightning_dlrover.pool.allocation import shares
-from lightning_dlrover.pool.policies import THRESHOLD_DEVICE_S, make_elastic
+from lightning_dlrover.lab.simulate.baselines import THRESHOLD_DEVICE_S, hesrpt_shares, make_elastic
 from lightning_dlrover.tuning.cluster import Job, PolicySettings, Running, State
 
 NODE = [device.name for device in cluster(1)]
@@ -114,7 +113,7 @@ def test_hesrpt_divides_by_its_closed_form() -> None:
     work = np.array([10.0, 1e4, 100.0])
     power = 1 / (1 - 0.6)
     expected = [1 - (2 / 3) ** power, (1 / 3) ** power, (2 / 3) ** power - (1 / 3) ** power]
-    assert shares(work, np.ones(3), 0.6) == pytest.approx(expected)
+    assert hesrpt_shares(work, np.ones(3), 0.6) == pytest.approx(expected)
     jobs = [job(f"j{left:g}", scaling=LINEAR, steps_left=left, max_devices=64) for left in work]
     found = sizes("hesrpt", jobs, [], num_nodes=16)
     assert found == {"j10": round(64 * expected[0]), "j10000": round(64 * expected[1]), "j100": round(64 * expected[2])}

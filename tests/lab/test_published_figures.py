@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from elastic_jobs import Table, cluster, job
 
+from lightning_dlrover.lab.simulate.baselines import EXPONENT, make_elastic
 from lightning_dlrover.lab.simulate.knowledge import run_elastic
 from lightning_dlrover.lab.simulate.simulator import Arrival, Cluster, elastic_workload, simulate
 from lightning_dlrover.lab.simulate.traces import read_applications, read_submissions
-from lightning_dlrover.pool.allocation import EXPONENT
-from lightning_dlrover.pool.policies import make_elastic
 from lightning_dlrover.tuning.cluster import PolicySettings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,8 @@ import numpy as np
 from elastic_jobs import GB, Amdahl, cluster, job, numbers, running
 from numpy.typing import NDArray
 
+from lightning_dlrover.lab.simulate.baselines import make_elastic
 from lightning_dlrover.pool.allocation import SpeedTables
-from lightning_dlrover.pool.policies import make_elastic
 from lightning_dlrover.tuning.cluster import Profile, Speeds, State
 from lightning_dlrover.tuning.plan import ALL_SIZES_UP_TO, sizes_to_consider
 

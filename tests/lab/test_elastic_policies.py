@@ -11,8 +11,8 @@ from elastic_jobs import GB, Amdahl, check_allocation, cluster, job, numbers, ru
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
+from lightning_dlrover.lab.simulate.baselines import ELASTIC_POLICIES, make_elastic
 from lightning_dlrover.lab.simulate.simulator import Arrival, simulate
-from lightning_dlrover.pool.policies import ELASTIC_POLICIES, make_elastic
 from lightning_dlrover.tuning.cluster import Job, PolicySettings, Profile, Running, State
 
 PREEMPTING = [name for name, policy in ELASTIC_POLICIES.items() if policy.preempts]
@@ -157,5 +157,5 @@ def test_running_jobs_are_not_paused_where_that_is_forbidden(name: str) -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'lifo'.*as-requested, srtf"):
+    with pytest.raises(ValueError, match=r"'lifo'.*srtf, elastic-srtf"):
         make_elastic("lifo")
