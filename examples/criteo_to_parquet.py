@@ -41,7 +41,7 @@ CHUNK_BYTES = 8 * 2**20
 """Bytes of text that are converted at once."""
 
 MAX_LINE_BYTES = 2**20
-"""Maximum length of a line. A longer one is no row of a click log."""
+"""Maximum length of a line. A longer one is not a row of a click log."""
 
 MIN_ROWS = 100
 """Fewer rows cannot be split into training, validation and test rows."""
@@ -103,7 +103,7 @@ def convert(inputs: list[Path], output: Path, layout: Layout, num_ids: int = MAX
     """Convert TSV files, the oldest first.
 
     Args:
-        num_ids: ids per category, one of which is for missing values.
+        num_ids: ids per category, including one for missing values.
 
     Raises:
         DataError: a file or a row of it cannot be used, or the output folder is in use.
@@ -187,7 +187,7 @@ def _counted(inputs: list[Path]) -> int:
 
 
 class _Unusable(ValueError):
-    """Lines that are no rows. The message fits if there is only one line."""
+    """Lines that are not rows. The message also fits a single line."""
 
 
 def _converted(path: Path, lines: Lines, num_ids: int) -> pa.Table:
@@ -225,7 +225,7 @@ def _table(text: bytes, num_ids: int) -> pa.Table:
     """Return lines as columns.
 
     Raises:
-        _Unusable: a line is no row.
+        _Unusable: a line is not a row.
     """
     num_rows = _num_rows(text)
     if not num_rows:
@@ -306,7 +306,7 @@ def _table_of(rows: ClickRows, part: slice) -> pa.Table:
 
 
 class _Moments:
-    """Means and deviations of columns, of which parts arrive one after the other. NaN is left out."""
+    """Means and deviations of columns that arrive in parts. NaN is ignored."""
 
     def __init__(self, num_columns: int) -> None:
         self._counts = np.zeros(num_columns)
@@ -345,7 +345,7 @@ def _lines(path: Path) -> Iterator[Lines]:
     """Yield the lines of a file, many at once.
 
     Raises:
-        DataError: the file cannot be read, or is no text.
+        DataError: the file cannot be read, or is not text.
     """
     first_line, rest = 1, b""
     try:
@@ -436,7 +436,7 @@ class _Writer:
 
 @contextlib.contextmanager
 def _new_folder(output: Path) -> Iterator[Path]:
-    """Yield a folder that gets its name once it is complete. If writing fails, it is removed.
+    """Yield a folder that is renamed to its final name once it is complete. If writing fails, it is removed.
 
     Raises:
         DataError: there is something at that path already.

@@ -46,7 +46,7 @@ DESCRIPTION = "clicks.json"
 
 @dataclass(frozen=True)
 class Description:
-    """What a model needs to know of the rows before it reads them."""
+    """Properties of the rows that a model needs before it reads them."""
 
     source: str  # where the rows came from
     rows: tuple[int, int, int]  # rows of each of `SETS`
@@ -122,7 +122,7 @@ class ClickStreams:
 
 
 def is_click_folder(path: Path) -> bool:
-    """Whether rows are to be read with `load_streams`, which names what is missing in a damaged folder."""
+    """Whether rows are to be read with `load_streams`, which names the missing part of a damaged folder."""
     return (path / DESCRIPTION).is_file() or (path / "train").is_dir()
 
 

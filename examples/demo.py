@@ -58,7 +58,7 @@ class JobFile:
 
 
 def start(run_id: str, run_dir: Path, script: Path, script_arguments: list[str]) -> Demo:
-    """Start `dlrover run` on an example. Its output goes to a file beside the run's folder."""
+    """Start `dlrover run` on an example. Its output goes to a file next to the run's folder."""
     command = [sys.executable, "-m", "lightning_dlrover.cli", "run", "--workers", "1:2"]
     command += ["--rdzv-id", run_id, "--run-dir", str(run_dir)]
     command += ["--history", "off"]  # keeps earlier runs from changing the demo

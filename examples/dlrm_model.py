@@ -1,7 +1,7 @@
 """DLRM (Naumov et al., arXiv 1906.00091) with torchrec's tables, as an ordinary LightningModule.
 
 The model contains nothing about sharding or resizing: `DLRoverStrategy` shards its tables over the workers and keeps them
-sharded. Figures are sums over samples, reduced once per validation, in which all workers take part. One worker alone cannot
+sharded. Figures are sums over samples, reduced once per validation by all workers together. One worker alone cannot
 query sharded tables.
 """
 

@@ -42,10 +42,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 mark_descendants()
 
-# A shell that runs tests in the background lets them ignore Ctrl-C, and all of their processes with them.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
 WAITING = ("distribution/", "e2e/", "strangers/", "examples/", "components/", "rdzv/", "benchmarks/")
 """Beginnings of the paths of tests that mostly wait for processes."""
 
@@ -61,14 +57,15 @@ TOGETHER = {
 
 
 COMPUTING = (
-    *("checks/", "colocate/test_core_speeds.py", "colocate/test_matching.py", "colocate/test_mixed.py"),
-    *("colocate/test_policies.py", "colocate/test_slowdown.py", "colocate/test_turns.py", "lab/test_elastic_run.py"),
-    *("lab/test_losses.py", "lab/test_measured_speeds.py", "lab/test_simulator.py", "lab/test_study.py", "lab/test_traces.py"),
-    *("lab/test_work", "pool/test_division.py", "pool/test_elastic", "pool/test_knapsack.py", "pool/test_moves.py"),
-    *("pool/test_owners.py", "pool/test_p", "pool/test_sizes.py", "report/", "tuning/test_a", "tuning/test_decision_log.py"),
-    *("tuning/test_h", "tuning/test_memory_", "tuning/test_model.py", "tuning/test_objective.py", "tuning/test_plan.py"),
-    *("tuning/test_profile_log.py", "tuning/test_residual_gp.py", "tuning/test_space.py", "tuning/test_stragglers.py"),
-    *("tuning/test_trial.py", "tuning/test_warm_start.py", "tuning/test_write_budget.py"),
+    *("checks/", "report/", "colocate/test_core_speeds", "colocate/test_matching", "colocate/test_mixed"),
+    *("colocate/test_policies", "colocate/test_slowdown", "colocate/test_turns", "lab/test_elastic", "lab/test_losses"),
+    *("lab/test_measured_speeds", "lab/test_published_figures", "lab/test_simulator", "lab/test_study", "lab/test_traces"),
+    *("lab/test_work", "pool/test_division", "pool/test_elastic_placement", "pool/test_knapsack", "pool/test_moves"),
+    *("pool/test_owners", "pool/test_prices", "pool/test_sizes", "tuning/test_allocators", "tuning/test_analyst"),
+    *("tuning/test_auto", "tuning/test_decision_log", "tuning/test_hardware", "tuning/test_history", "tuning/test_memory_m"),
+    *("tuning/test_memory_growth", "tuning/test_model", "tuning/test_objective", "tuning/test_plan"),
+    *("tuning/test_profile_log", "tuning/test_residual", "tuning/test_space", "tuning/test_stragglers", "tuning/test_trial"),
+    *("tuning/test_warm_start", "tuning/test_write_budget"),
 )
 """Beginnings of the paths of tests that only compute: they wait for no other process, and no deadline depends on them."""
 
@@ -104,6 +101,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out tests that take long or lack their device; let long tests start first, so that none is the last to run."""
+    named = (*CHECKED_FOR_LEAKS, *WAITING, *TOGETHER, *COMPUTING, *PATIENT)
+    dead = [name for name in named if not any(TESTS.glob(f"{name}*"))]
+    assert not dead, f"tests/conftest.py names tests that do not exist: {dead}"
     items.sort(key=_turn)
     if not os.environ.get("DLROVER_ALL_FAULTS"):
         for item in items:

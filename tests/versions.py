@@ -37,7 +37,9 @@ TESTS_S = 3600.0
 
 CORE = [
     "tests/live",
+    "tests/rdzv/desync",
     "tests/rdzv/group",
+    "tests/rdzv/transport",
     "tests/test_packages.py",
     "tests/test_strategy.py",
     "tests/test_compiled_models.py",

@@ -1,1 +1,1 @@
-"""The `dlrover` command."""
+"""The `dlrover` command: its parser, its commands, and their shared options."""

@@ -64,7 +64,7 @@ def cancel_command(options: argparse.Namespace) -> int:
         journal = Journal(client, place.keys)
         if (ticket := ticket_key(client, place.keys)) and client.get(place.keys.job) is None:
             return _cancel_waiting(journal, client, ticket, deadline)
-        view = read_job(client, place.keys).view  # raises an error if there is no such job
+        view = read_job(client, place.keys).view  # raises an error if the job does not exist
         is_over = view.job is not None and view.job.phase in ("finished", "failed")
         nodes = _ask_all_to_end(journal, CANCELLED)
         has_etcd = _wait_for_controller(client, place, options, deadline, nodes.target)
@@ -102,7 +102,7 @@ def _cancel_waiting(journal: Journal, client: EtcdClient, ticket: str, deadline:
 
 
 def _cancel_without_etcd(place: JobPlace, folder: Path, deadline: float) -> int:
-    """End the nodes that a scheduler lists for a job whose etcd does not answer; return their number.
+    """End the nodes that a scheduler lists for a job with an unreachable etcd; return their number.
 
     An embedded etcd ends with its `dlrover run`; nodes at a scheduler do not.
 
@@ -364,7 +364,7 @@ def check_can_be_planned(place: JobPlace, view: JobView, num_workers: int | None
 
 
 def _forgive(client: EtcdClient, keys: Keys, num_workers: int) -> str:
-    """Let a job grow to a number of workers with which a step has failed. Return why it did not until now; "" if it did."""
+    """Allow a job to grow to a size at which a step has failed. Return the former reason against it; "" without one."""
     why = ""
 
     def forgiven(job: JobRecord | None) -> JobRecord | None:

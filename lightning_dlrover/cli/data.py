@@ -1,4 +1,4 @@
-"""`dlrover data`: what the streams of a job have read, which rows made a step, and when a row is trained."""
+"""`dlrover data`: show the progress of a job's streams, the rows of a step, and the steps that train a row."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from lightning_dlrover.rdzv.job.records import EventRecord
 
 MAX_EPOCHS = 20
-"""Newest epochs in which a row is looked up."""
+"""Number of newest epochs that are searched for a row."""
 
 MAX_FILES = 10
-"""Number of files with skipped rows that are shown for people."""
+"""Maximum number of files with skipped rows in the readable output."""
 
 
 def data_command(options: argparse.Namespace) -> int:

@@ -95,7 +95,7 @@ def signals_as_exceptions(hurry: threading.Event) -> Iterator[None]:
 
 
 def _holds_lock(frame: FrameType | None) -> bool:
-    """Whether an exception out of the interrupted code may leave a lock held: the job's orderly end would wait for it for ever.
+    """Whether an exception out of the interrupted code may leave a lock held: the job's orderly end would wait for it forever.
 
     gRPC's channel has such a lock. A request is short; the wait for one ends with its timeout.
     """

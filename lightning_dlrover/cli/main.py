@@ -114,7 +114,7 @@ def command_function(command: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """Return the errors whose message suffices for the user, without a traceback."""
+    """Return the errors that are shown to the user without a traceback."""
     from lightning_dlrover.codec import RecordError
     from lightning_dlrover.components.control.nodes import ControllerBusyError
     from lightning_dlrover.components.targets.target import TargetError

@@ -176,7 +176,7 @@ SETTINGS = {
     "intra_op_threads": ("threads", "per worker; 0: one per core"),
     "prefetch_factor": ("batches ahead", "per loader worker"),
 }
-"""Fields of a plan that every worker carries out by itself: unit and help text."""
+"""Fields of a plan that every worker carries out on its own: unit and help text."""
 
 COUNTED = {name: texts[0] for name, texts in SETTINGS.items()} | {"node_cpus": "cores", "node_memory_mb": "MiB of memory"}
 """Units of a plan's fields for each worker and its node."""

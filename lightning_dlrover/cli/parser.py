@@ -88,7 +88,7 @@ def _add_plugins(commands: Commands, given: Sequence[str] | None) -> list[Plugin
             parser.set_defaults(plugin=plugged)
             try:
                 plugged.add_options(parser)
-            except Exception as error:  # of a foreign module
+            except Exception as error:  # a plugin may raise any error
                 raise plugin.error(f"its options: {type(error).__name__}: {error}") from error
         except PluginError as error:
             if is_alone and plugin.name == command:
@@ -144,7 +144,7 @@ class _Unused(argparse.ArgumentParser):
 
 
 def _made_if_in(given: Sequence[str]) -> Callable[..., argparse.ArgumentParser]:
-    """Return a maker of parsers for the command in a command line, whose other commands get none."""
+    """Return a maker of parsers for the command in a command line; the other commands have no parser."""
     command = _command_in(given)
 
     def make(prog: str, **texts: Any) -> argparse.ArgumentParser:
@@ -169,7 +169,11 @@ def _add_job_command(commands: Commands, name: str, text: str, is_named: bool = 
 
 
 def _add_run(commands: Commands) -> None:
-    run = commands.add_parser("run", help="run a script as a live elastic job, on this machine, Slurm or Kubernetes")
+    run = commands.add_parser(
+        "run",
+        help="run a script as a live elastic job, on this machine, Slurm or Kubernetes",
+        usage="%(prog)s [OPTION ...] [-m] script [ARGUMENT ...]",  # all options would take 20 lines
+    )
     run.add_argument(
         "--workers",
         type=options.workers,
@@ -270,6 +274,7 @@ def _add_status(commands: Commands) -> None:
 def _add_report(commands: Commands) -> None:
     report = _add_job_command(commands, "report", "write the job's report")
     report.add_argument("--output", type=Path, metavar="FILE", help="HTML file to write (default: RUN_DIR/JOB/report.html)")
+    report.add_argument("--open", action="store_true", help="open the report in the browser")
 
 
 def _add_explain(commands: Commands) -> None:

@@ -1,4 +1,4 @@
-"""What other packages plug into the command line by entry points: commands, their former names, and hooks of `dlrover run`."""
+"""Plugins of the command line, found by entry points: commands, their former names, and hooks of `dlrover run`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Command(Protocol):
 
 
 class CommandGroup:
-    """A command whose first argument names one of several commands, such as `dlrover pool run`.
+    """A command with subcommands, such as `dlrover pool run`.
 
     Args:
         commands: by their names.
@@ -216,7 +216,7 @@ def add_hook_options(run: argparse.ArgumentParser) -> None:
             plugin.load(RunHook).add_options(run)  # type: ignore[type-abstract]
         except PluginError as error:
             complain(str(error))
-        except Exception as error:  # of a foreign module, such as an option that there is already
+        except Exception as error:  # a plugin may raise any error, such as one about an existing option
             complain(str(plugin.error(f"its options: {error}")))
 
 

@@ -1,4 +1,4 @@
-"""`dlrover report`, `explain` and `history`: what happened in a job, and in those before it."""
+"""`dlrover report`, `explain` and `history`: show a job's timeline, the reasons for its plans, and earlier jobs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import argparse
 import contextlib
 import sys
 import time
+import webbrowser
 from typing import TYPE_CHECKING
 
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import find_place
-from lightning_dlrover.output import counted, show, text_table
+from lightning_dlrover.output import complain, counted, show, text_table
 from lightning_dlrover.rdzv.etcd.types import EtcdError
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.report.page import plans_picture, summary_text, write_report
-from lightning_dlrover.report.status import EVENTS_FILE, JobNotFoundError, connect, read_event_file
+from lightning_dlrover.report.status import EVENTS_FILE, JobNotFoundError, connect, read_event_file, read_job
 from lightning_dlrover.report.timeline import explain_text, given_sizes, sizes_text, timeline_of
 from lightning_dlrover.tuning.candidates import PastJob
 from lightning_dlrover.tuning.history import HistoryError, JobHistory, export_windows, history_url
@@ -119,7 +120,7 @@ def find_in_history(history: JobHistory, name: str) -> list[JobEntry]:
     """Return the jobs of this name or key, newest first.
 
     Raises:
-        UsageError: there is no such job.
+        UsageError: the job does not exist.
     """
     found = [job for job in history.jobs() if name in (job.key, job.run_id)]
     if not found:
@@ -138,6 +139,8 @@ def report_command(options: argparse.Namespace) -> int:
     write_report(options.job, events, output)
     show(summary_text(options.job, events))
     show(f"report: {output}")
+    if options.open and not webbrowser.open(output.resolve().as_uri()):
+        complain("no browser can be started here (BROWSER names one); the report is written")
     return EXIT_OK
 
 
@@ -178,4 +181,16 @@ def _events_of_history(options: argparse.Namespace) -> list[EventRecord]:
         with open_history(options) as history:
             return history.events(find_in_history(history, options.job)[0].key)
     except (HistoryError, UsageError) as error:
+        if _is_in_etcd(options):
+            raise UsageError(f"job {options.job!r} has recorded nothing yet; try again once it trains") from error
         raise UsageError(f"job {options.job!r} is neither in etcd, nor in {options.run_dir}; {error}") from error
+
+
+def _is_in_etcd(options: argparse.Namespace) -> bool:
+    try:
+        place = find_place(options.job, options)
+        with connect(place, timeout_s=2.0) as client:
+            read_job(client, place.keys)
+    except (EtcdError, JobNotFoundError):
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""`dlrover run`: one job from its start to its end."""
+"""`dlrover run`: start a job's etcd and controller, show its progress, and end all of it in order."""
 
 from __future__ import annotations
 
@@ -145,7 +145,8 @@ def _remove_if_unused(folder: Path) -> None:
 
 
 def _try_to_lock(lock: IO[str]) -> bool:
-    """
+    """Lock the file for this process; return False if another process holds the lock.
+
     Raises:
         OSError: the file system has no locks.
     """
@@ -256,11 +257,11 @@ def write_final_report(run_id: str, folder: Path) -> None:
         say(f"report: {folder / 'report.html'}")
 
 
-# The etcd that `dlrover run` starts for its job alone, and who may use it.
+# The etcd that `dlrover run` starts for its job alone. Access depends on the target:
 #
-# target reachable by local processes of this user on this host, through a Unix socket slurm whoever reads the password file
-# in the run folder, that is this user on all hosts kubernetes whoever reads that file, or the Secret that the target makes
-# of it for the pods
+# local       processes of this user on this host, through a Unix socket
+# slurm       processes that can read the password file in the run folder: those of this user, on all hosts
+# kubernetes  as with slurm, and pods through the Secret that the target creates from that file
 
 _PASSWORD_FILE = "etcd.password"
 """File in the run folder, as nodes on other hosts must read it."""
@@ -279,7 +280,7 @@ class EtcdLostError(Exception):
 
 
 def without_etcd(server: EmbeddedEtcd, target: str) -> str:
-    """Explain why the job's own etcd ended, how much of the job is left, and how to continue."""
+    """Explain why the job's own etcd ended, what remains of the job, and how to continue."""
     left = (
         "The job's records are lost with it: the script's checkpoints are still there, but the job restarts from scratch "
         "unless the script is given one (ckpt_path). With an etcd of its own (--endpoint), the same command would continue"
@@ -317,7 +318,7 @@ def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[OwnEtcd]:
     is_over = False
     access: dict[str, Any] = {}
     try:
-        # A job of a release without passwords goes on as its nodes expect it.
+        # A job of a release without passwords continues as its nodes expect it.
         if password.exists() or not data.exists():
             _protect(data, password)
             access = {"user": USER, "password_file": str(password)}
@@ -328,7 +329,7 @@ def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[OwnEtcd]:
                     "none; a new job has a password of its own"
                 )
             if "VC_TASK_INDEX" in os.environ:
-                # TorchX requests Volcano's plugin `svc`, whose network policy admits only pods of the same Job.
+                # TorchX requests Volcano's plugin `svc`. Its network policy admits only pods of the same Job.
                 say(
                     "this pod is of a Job of Volcano's, which may keep nodes away from this etcd: if none comes, use --endpoint"
                 )
@@ -341,7 +342,7 @@ def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[OwnEtcd]:
 
 
 def _protect(data: Path, password: Path) -> None:
-    """Let an etcd whose data are still to be created require a password from its first moment on a network.
+    """Make a new etcd, without data yet, require a password from its first moment on a network.
 
     Raises:
         EtcdServerError: the password cannot be written, or etcd refuses it.
@@ -460,9 +461,9 @@ def _what_is_left(run_id: str, course: _Course) -> str:
 
 
 def _problem(error: Exception) -> str:
-    """Return the reason why a job that had begun could not go on: with a traceback if it may be a fault of ours."""
+    """Return the reason why a job that had begun could not continue: with a traceback if it may be our fault."""
     if isinstance(error, ControllerBusyError):
-        return str(error).partition(";")[0]  # what follows is for a job that has not begun
+        return str(error).partition(";")[0]  # the rest is for a job that has not begun
     if isinstance(error, EtcdLostError | EtcdError | EtcdServerError | RecordError | TargetError | OSError):
         return str(error)
     return "".join(traceback.format_exception(error)).rstrip()
@@ -506,7 +507,7 @@ def _run_job(
         controller = Controller(client, place.keys, target, limits, str(folder), say, policy, hurry)
         stack.callback(lambda: course.left.extend(controller.left_nodes()))  # after the controller's end
         stack.enter_context(controller)
-        if server is None:  # the embedded one compacts by itself, and has a quota of its own
+        if server is None:  # the embedded one compacts on its own, and has its own quota
             warn_of_troubles(client.config, complain)
         try:
             place.write(folder, target.name, controller.mark)
@@ -587,7 +588,7 @@ def _steer(
     """Let the controller act until the job is over; return how it has ended.
 
     Args:
-        shows: print what is new about the job.
+        shows: print news of the job.
 
     Raises:
         EtcdLostError: the job's own etcd has ended before the job.
@@ -658,7 +659,7 @@ def _make_target(
 
 
 def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool, workers_per_node: int) -> None:
-    """Refuse a name whose job in etcd can be neither started nor continued by this process.
+    """Refuse the name of a job in etcd that this process can neither start nor continue.
 
     Raises:
         UsageError: the job has ended, another launcher's workers train it, its nodes have another number of workers, or its

@@ -61,7 +61,7 @@ def settle_workers(options: argparse.Namespace) -> None:
     """Replace `gpu` in --workers-per-node by a number, and set the defaults that depend on it.
 
     Raises:
-        UsageError: nodes of so many workers do not fit the other options.
+        UsageError: this number of workers per node does not fit the other options.
     """
     gpus = num_gpus(options)
     if not options.workers_per_node and not gpus:
@@ -267,7 +267,7 @@ def _file_of_module(name: str, folder: str) -> str:
     """Return the file that `python -m` would run in a folder; empty if it is none of Python's. No module is imported.
 
     Raises:
-        UsageError: there is no such module.
+        UsageError: the module does not exist.
     """
     if not all(part.isidentifier() for part in name.split(".")):
         raise UsageError(f"-m {name!r} is not the name of a module: give it as in `import`, without a path and without '.py'")

@@ -156,7 +156,8 @@ def _status_text(status: dict[str, Any]) -> str:
         binding = "" if plan["binding"] else " (a recommendation)"
         each = ", ".join(counted_field(name, plan[name]) for name in COUNTED if name in plan)
         binding += f", {each} each" if each else ""
-        lines.append(f"plan: {counted(plan['num_workers'], 'worker')}{binding}, by {plan['source']}: {plan['reason']}")
+        by = plan["reason"] if plan["source"] == "pool" else f"{plan['source']}: {plan['reason']}"  # names the pool itself
+        lines.append(f"plan: {counted(plan['num_workers'], 'worker')}{binding}, by {by}")
     again = f"`dlrover scale {status['run_id']}"
     lines += [f"not tried again: {why}; {again} {size}` does" for size, why in status["failed_sizes"].items()]
     if status["controller"]:
@@ -332,6 +333,8 @@ def _output(options: argparse.Namespace, stack: contextlib.ExitStack) -> _Output
         stack.callback(target.close)
         target.open(job.nodes.mark)
         return _Output(copies, lambda: target.copy_output(timeout_s=0.0), lambda: target.copy_output(timeout_s=60.0))
+    if job.controller is None:
+        missing += "; torchrun keeps the output of a job without `dlrover run`: on its terminal, or in its --log-dir"
     theirs = Path(job.controller.run_dir) / "logs" if job.controller and job.controller.run_dir else None
     if theirs is not None and job.controller is not None:
         if os.path.isdir(theirs):

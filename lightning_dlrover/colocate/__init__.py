@@ -1,4 +1,4 @@
-"""Several jobs on one machine, side by side (docs/colocate/colocation.md).
+"""Run several jobs on one machine at the same time (docs/colocate/colocation.md).
 
 Public names are loaded on first use: training processes import a module of this package, and must not pay for the dispatcher.
 """

@@ -1,7 +1,7 @@
-"""A Trainer's place among the jobs of a dispatcher: it asks for memory before the first step, and reports steps.
+"""The callback that admits a Trainer among a dispatcher's jobs: it requests memory before the first step, and reports steps.
 
-`ADMISSION` plugs in by the entry point `dlrover.callbacks`. So the core knows nothing of it, and a job that runs by itself,
-whose environment names no folder of a dispatcher, has no such callback.
+`ADMISSION` plugs in by the entry point `dlrover.callbacks`, so the core does not depend on it. A job without a dispatcher,
+which has no dispatcher's folder in its environment, has no such callback.
 """
 
 from __future__ import annotations

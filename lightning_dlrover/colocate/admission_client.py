@@ -1,8 +1,7 @@
 """A job's side of co-location: it reports its progress to a dispatcher, and waits until its memory fits.
 
-The dispatcher (`colocate/`) names a folder in the job's environment. Each process of the job writes a file there,
-`progress-RANK`, and reads the dispatcher's `answer`. Both are replaced as a whole. Without that variable
-nothing happens.
+The dispatcher names a folder in the job's environment. Each process of the job writes a file there, `progress-RANK`, and
+reads the dispatcher's `answer`. Both files are replaced atomically. Without the variable this module does nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class AdmissionReport:
     process_id: int
     at_s: float  # time.monotonic(), which all processes of a machine share
     num_processes: int = 1  # processes of the job that report
-    min_processes: int = 0  # fewest of them with which the job can go on; 0: it always has as many
+    min_processes: int = 0  # minimum number of them to continue; 0: the number never changes
     request: int = 0  # number of the request for memory; a script may fit more than once
     waits: bool = False  # the answer to the estimate is awaited
     estimate_bytes: int = 0  # peak of this process; 0: not estimated
@@ -49,7 +48,7 @@ class AdmissionReport:
     estimate_note: str = ""
     gpu_estimate_bytes: int = 0  # peak of this process on its GPU; 0: not estimated
     gpu_estimate_margin_bytes: int = 0
-    gpu_bytes: int = 0  # of its GPU's memory, now and at the most
+    gpu_bytes: int = 0  # memory on its GPU, at present and at its peak
     gpu_peak_bytes: int = 0
     step_bytes: int = 0  # memory that a step reads and writes, by arithmetic; 0: unknown
     num_steps: int = 0
@@ -67,7 +66,7 @@ class Answer:
     request: int = 0  # the newest request that it answers
     threads: int = 0  # intra-op threads per process; 0: as the script has them
     memory_known: bool = False  # the first request needs no estimate
-    most_processes: int = 0  # an elastic job shall go on with no more than these; 0: with any number
+    most_processes: int = 0  # maximum number of processes of an elastic job; 0: any number
 
 
 class AdmissionClient:
@@ -125,7 +124,7 @@ class AdmissionClient:
         """Count a step.
 
         Args:
-            data_wait_s: seconds of it in which it waited for its batch.
+            data_wait_s: seconds of it spent waiting for its batch.
         """
         now = time.monotonic()
         self._step_s += now - self._last_s
@@ -158,7 +157,7 @@ class AdmissionClient:
             threads: intra-op threads of this process.
             num_processes: processes of the job that report; 0: as many as before.
             min_processes: see `AdmissionReport`.
-            gpu_bytes: of its GPU's memory, now and at the most.
+            gpu_bytes: memory on its GPU, at present and at its peak.
         """
         self._steps_left, self._threads = steps_left, threads
         now_bytes, peak_bytes = gpu_bytes
@@ -203,7 +202,7 @@ def has_reported(folder: Path) -> bool:
 
 
 def read_reports(folder: Path) -> list[AdmissionReport]:
-    """Return the reports of all processes of a job, in the order of their ranks. Unreadable ones are left out."""
+    """Return the reports of all processes of a job, in the order of their ranks. Unreadable ones are skipped."""
     found = []
     for path in sorted(folder.glob(f"{PROGRESS}*"), key=lambda path: path.name):
         with suppress(OSError, ValueError, RecursionError):
@@ -219,7 +218,8 @@ def read_answer(folder: Path) -> Answer:
 
 
 def write_answer(folder: Path, answer: Answer) -> None:
-    """
+    """Replace the dispatcher's answer in a job's folder.
+
     Raises:
         OSError: the folder cannot be written.
     """

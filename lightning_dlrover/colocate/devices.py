@@ -1,4 +1,4 @@
-"""GPUs of this machine and their memory by process, and the resources that a job's processes use."""
+"""Devices and their use: the GPUs of this machine with their memory by process, and what a job's processes use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Gpu:
 
     Args:
         index: as `nvidia-smi` counts.
-        uuid: names it in `CUDA_VISIBLE_DEVICES`, whose own numbers are in another order.
+        uuid: its name in `CUDA_VISIBLE_DEVICES`; CUDA numbers GPUs in another order.
         free_bytes: memory that no process has now.
         limits: largest use of each resource that NVML knows, by names in `tuning/cluster.py`.
     """
@@ -52,8 +52,8 @@ class GpuSums:
     """Use of a GPU up to a moment. Two of them give the rates between them."""
 
     at_s: float = 0.0
-    busy_s: float = 0.0  # time in which a kernel ran
-    pcie_bytes: float = 0.0  # in both directions
+    busy_s: float = 0.0  # time that a kernel was running
+    pcie_bytes: float = 0.0  # both directions together
 
     def rates_since(self, then: GpuSums) -> dict[str, float]:
         """Return the mean use of each resource since then; nothing where no time has passed."""
@@ -72,7 +72,7 @@ class GpuUse:
 
     Args:
         used_bytes: memory of all processes.
-        of_processes: memory by process id, as far as NVML knows it.
+        of_processes: memory by process id, where NVML reports it.
         read_s: moment before the memory was read (`time.monotonic`).
     """
 
@@ -86,11 +86,11 @@ def find_gpus(nvml: Any, wanted: Collection[int], visible: str | None = None) ->
     """Return the GPUs that this process may use, by index.
 
     Args:
-        wanted: indices of those that must be usable. Others that are not are left out.
+        wanted: indices of those that must be usable. Other unusable ones are skipped.
         visible: numbers or UUIDs that `CUDA_VISIBLE_DEVICES` allows. None: this process's own variable, or all.
 
     Raises:
-        ValueError: a wanted GPU cannot be read, or is divided by MIG; or which GPUs are visible cannot be told.
+        ValueError: a wanted GPU cannot be read, or is divided by MIG; or the visible GPUs cannot be determined.
     """
     visible = os.environ.get(VISIBLE) if visible is None else visible
     found: dict[int, Gpu] = {}
@@ -134,7 +134,7 @@ def _visible(gpus: Mapping[int, Gpu], entries: str) -> list[int]:
 
 @dataclass(frozen=True)
 class JobOnGpu:
-    """What is known of a job's memory on a GPU.
+    """Reports of a job's memory on a GPU.
 
     Args:
         pids: its processes.
@@ -150,7 +150,7 @@ class JobOnGpu:
 def bytes_of_jobs(use: GpuUse, used_before: int, jobs: Sequence[JobOnGpu]) -> list[int]:
     """Return the memory of each job on one GPU: as NVML has it or as the job reports it, whichever is more.
 
-    Jobs of which neither is known share the rest equally: all that exceeds the charges of the others. Reports of those may be
+    Jobs with neither known share the rest equally: all that exceeds the charges of the others. Reports of those may be
     late, so this is too little rather than too much. All that is held still covers all that is used.
 
     Args:
@@ -167,10 +167,10 @@ def bytes_of_jobs(use: GpuUse, used_before: int, jobs: Sequence[JobOnGpu]) -> li
     return [rest if size is None else size for size in known]
 
 
-# The GPUs of this machine: their memory by process, and how busy they are. NVML reports them.
+# Read the memory by process and the utilization of this machine's GPUs from NVML.
 #
-# NVML knows how busy a GPU is, not which process keeps it busy. So these figures describe a job only while it runs alone.
-# In a container, NVML may know processes by other ids than the container does. A job's memory is then its own report, or
+# NVML reports how busy a GPU is, not which process keeps it busy. So these figures describe a job only while it runs alone.
+# In a container, NVML may use other process ids than the container does. A job's memory is then its own report, or
 # the rest that no other job accounts for.
 class GpuWatch:
     """Measures GPUs a few times a second, in a thread. Use as a context manager."""
@@ -248,7 +248,7 @@ class GpuWatch:
 
 
 def _limits(nvml: Any, handle: Any) -> dict[str, float]:
-    """Return the largest use of each resource: all of the time, and the bytes/s of its link, as far as NVML knows them."""
+    """Return the largest possible use of each resource: all of the time, and the bytes/s of its link if NVML reports them."""
     found = {"gpu": 1.0}
     generation = known(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
     lanes = known(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
@@ -321,7 +321,7 @@ class Families:
 
 
 def tree_use(pids: Iterable[int]) -> TreeUse:
-    """Return the use of processes. Those that end meanwhile are left out."""
+    """Return the use of processes. Those that end during the call are skipped."""
     cpu_s, resident, largest, number = 0.0, 0, 0, 0
     pids = list(pids)
     for pid in pids:

@@ -1,8 +1,7 @@
-"""Run the jobs of a queue to their ends: look, decide, act, a few times a second.
+"""Run the jobs of a queue to their ends: observe, decide and act, a few times a second.
 
 All decisions are made elsewhere: `tenants.py` grants memory, `scheduler.py` chooses the jobs that run. This file starts,
-admits,
-pauses and ends processes, and writes each start and end to the journal. It is the only one that changes a job's phase
+admits, pauses and ends processes, and writes each start and end to the journal. Only this file changes a job's phase
 (`tenants.py`).
 """
 
@@ -64,7 +63,7 @@ END_S = 10.0
 """Seconds that processes may take to vanish after SIGKILL."""
 GRACE_WITHOUT_STEPS_S = 1.0
 PROBE_STEPS = 3
-"""Steps after which the peak of a job shows its need: the second one has the optimizer's state beside it."""
+"""Steps after which the peak of a job shows its need: the second one also holds the optimizer's state."""
 PATIENCE = 3.0
 """A command that keeps no core busy is probed for this times as long."""
 AGAIN_S = 5.0
@@ -201,7 +200,7 @@ class Dispatcher:
     # --- the loop ------------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run all jobs to their ends. Whatever ends this call, no process of a job is left.
+        """Run all jobs to their ends. However this call ends, all processes of the jobs have ended.
 
         Raises:
             OSError: the journal cannot be written.
@@ -275,7 +274,7 @@ class Dispatcher:
         if job.phase in ("starting", "running") and job.asks:
             job.probed = {}
             job.charges = {m: min(charge, int(GROWTH * job.resident_bytes(m))) for m, charge in job.charges.items()}
-            # On the host, a process that stands before its first step has most of what it will have.
+            # On the host, a process just before its first step has most of its final memory.
             knows_gpu = "gpu" not in job.charges or self.knowledge.knows(job.spec, "gpu", "gpu") or job.estimate("gpu")[0] > 0
             job.guessed = set() if knows_gpu else {"gpu"}
             job.enter("asks", now)
@@ -298,7 +297,7 @@ class Dispatcher:
             self._act(End(job.spec.name, "failed", reason), now)
 
     def _is_probed(self, job: WatchedJob, now: float) -> bool:
-        """Whether a command counts as one that reports nothing. Beside others, a script with the callback may start slowly."""
+        """Whether a command counts as one that reports nothing. A script with the callback may start slowly among others."""
         if job.reports or self.knowledge.reports(job.spec.kind):
             return False
         seconds = now - job.at_s - job.paused_s(now)
@@ -416,7 +415,7 @@ class Dispatcher:
                     self._answer(job, job.answered)
 
     def _answer(self, job: WatchedJob, request: int) -> None:
-        """Tell a job what it may have, with all requests up to this one granted."""
+        """Answer a job with the memory that it may use, with all requests up to this one granted."""
         try:
             write_answer(job.seat, Answer(request > 0, request, job.threads, most_processes=job.most_processes))
             job.answered = request
@@ -560,10 +559,10 @@ def _look_at_gpus(
     jobs: Iterable[WatchedJob],
     below: Mapping[int, Sequence[int]],
 ) -> None:
-    """Tell each job on a GPU its part of that GPU's memory.
+    """Publish to each job on a GPU its part of that GPU's memory.
 
     Args:
-        settled_s: moment of the last end of a job, whose memory must not be counted any more.
+        settled_s: moment of the last end of a job; its memory must no longer be counted.
         below: ids of the processes of each supervisor.
     """
     by_device: dict[str, list[WatchedJob]] = defaultdict(list)

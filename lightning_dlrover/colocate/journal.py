@@ -1,4 +1,7 @@
-"""The jobs of a queue: read from `jobs.yaml`, and their history on disk before the dispatcher acts on it."""
+"""The jobs of a queue: read from `jobs.yaml`, and their history on disk before the dispatcher acts on it.
+
+`JobSpec` is one job of the file. `Journal` appends records, and `read_records` reads them back.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class JobSpec:
     Args:
         command: the program and its arguments.
         folder: the working folder.
-        env: variables that the job has beside those of the dispatcher.
+        env: variables of the job, in addition to those of the dispatcher.
         priority: jobs with a higher one go first.
         device: type of the device that it runs on: `cpu`, `gpu`, or `any` of them.
         memory_bytes: peak of all its processes together, as its owner states it; 0: unknown.
@@ -270,7 +273,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Span:
-    """A time in which a job was in one phase (`tenants.py`)."""
+    """A period that a job spent in one phase (`tenants.py`)."""
 
     phase: str
     began: float
@@ -375,7 +378,7 @@ FORM = RecordForm(
 
 # The history of a queue's jobs: records as lines of JSON, each on disk before the dispatcher acts on it.
 #
-# A dispatcher that was killed leaves the file as it is. The next one reads it and goes on.
+# A dispatcher that was killed leaves the file as it is. The next one reads it and continues.
 class Journal(RecordFile[Header]):
     """The journal of one folder, which this process alone may add to. Use as a context manager.
 

@@ -1,4 +1,7 @@
-"""Which jobs fit on a device together, and in which groups, with a bound on waiting. Pure."""
+"""Pack jobs onto devices: check what fits, group jobs that share a device, and bound the waiting. Pure.
+
+Policies (`policies.py`) build on `with_bounded_wait`, `group_and_start`, `match` and `best_partition`.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ class Packing:
         self._closed.update(device.name for device in devices)
 
     def fits(self, job: Job, device: Device, beside: Sequence[Job] = ()) -> bool:
-        """Whether one worker fits there by memory and places, beside the workers present and those of `beside`."""
+        """Whether the device has memory and a slot for one more worker, given those present and those of `beside`."""
         workers = self._workers[device.name]
         if device.name in self._closed or len(workers) + len(beside) >= device.places:
             return False
@@ -218,7 +221,7 @@ def start_spread(packing: Packing, jobs: Sequence[Job]) -> list[Job]:
 
 
 def num_wanted(job: Job, kind: str, packing: Packing) -> int:
-    """Devices that a job starts with: as many as it asks for, or as few as it can where there are no more; 0: never there."""
+    """Number of devices that a job starts with: as requested, or its minimum if too few are large enough; 0: none."""
     large = _large_enough(job, kind, packing)
     return job.num_devices if len(large) >= job.num_devices else job.fewest_devices if len(large) >= job.fewest_devices else 0
 
@@ -312,8 +315,8 @@ def _improved(gains: Floats, partner: NDArray[np.intp]) -> NDArray[np.intp]:
     nodes = np.arange(len(gains))
     for _ in range(4 * len(gains)):
         now = gains[nodes, partner]
-        # Node i leaves its partner for j, and the partners that are left behind come together. Those are the nodes themselves
-        # where there is no partner, and a node has no gain with itself.
+        # Node i leaves its partner for j, and the two former partners are matched. A node without a partner counts as its own,
+        # and has no gain with itself.
         alone = partner == nodes
         left_behind = np.where(alone[:, None] | alone[None, :], 0.0, gains[np.ix_(partner, partner)])
         change = gains + left_behind - now[:, None] - now[None, :]
@@ -437,7 +440,7 @@ def group_and_start(packing: Packing, jobs: Sequence[Job], merge: Merge, most_to
     for kind in kinds:
         rivals = Counter(_best_kind(job) for job in waiting)
         suited = [job for job in waiting if kind in job.profiles and _is_worth(job, kind, rivals, packing)]
-        # A set whose turn has not come may hold the best neighbour of a job that has just started, so look again.
+        # A set that has not had its turn may hold the best neighbour of a job that has just started, so look again.
         while suited and (started := _on_kind(packing, kind, suited, merge, most_together)):
             suited = [job for job in suited if job.name not in started]
             waiting = [job for job in waiting if job.name not in started]
@@ -463,7 +466,7 @@ def merge_in_rounds(
     num_enough: int = 0,
     most_use: float = 1.0,
 ) -> list[Group]:
-    """Merge matched pairs, round after round, until no merger gains or at most `num_enough` groups are left."""
+    """Merge matched pairs, round after round, until no merger gains or at most `num_enough` groups remain."""
     while len(groups) > max(num_enough, 1):
         pairs = Room(packing, groups, sample, most_together, under_limits, most_use).pairs()
         if not len(pairs):

@@ -1,4 +1,8 @@
-"""Estimate the peak memory of a training process before its first step."""
+"""Estimate the peak memory of a training process before its first step.
+
+`estimate_peak` is the entry point. It traces training steps on fake tensors, and replays their allocations, in a forked
+process.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ from lightning_dlrover.tuning.memory import Allocator, CudaCache, Event, Footpri
 from lightning_dlrover.tuning.profiler import CUDA_CONTEXT_BYTES
 from lightning_dlrover.tuning.resources import available_bytes, forget_peak, status_bytes
 
-# A training step as the estimate runs it, and its loss.
+# A training step in the form that the estimate runs, and its loss.
 
 Step = Callable[[Any], Any]
 """Takes a batch and returns the loss, a dict with ``loss``, or None if it runs backward and the optimizers itself."""
@@ -108,7 +112,7 @@ class ChildError(Exception):
     """The copy did not return a result; the message gives the cause."""
 
 
-# Run a function in a forked copy of this process, so that nothing that it does reaches the training.
+# Run a function in a forked copy of this process, so that it cannot affect the training.
 #
 # The copy has this thread only. Other threads' locks may stay locked in it, which its deadline covers.
 def run_in_child(function: Callable[[], Any], deadline_s: float, extra_bytes: int | None = None) -> Any:
@@ -184,7 +188,7 @@ def _read(reading: int, deadline_s: float) -> bytes:
     return b""
 
 
-# Measure real steps of a small part of the batch, for modules without shape rules. For a process that is thrown away.
+# Measure real steps of a small part of the batch, for modules without shape rules. Runs in a process that is thrown away.
 
 NUM_STEPS = 2  # the second has the optimizer's state
 PARTS = (8, 4)  # the batch's fractions, 1/8 and 1/4
@@ -356,7 +360,7 @@ class Trace:
     kinds: dict[int, str] = field(default_factory=dict)  # handle: one of `KINDS`
 
     def live_bytes(self, num_events: int) -> dict[str, int]:
-        """Return the live bytes of each kind after so many events."""
+        """Return the live bytes of each kind after a number of events."""
         live: dict[int, int] = {}
         for handle, num_bytes in self.events[:num_events]:
             if num_bytes:
@@ -373,7 +377,7 @@ class Trace:
 aten = torch.ops.aten
 
 # An LSTM layer's gates and cell states, which oneDNN keeps for backward, in units of the layer's output. Backward uses about
-# twice as much beside them: gradients of gates and states.
+# twice as much in addition: gradients of gates and states.
 LSTM_SAVED, LSTM_BACKWARD = 5, 10
 
 
@@ -392,7 +396,7 @@ def hidden_chunks(func: Any, args: Sequence[Any], result: Any) -> list[list[int]
 
 
 def saved_bytes(func: Any, result: Any) -> int:
-    """Return the bytes that an operation keeps for its backward pass, beside its results."""
+    """Return the bytes that an operation keeps for its backward pass, in addition to its results."""
     return LSTM_SAVED * _num_bytes(result[0]) if func is aten.mkldnn_rnn_layer.default else 0
 
 
@@ -423,7 +427,7 @@ def check() -> None:
     check_names("torch", NAMES)
 
 
-NUM_FAKE_STEPS = 4  # the second has the optimizer state beside it; the holes of the allocator grow for a few steps
+NUM_FAKE_STEPS = 4  # the second also has the optimizer state; the holes of the allocator grow for a few steps
 
 # Copies of a sparse gradient's values that an optimizer makes in one step: coalesced, old and new moments, update.
 STEP_COPIES: dict[type, int] = {torch.optim.SparseAdam: 6}
@@ -647,7 +651,7 @@ def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     return result
 
 
-# Operations whose result depends on values, with a result that is never smaller than the real one.
+# Replacements for operations with a result size that depends on values: never smaller than the real result.
 _BOUNDS: dict[Any, Callable[..., Any]] = {
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
@@ -703,7 +707,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Unknown:
-    """There is no estimate; the job has to be probed."""
+    """No estimate is possible; the job has to be probed."""
 
     reason: str
 
@@ -719,7 +723,7 @@ class LoaderShape:
 
 
 # On the CPU, the estimate is the peak resident memory: what is resident now, and what a step adds. On CUDA, it is what the
-# process takes from the device. Validation, checkpoints and what a loader keeps in memory later are left out.
+# process takes from the device. Validation, checkpoints and a loader's later memory are not included.
 def estimate_peak(
     module: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
@@ -744,7 +748,7 @@ def estimate_peak(
 
     Args:
         batch: as `step` takes it; its tensors may be on the meta device.
-        device: ``cpu``, or ``cuda`` for what one GPU needs.
+        device: ``cpu``, or ``cuda`` for the need of one GPU.
         margin: from the errors of earlier estimates; default: 35 % of the estimate.
         deadline_s: seconds for each copy.
         probe_bytes: most that a real step in a copy may allocate; default: half of the available memory.

@@ -1,4 +1,7 @@
-"""Co-location policies by name: which jobs share a device. Pure."""
+"""Co-location policies by name: which jobs share a device. Pure.
+
+`make_policy` returns a policy by name. `complementary` and `turns` are ours; the others are baselines.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def sequential(settings: PolicySettings) -> PlacementRule:
     return place
 
 
-# As many jobs at once as fit by memory and places, in order, whatever they do to each other.
+# As many jobs at once as fit by memory and slots, first come first served; ignores interference.
 
 
 def fifo(settings: PolicySettings) -> PlacementRule:
@@ -60,11 +63,11 @@ def fifo(settings: PolicySettings) -> PlacementRule:
     return place
 
 
-# Random jobs beside each other, as many as fit: the chance level of choosing sets.
+# Random jobs together, as many as fit: the chance level of choosing sets.
 
 
 def random_sets(settings: PolicySettings) -> PlacementRule:
-    """Return the policy. A job's turn depends on the seed and its name alone, so equal states are decided alike."""
+    """Return the policy. A job's turn depends on the seed and its name alone, so equal states lead to equal decisions."""
 
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
         for job in sorted(jobs, key=lambda job: random.Random(f"{settings.seed}/{job.name}").random()):
@@ -219,7 +222,7 @@ def muri(settings: PolicySettings) -> PlacementRule:
 
 
 def stages(job: Job, device: Device) -> Floats:
-    """Seconds of a step in which a job keeps each resource of `STAGES` busy, shape ``(4,)``."""
+    """Seconds of a step that a job keeps each resource of `STAGES` busy, shape ``(4,)``."""
     profile = job.profiles[device.kind]
     shares = [min(profile.use.get(r, 0.0) / device.limits[r], 1.0) if device.limits.get(r) else 0.0 for r in STAGES]
     if not any(shares):
@@ -253,16 +256,16 @@ def _step_s(tables: Floats) -> Floats:
     return np.asarray(turned.max(axis=2).sum(axis=2).min(axis=1))
 
 
-# Ours: sets of jobs that lose least to each other, by learned slowdowns, under every limit.
+# Our policy: sets of jobs with the smallest mutual slowdowns, as learned, within all limits.
 #
 # The cost of a set is the time that its device needs for its work if each job had one unit: 1 over the weighted mean of the
 # relative speeds. A job alone costs 1, so two jobs should share a device if that costs less than 2. The sets are those
-# whose costs have the smallest sum. A job that goes well with a difficult one is thus kept for it; a greedy choice would
+# with the smallest sum of costs. A job that runs well with a difficult one is thus reserved for it; a greedy choice would
 # give it away.
 #
 # At most `EXACT_NODES` jobs and occupied devices are searched exactly: all partitions into sets, by dynamic programming
-# over subsets. More are merged in rounds of matching, see `grouping`; the weight of a merger is the cost that it saves. No
-# device is left empty while jobs share another one.
+# over subsets. More are merged in rounds of matching, see `group_and_start`; the weight of a merger is the cost that it saves.
+# No device is left empty while jobs share another one.
 def complementary(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
 
@@ -283,7 +286,7 @@ def best_sets(
     num_devices: int = 0,
     most_use: float = 1.0,
 ) -> list[Group]:
-    """Merge groups into the sets whose costs have the smallest sum.
+    """Merge groups into the sets with the smallest sum of costs.
 
     Args:
         num_devices: merge no further than to this number of sets.
@@ -339,21 +342,21 @@ MOST_USE = 1.25
 FULL_USE = 1.6
 """Jobs may want this times a limit where cores would be idle otherwise: three that could each use a core, on two cores."""
 BUSY = 0.95
-"""Fraction of a limit from which on no job is added for the rest."""
+"""Fraction of a limit above which no job is added to use the rest."""
 WHOLE = ("cores", "gpu")
 """Resources that a job has or has not at any moment; it uses a part of the others."""
 SAME = 0.02
-"""Fraction by which the progress of two sets may differ before one is better."""
+"""Fraction that the progress of two sets must differ by for one to be better."""
 SAME_END_S = 0.5
 """The last jobs run at once where their remaining times differ by less."""
 
 
-# Ours where jobs can be paused at no cost: the sets of `complementary` take turns on each device, the best one first.
+# Our policy where pauses cost nothing: the sets of `complementary` take turns on each device, the best one first.
 #
 # The best set makes the most progress in a second: the sum of its weighted relative speeds. So jobs that leave a device
-# idle run beside others while there are others, and jobs that keep it busy alone are left for the end. Jobs that run
-# already, such as those that start, stay, and leave a set less of each limit. The policy is asked again whenever a job
-# comes or ends, and a job that was left out for too long goes before all others (`waiting.py`).
+# idle run together with others while others exist, and jobs that keep it busy alone run at the end. Jobs that already run,
+# such as starting ones, stay, and leave a set less of each limit. The policy is asked again whenever a job comes or ends,
+# and a job that was left out for too long goes before all others (`with_bounded_wait`).
 #
 # The last jobs end together: those with the longest remaining time run first (McNaughton, Management Science 1959).
 def turns(settings: PolicySettings, are_last: bool = False) -> PlacementRule:
@@ -361,7 +364,7 @@ def turns(settings: PolicySettings, are_last: bool = False) -> PlacementRule:
 
     Args:
         are_last: no other jobs will come. Those with the longest remaining time go first. If all have the same, they run at
-            once where they nearly fit, and take turns otherwise. A job that is left over would leave cores idle in the end.
+            once where they nearly fit, and take turns otherwise. A leftover job would leave cores idle at the end.
     """
 
     def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
@@ -393,13 +396,13 @@ def _left_s(job: Job, device: Device) -> float:
 
 
 def _end_together(jobs: Sequence[Job], device: Device) -> bool:
-    """Whether jobs have about the same remaining time, as far as it is known."""
+    """Whether jobs have about the same remaining time, where it is known."""
     known = [left_s for job in jobs if (left_s := _left_s(job, device)) < math.inf]
     return not known or max(known) - min(known) <= SAME_END_S
 
 
 def _chosen(packing: Packing, device: Device, jobs: Sequence[Job], settings: PolicySettings) -> tuple[Job, ...]:
-    """Return the jobs that run on a device, beside those that are there. On an empty one at least one runs."""
+    """Return the jobs to run on a device, in addition to those present. On an empty one at least one runs."""
     present = packing.members(device)
     most_use = MOST_USE - _present_use(packing, device)
     if present:
@@ -424,7 +427,7 @@ def _with_earlier(
 ) -> tuple[Job, ...]:
     """Put earlier jobs of the order in the place of later ones that make no more progress there.
 
-    Of equal jobs, some are left over. They would be the same ones each time.
+    Some of several equal jobs are left over. Without this, they would be the same ones each time.
     """
     (least,) = (1 - SAME) * _progress([chosen], device, settings)
     for number, job in enumerate(jobs):
@@ -469,7 +472,7 @@ def _busy(device: Device, jobs: Sequence[Job]) -> float:
 
 
 def _fit_beside(packing: Packing, device: Device, jobs: Sequence[Job], settings: PolicySettings, most_use: float) -> bool:
-    """Whether jobs that fit one by one also fit together, beside those present, which leave them less of each limit."""
+    """Whether jobs that fit one by one also fit together, given those present, which leave them less of each limit."""
     return _fit(packing, device, jobs, settings, most_use - _present_use(packing, device))
 
 
@@ -506,7 +509,7 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
     """Return the policy with that name.
 
     Raises:
-        ValueError: there is no such policy.
+        ValueError: the policy is unknown.
     """
     if name not in POLICIES:
         raise ValueError(f"there is no policy {name!r}; choose one of {', '.join(POLICIES)}")

@@ -148,7 +148,8 @@ def run_queue(
 ) -> Summary:
     """Run jobs side by side to their ends, and write `report.html` into the folder.
 
-    A folder of an earlier call goes on: jobs that are done stay done. Call it from the main thread: the jobs end with it.
+    The queue of an earlier call's folder continues: finished jobs stay finished. Call it from the main thread: the jobs end
+    with it.
 
     Args:
         jobs: commands with their working folders and variables.
@@ -201,7 +202,7 @@ def run_queue(
 
 
 def _refuse_too_large(jobs: Sequence[JobSpec], places: Sequence[LocalDevice]) -> None:
-    """Refuse a job whose stated memory no device has.
+    """Refuse a job that states more memory than any device has.
 
     Raises:
         ValueError: with both figures.

@@ -54,7 +54,7 @@ class Summary:
     """Figures of a queue.
 
     Args:
-        makespan_s: time in which a dispatcher ran, from its first start to the last end.
+        makespan_s: time that a dispatcher ran, from its first start to the last end.
         utilisation: CPU time of all jobs over the cores' time.
         throughput_per_hour: finished jobs per hour.
     """
@@ -69,7 +69,7 @@ class Summary:
 
     @property
     def throughput_text(self) -> str:
-        """Finished jobs per hour; empty after a time too short to tell."""
+        """Finished jobs per hour; empty if the time is too short for a figure."""
         return f"{self.throughput_per_hour:.0f} jobs/h" if self.makespan_s >= SHORT_S else ""
 
     @property
@@ -139,7 +139,7 @@ def _slowdown(ended: Ended | None, alone: Sequence[float]) -> float | None:
 
 
 def _busy_s(opened: Sequence[Opened], records: Sequence[Record]) -> float:
-    """Return the time in which a dispatcher ran: from each opening to the last record before the next one."""
+    """Return the time that a dispatcher ran: from each opening to the last record before the next one."""
     times = [record.at for record in records if isinstance(record, Started | Ended)]
     total = 0.0
     for number, each in enumerate(opened):
@@ -152,7 +152,7 @@ def cells(job: JobRow, unit: str = "") -> tuple[str, ...]:
     """Return a job's times, slowdown and memory as text; with a GPU's memory behind that of the host.
 
     Args:
-        unit: stands behind each time, in seconds.
+        unit: printed after each time, in seconds.
     """
     return (
         "-" if job.waited_s is None else f"{job.waited_s:.1f}{unit}",

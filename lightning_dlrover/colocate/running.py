@@ -1,4 +1,4 @@
-"""A job that runs: its processes behind a keeper, their reports, and measurements of them."""
+"""A running job: its supervisor and processes, their reports, and measurements of them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Outcome:
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """Return how the job of a folder has ended; None if that is not on record."""
+    """Return how the job of a folder has ended; None if no end is recorded."""
     with suppress(OSError, ValueError):
         return from_fields(Outcome, json.loads((folder / RESULT).read_bytes()), str(folder / RESULT))
     return None
@@ -138,7 +138,7 @@ class SupervisedJob:
         self._order(b"resume\n")
 
     def end(self, grace_s: float) -> None:
-        """Send SIGTERM to all processes, and SIGKILL after the grace period to those that are left."""
+        """Send SIGTERM to all processes, and SIGKILL after the grace period to those that remain."""
         self._order(f"end {grace_s:g}\n".encode())
 
     def outcome(self) -> Outcome | None:
@@ -169,13 +169,13 @@ class SupervisedJob:
             self._supervisor.stdin.flush()
 
 
-# A job that runs: its processes, their reports, and measurements of them.
+# A running job: its processes, their reports, and measurements of them.
 
 BUSY = 0.05
-"""Part of the time in which a core, or its GPU, is busy with a job that does not hang; and seconds at the least."""
+"""Minimum fraction of time, and minimum seconds, that a job keeps a core or its GPU busy if it does not hang."""
 LEAST_BUSY_S = 0.2
 SHRINK_S = 60.0
-"""Seconds in which an elastic job must have given up a process."""
+"""Deadline, in seconds, for an elastic job to give up a process."""
 MEASURE_S = 0.25
 """Least seconds between two measurements of a job's memory and CPU time."""
 
@@ -212,7 +212,7 @@ class WatchedJob:
     charges: dict[Memory, int]
     phase: Phase = "starting"
     paused_from: Phase = "running"
-    short_of: set[Memory] = field(default_factory=set)  # memories whose charge it has outgrown
+    short_of: set[Memory] = field(default_factory=set)  # memories where it has outgrown its charge
     most_processes: int = 0  # limit of an elastic job that was asked to shrink
     asked_to_shrink_s: float = 0.0
     peaks: dict[Memory, int] = field(default_factory=dict)
@@ -224,7 +224,7 @@ class WatchedJob:
     has_reported: bool = False  # whether there was a report of its first process, readable or not
     threads: int = 0
     cores: float = 0.0  # cores that it kept busy between the last two measurements
-    guessed: set[Memory] = field(default_factory=set)  # memories whose peak is unknown
+    guessed: set[Memory] = field(default_factory=set)  # memories with an unknown peak
     probed: dict[Memory, int] = field(default_factory=dict)  # peaks of a command that reports nothing, after its probe
     end_reason: str = ""
     end_result: str = ""
@@ -264,7 +264,8 @@ class WatchedJob:
     def look_at_gpu(self, sums: GpuSums, gpu_bytes: int) -> None:
         """Take the newest measurement of its GPU, and its own memory there."""
         self.gpu_sums, self.gpu_bytes = sums, gpu_bytes
-        # The host may sleep during a kernel. NVML does not tell whose kernel runs: beside others a hung command is found late.
+        # The host may sleep during a kernel. NVML does not report which process runs a kernel: next to other jobs a hung
+        # command is found late.
         if not self.reports and sums.busy_s - self._gpu_busy_s >= max(LEAST_BUSY_S, BUSY * (self._looked_s - self.moved_s)):
             self._has_moved()
         self._see("gpu", max(gpu_bytes, sum(report.gpu_peak_bytes for report in self.reports)))
@@ -292,7 +293,7 @@ class WatchedJob:
     @property
     def asks(self) -> bool:
         """Whether all of its processes that report wait for an answer that was not given."""
-        # A report says that it waits until its process has seen the answer.
+        # A report is marked as waiting until its process has seen the answer.
         is_new = self.request > self.answered
         return is_new and len(self.reports) >= self.num_processes and all(report.waits for report in self.reports)
 
@@ -367,6 +368,6 @@ class WatchedJob:
         return 0 < self.most_processes < self.num_processes and late
 
     def paused_s(self, now: float) -> float:
-        """Seconds in which it was paused so far."""
+        """Seconds that it has been paused so far."""
         spans = [*self.spans, Span(self.phase, self.phase_since_s, now)]
         return sum(span.ended - span.began for span in spans if span.phase == "paused")

@@ -1,4 +1,7 @@
-"""Measure how fast jobs run alone and side by side, and choose the jobs that run now."""
+"""Measure how fast jobs run alone and side by side, and choose the jobs that run now.
+
+`InterferenceMeter` measures, `Knowledge` keeps the measurements of kinds of jobs, and `Scheduler` asks a policy.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +120,7 @@ class InterferenceMeter:
         self._settle_s = SETTLE_S if device_kind == CPU else GPU_SETTLE_S
         self._members: tuple[str, ...] = ()
         self._since_s = 0.0
-        self._first: dict[str, Moment] = {}  # by name; a job is absent until its part of the window has begun
+        self._first: dict[str, Moment] = {}  # keyed by job name; a job is absent until its part of the window has begun
         self._newest: Mapping[str, CoRunner] = {}
 
     def look(self, now: float, running: Sequence[CoRunner], alone: Alone) -> list[Profiled | Rates]:
@@ -135,7 +138,7 @@ class InterferenceMeter:
         self._newest = {co_runner.name: co_runner for co_runner in running}
         if now - self._since_s >= self._settle_s and all(co_runner.is_warm for co_runner in running):
             for co_runner in running:
-                # An older report is that of a step that ran, or was paused, beside the former set.
+                # An older report describes a step that ran, or was paused, next to the former set.
                 if co_runner.moment.at_s >= self._since_s:
                     self._first.setdefault(co_runner.name, co_runner.moment)
         if members and self._has_measured(ALONE_S if len(members) == 1 else TOGETHER_S):
@@ -195,9 +198,9 @@ SPREAD = 1.05
 """Peaks of two runs of one command differ by less."""
 MAX_OBSERVATIONS = 400
 MAX_ALONE = 8
-"""Windows alone of which a profile is the mean."""
+"""Number of windows alone that a profile averages."""
 ALIKE, LEAST_ALIKE = 1.2, 2
-"""Kin whose uses and speeds differ by less than this factor, so many or more of them, stand for the rest."""
+"""Factor and number: if at least that many kin differ by less than the factor in use and speed, they represent the rest."""
 
 _OfMemory: TypeAlias = tuple[str, Where, Memory]
 """A kind of job, a type of device, and a memory there: on the host, a job on a GPU has other needs than one on cores."""
@@ -206,7 +209,7 @@ _OfMemory: TypeAlias = tuple[str, Where, Memory]
 # Measurements of kinds of jobs: their use and speed alone, their speeds side by side, their peak memory.
 #
 # It comes from the queue's own journal and from those of earlier queues. Jobs of one declared kind, or with the same
-# command, folder and variables, are of one kind. Kinds with the same script are kin: what is not known of one is guessed
+# command, folder and variables, are of one kind. Kinds with the same script are kin: unknown figures of one are guessed
 # from the others. Side by side, jobs on cores are predicted by `CoreSpeeds`, and those on a GPU by `SlowdownModel`.
 class Knowledge:
     """Collects records, and predicts from them. A `SpeedPredictor` of policies.
@@ -379,7 +382,7 @@ class Knowledge:
             seen = self._observations(device, device_kind)
             model: SpeedPredictor = CoreSpeeds.fit(seen, self._shares) if device_kind == CPU else SlowdownModel.fit(seen)
             known = self._models[device.name] = self._num_rates, model
-        # A policy may have been given less: what a job wants beside others.
+        # A policy may have been given less: the demand of a job next to others.
         measured = {job.name: self._as_measured(job, device, device_kind) for group in groups for job in group}
         return known[1].relative_speeds([[measured[job.name] for job in group] for group in groups], device)
 
@@ -444,7 +447,8 @@ class Knowledge:
             estimate: the job's own, and its margin; zeros: it has none.
             device_bytes: memory of the device that the job is on.
         """
-        # What a job had on this device when it was evicted has fitted, and so does what a margin alone takes beyond the device.
+        # The memory that a job had here when it was evicted has fitted, and so does one that exceeds the device only by a
+        # margin.
         wanted = min(self._wanted.get((spec.kind, where, memory), 0), device_bytes)
         if (peak := self._peaks.get((spec.kind, where, memory), 0)) > 0:
             needed = max(int(SPREAD * peak), wanted)
@@ -487,7 +491,7 @@ PAUSING = ("complementary",)
 START = {"cores": 1.0}
 """Use of a job that still starts."""
 USUAL_S = 60.0
-"""Time of a job on a GPU where that of none is known. Only how many of them are left then counts."""
+"""Time of a job on a GPU where no job's time is known. Then only the number of remaining jobs matters."""
 UNKNOWN_PART = 0.5
 """Part of a device's cores that a job uses where no kind was measured. On a GPU, such a job keeps that busy, too."""
 
@@ -517,20 +521,20 @@ class _Chosen:
     since_s: float
 
 
-# Choose the jobs that run now: ask a policy of `tuning/cluster.py`, and turn its answer into starts, pauses and
-# resumptions.
+# Choose the jobs that run now: ask a policy (`policies.py`), and turn its answer into starts, pauses and resumptions.
 #
 # A policy that may pause jobs (`complementary`) gets more of them to choose from: a few beyond those that run are started
 # ahead, and then wait with their processes stopped. Each kind of job runs alone for a few steps, once. Jobs that would
 # leave most of the machine idle at the end of the queue start first.
 class Scheduler:
-    """
+    """Choose the jobs that run now, by a policy.
+
     Args:
         policy: name of the policy.
         knowledge: measurements of earlier jobs.
-        seed: for a policy that chooses at random.
-        wait_s: a job that has waited longer goes before all others.
-        most_together: most jobs of any device that run at once.
+        seed: seed of a policy that chooses at random.
+        wait_s: seconds of waiting after which a job goes before all others.
+        most_together: maximum number of concurrent jobs per device.
 
     Raises:
         ValueError: the policy is unknown.
@@ -550,12 +554,12 @@ class Scheduler:
             self._policy = self._policy_at_end = make_policy(policy, settings)
         self._wait_s = wait_s
         self._chosen: _Chosen | None = None
-        self._side_by_side = 1.0  # most cores of a job beside others
+        self._side_by_side = 1.0  # maximum cores of a job next to others
         self._alone: dict[str, _Alone] = {}
         self._given_up: set[str] = set()  # kinds that could not be measured alone
 
     def threads(self, place: LocalDevice, num_jobs: int) -> int:
-        """Return the threads of each process of a job that runs beside others, so that all together use each core once."""
+        """Return the threads of each process of a job that shares its cores, so that all together use each core once."""
         if self.policy_name == "sequential":
             num_jobs = 1
         return max(1, round(place.num_cores / max(1, num_jobs)))
@@ -564,13 +568,13 @@ class Scheduler:
         """Return the threads of each process of jobs that run side by side, by their measured use or in equal parts.
 
         Args:
-            kinds: of the jobs; "" stands for a job that still starts.
+            kinds: kinds of the jobs; "" for a job that is still starting.
         """
         cores = [self._use(kind, place)["cores"] if kind else START["cores"] for kind in kinds]
         return self._shares(cores, place.num_cores)
 
     def _use(self, kind: str, place: LocalDevice) -> Mapping[str, float]:
-        """Return what a kind of job uses alone on a device: as measured, else as its kin or a usual job does."""
+        """Return the use of a device by a kind of job alone: measured, else that of its kin or of a usual job."""
         if known := self._knowledge.use(kind, place.kind):
             return {"cores": 1.0, **known}
         return {"cores": max(1.0, UNKNOWN_PART * place.num_cores), **({} if place.gpu is None else {"gpu": 1.0})}
@@ -609,7 +613,7 @@ class Scheduler:
         starting = [tenant for tenant in tenants if tenant.phase == "starting"]
         names = (tuple(sorted(tenant.name for tenant in each)) for each in (able, starting))
         among = (*names, self._knowledge.num_profiles, are_last)
-        # A job of a low priority that has waited too long keeps its turn for longer: it gets few.
+        # A low-priority job that has waited too long keeps its turn for longer, because it has few turns.
         are_equal = len({tenant.priority for tenant in able}) <= 1
         quantum_s = LAST_QUANTUM_S if are_last and are_equal else QUANTUM_S
         is_old = self._chosen is None or self._chosen.among != among or now - self._chosen.since_s > quantum_s
@@ -693,7 +697,7 @@ class Scheduler:
     def _ranks(
         self, place: LocalDevice, places: Sequence[LocalDevice], waiting: Sequence[Waiting], tenants: Sequence[Tenant]
     ) -> dict[str, float]:
-        """Return the order in which jobs start on a device, those of the lowest rank first. Jobs that should not are absent.
+        """Return the order in which jobs start on a device, lowest rank first. Jobs that should not start are absent.
 
         Where jobs have a choice, cores take those that they are good at, and only while these end before the GPUs are idle.
         Elsewhere, those start first that would leave most of the device idle at the end.
@@ -724,7 +728,7 @@ class Scheduler:
         return only | {free[index].name: left[free[index].name].price for index in chosen}
 
     def _left(self, kind: str, steps: int, gpu: LocalDevice, cores: LocalDevice, usual_s: float) -> Left:
-        """Return what is left of a job, on a GPU and on cores.
+        """Return the remaining work of a job, on a GPU and on cores.
 
         Args:
             steps: 0: unknown.
@@ -831,7 +835,7 @@ def _suitable(job: Waiting, places: Sequence[LocalDevice]) -> list[LocalDevice]:
 
 
 def _charges(job: Waiting, place: LocalDevice) -> dict[Memory, int]:
-    """Return what is set aside for a job that starts."""
+    """Return the memory reserved for a starting job."""
     expected = job.expected[place.where]
     return {memory: min(expected.get(memory, 0) or START_BYTES[memory], size) for memory, size in place.sizes.items()}
 

@@ -1,4 +1,8 @@
-"""Predict how jobs on one device slow each other down, on shared and on own cores. Pure."""
+"""Predict how jobs on one device slow each other down, on shared and on own cores. Pure.
+
+`SlowdownModel` predicts jobs on one device, `CoreSpeeds` jobs on the cores of one machine, and `for_cores` chooses jobs that
+leave the GPUs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ FACTOR = 16.0
 """Times that a GPU runs kernels as fast as cores, where no job was measured on both."""
 
 SLACK = 1.2
-"""Jobs on cores take up to this times as long as alone, for what they take from each other's caches."""
+"""Safety factor on the time of jobs on cores: they take up to this times as long as alone, due to shared caches."""
 
 
 def factor_of(measured: Sequence[tuple[Profile, Profile]]) -> float:
@@ -52,11 +56,11 @@ def _busy(on_gpu: Profile) -> float:
 
 @dataclass(frozen=True)
 class Left:
-    """What is left of a job.
+    """The remaining work of a job.
 
     Args:
         gpu_s: time alone on a GPU.
-        busy: fraction of that in which its kernels run.
+        busy: fraction of that time that its kernels run.
         cores_s: time alone on cores.
         cores: cores that it then keeps busy.
     """
@@ -77,8 +81,8 @@ def for_cores(
 ) -> list[int]:
     """Return which of the jobs that wait should start on cores, the one of the lowest price first.
 
-    A job is left to the GPUs if these would end all that is left before the cores could end this job. So no job runs on cores
-    alone in the end.
+    A job stays on the GPUs if these would finish all remaining work before the cores could finish this job. So no job runs on
+    cores alone in the end.
 
     Args:
         jobs: those that wait, and could run on either.
@@ -153,11 +157,11 @@ class _Seen:
         return (self.total + PRIOR * prior) / (self.number + PRIOR)
 
 
-# Predict how fast jobs are beside each other on one device, relative to their speed alone.
+# Predict the speeds of jobs that share one device, relative to their speeds alone.
 #
 # Everything is reduced to pairs. A resource that two jobs want beyond its limit stretches the part of a step that uses it
-# by the excess. That expectation is corrected by the mean of what was observed of the pair, and of pairs of the same
-# families. A job's excess beside a group, its slowdown less 1, is the sum of its excesses beside each member.
+# by the excess. That expectation is corrected by the mean of the observations of the pair, and of pairs of the same
+# families. A job's excess in a group, its slowdown less 1, is the sum of its excesses with each member.
 #
 # A Gaussian process and trees over pairs predict single pairs better, but jobs in a simulated cluster ended no sooner with
 # them (docs/colocate/policies.md).
@@ -215,7 +219,7 @@ class SlowdownModel:
         return known[0]
 
     def _beside(self, one: _Use, other: _Use) -> float:
-        """Return the excess of a job beside another."""
+        """Return the excess of a job that shares the device with another."""
         excess = self._excess.get((one, other))
         if excess is None:
             pair, families = (self._seen.get(key, _Seen()) for key in _keys(one, other))
@@ -261,16 +265,16 @@ SYNC = 0.06
 #
 # A job's step alone is a wait for input, a fraction `wait` of it, and work of `cores` core-seconds for each second of the
 # step. With fewer threads than that work could use, the working part takes longer. Where all jobs together want more cores
-# than there are, each gets what it wants or an equal share, whichever is less (max-min fairness), as the kernel divides
+# than exist, each receives what it wants or an equal share, whichever is less (max-min fairness), as the kernel divides
 # them.
 @dataclass(frozen=True, order=True)
 class CoreUse:
     """Needs of a job alone, when it may use all cores.
 
     Args:
-        family: jobs of one family are alike.
+        family: name shared by similar jobs.
         cores: busy cores, mean over a step.
-        wait: fraction of a step in which it waits for input.
+        wait: fraction of a step spent waiting for input.
     """
 
     family: str
@@ -282,7 +286,7 @@ def thread_shares(cores: Sequence[float], num_cores: float) -> list[int]:
     """Return the threads of each job's processes: one, and more for jobs that can use them while cores are idle.
 
     Args:
-        cores: busy cores of each job alone. A job that has the machine to itself gets all.
+        cores: busy cores of each job alone. A job alone on the machine uses all.
     """
     if len(cores) == 1:
         return [max(1, round(num_cores))]
@@ -299,13 +303,13 @@ def thread_shares(cores: Sequence[float], num_cores: float) -> list[int]:
 
 
 def equal_shares(cores: Sequence[float], num_cores: float) -> list[int]:
-    """Return the threads of each job's processes: all alike, and at least one."""
+    """Return the threads of each job's processes: equal shares, and at least one."""
     return [max(1, round(num_cores / max(1, len(cores))))] * len(cores)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What to expect of jobs side by side, each of shape ``(num_jobs,)``."""
+    """Expected figures of jobs that run together, each of shape ``(num_jobs,)``."""
 
     use: Floats  # busy cores
     speeds: Floats  # over those alone
@@ -338,7 +342,7 @@ Group = tuple[CoreUse, ...]
 DEVIATIONS = {"threads": 0.3, "wake": 0.1, "pressure": 0.2, "pair": 0.1}
 """Standard deviations of the corrections before anything was observed: a, c, d, h."""
 LEAST_REST = 0.5
-"""Cores of others beside a job on a single core: they leave their data in its cache."""
+"""Cores of other jobs that count for a job on a single core: they leave their data in its cache."""
 NOISE = 0.08
 """Standard deviation of the log of an observed speed."""
 
@@ -351,17 +355,17 @@ class _Corrections:
     values: Floats
 
 
-# Predict how fast jobs are beside each other on the cores of one machine, relative to their speed alone.
+# Predict the speeds of jobs that share the cores of one machine, relative to their speeds alone.
 #
-# Most of a slowdown follows from the division of cores (`slowdown.py`). The rest is learned from observed groups, as
-# corrections of the log of the expected speed e of a job i of family f beside jobs j of families g, each of which keeps a
-# fraction b of the machine's cores busy while the job has one:
+# Most of a slowdown follows from the division of cores (above). The rest is learned from observed groups, as
+# corrections of the log of the expected speed e of a job i of family f next to jobs j of families g. Each of those keeps
+# a fraction b of the machine's cores busy while the job has one:
 #
 # log speed = log e + a_f log t + c_f + sum over j of b_j (d_g + h_fg)
 #
-# t is the speed with the job's threads if the cores were enough. a is how much better a job's work goes with fewer threads,
-# c the cost of waking up late, d a job's pressure on caches and memory, h what only these two do to each other. All are
-# small before anything was observed (a Bayesian linear regression).
+# t is the speed with the job's threads if the cores were enough. a is the gain of a job from fewer threads, c the cost of
+# waking up late, d a job's pressure on caches and memory, h the interference of this pair alone. All are small before
+# anything is observed (a Bayesian linear regression).
 class CoreSpeeds:
     """Learned from observed groups; a `SpeedPredictor` for CPUs. The limit "cores" of a device is its number of cores.
 

@@ -58,7 +58,7 @@ def family() -> list[int]:
 
 
 def send(number: int) -> None:
-    """Send a signal to the whole family, until a pass finds no process that has not got it."""
+    """Send a signal to the whole family, until a pass finds no process without it."""
     reached: set[int] = set()
     while new := set(family()) - reached:
         for pid in new:
@@ -100,7 +100,7 @@ class Job:
         os._exit(EXIT_NOT_STARTED)
 
     def end(self, grace_s: float) -> None:
-        """Ask all processes to end. Those that are left after the grace period are killed."""
+        """Ask all processes to end. Those that remain after the grace period are killed."""
         self.asked = self.asked or self.code is None
         deadline = time.monotonic() + grace_s
         if self.kill_at is None:
@@ -109,7 +109,7 @@ class Job:
         self.kill_at = deadline if self.kill_at is None else min(self.kill_at, deadline)
 
     def reap(self) -> bool:
-        """Reap ended processes. Return whether no process is left."""
+        """Reap ended processes. Return whether all have ended."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

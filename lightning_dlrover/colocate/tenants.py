@@ -1,4 +1,7 @@
-"""Jobs that have processes, the places where they run, and the memory that they may use there."""
+"""Tenants: jobs with processes, the devices that they run on, and the memory that they may use there.
+
+`Tenant` is the state of one job, and `memory_actions` decides what a job's need of memory leads to.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +63,9 @@ class Holding:
 
     Args:
         charge_bytes: set aside for it.
-        resident_bytes: what it has now.
+        resident_bytes: its present memory.
         need_bytes: estimated peak with its margin; 0: unknown.
-        is_guess: the need is a guess. The job gets all that is free for its first steps, and its peak then shows the need.
+        is_guess: the need is a guess. The job may use all free memory for its first steps, and its peak then shows the need.
         is_short: it outgrew its charge, and is paused until there is room.
     """
 
@@ -85,9 +88,9 @@ class Tenant:
     Args:
         holdings: its part of each memory of its device.
         is_admitted: it may train, though it may be paused.
-        num_processes: processes that train, for each of which it has memory.
-        min_processes: fewest with which it can go on; 0: as many as it has.
-        is_shrinking: it was asked to go on with fewer a moment ago, and has not done so yet.
+        num_processes: processes that train; it has memory for each of them.
+        min_processes: minimum number to continue with; 0: as many as it has.
+        is_shrinking: it was asked to continue with fewer a moment ago, and has not done so yet.
         steps_left: None where its end is unknown.
         since_s: moment since which it has been in its phase.
         started_s: moment of its start on the dispatcher's clock.
@@ -112,7 +115,7 @@ class Tenant:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether it is an elastic job that may be asked to go on with fewer processes."""
+        """Whether it is an elastic job that may be asked to continue with fewer processes."""
         return self.phase == "running" and 0 < self.min_processes < self.num_processes
 
     @property
@@ -152,7 +155,7 @@ class Pause:
     """Stop a job's processes for a while.
 
     Args:
-        memory: the one whose charge it has outgrown; None: others run.
+        memory: the memory in which it has outgrown its charge; None: others run.
     """
 
     job: str
@@ -169,7 +172,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class Shrink:
-    """Ask an elastic job to go on with fewer processes."""
+    """Ask an elastic job to continue with fewer processes."""
 
     job: str
     num_processes: int
@@ -218,7 +221,7 @@ START_BYTES: Sizes = {"host": 1 << 30, "gpu": 1 << 30}
 """Allowance of a job with an unknown need: a Python process that has imported torch and Lightning has 0.5 GiB on the host, and
 the context of CUDA 0.5 GiB on the GPU."""
 GROWTH = 1.25
-"""A job that has outgrown its charge gets this times its present memory."""
+"""Factor of the present memory that a job is charged after it has outgrown its charge."""
 HEADROOM = 0.02
 """Part of a device beyond which a paused job's memory endangers others: processes grow between two looks."""
 
@@ -230,9 +233,9 @@ def free_bytes(memory: Memory, size: int, tenants: Iterable[Tenant]) -> int:
 
 # Keep the jobs of a device within its memory: the host's, and on a GPU also the GPU's. Pure.
 #
-# A job gets its memory before it needs it: the sum of all charges never exceeds the device. A job that outgrows its charge
-# gets more if there is room. Else an elastic one gives a process up. Any other is paused, or goes back to the queue if its
-# present memory is too much. The others never pay.
+# A job is granted memory before it needs it: the sum of all charges never exceeds the device. A job that outgrows its charge
+# is granted more if the device has room. Else an elastic one gives up a process. Any other is paused, or goes back to the
+# queue if its present memory is too much. The others never pay.
 def memory_actions(sizes: Sizes, tenants: Sequence[Tenant]) -> list[Action]:
     """Return the actions that keep a device within its memory.
 
@@ -278,7 +281,7 @@ def _waiting(sizes: Sizes, tenant: Tenant, tenants: Sequence[Tenant]) -> list[Ad
 
 
 def _fits(needs: Sizes, sizes: Sizes, tenant: Tenant, tenants: Iterable[Tenant]) -> bool:
-    """Whether a job may have this much of each memory, beside the others."""
+    """Whether a job may have this much of each memory, given the others."""
     return all(
         need - tenant.holdings[memory].held_bytes <= free_bytes(memory, sizes[memory], tenants)
         for memory, need in needs.items()
@@ -308,7 +311,7 @@ def _outgrown(memory: Memory, size: int, tenant: Tenant, tenants: Sequence[Tenan
 
 
 def _untangled(tenants: Sequence[Tenant]) -> list[Action]:
-    """Send the youngest job back to the queue if all that are left wait for each other's memory."""
+    """Send the youngest job back to the queue if all remaining ones wait for each other's memory."""
     waits = [t for t in tenants if t.phase == "asks" or (t.phase == "paused" and t.paused_for_memory)]
     if not waits or len(waits) < len(tenants) or len(tenants) < 2:
         return []
@@ -333,12 +336,12 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB"
 
 
-# Where jobs run: cores of this machine with a part of its memory, and perhaps a GPU.
+# Devices for jobs: cores of this machine with a part of its memory, and perhaps a GPU.
 
 CPU = "cpu"
 """Kind of all devices without a GPU. To a policy, each device is a kind of its own, as jobs stay where they are."""
 RESERVE = 0.1
-"""Part of the available memory that no job gets: room for the page cache, and for growth between two looks."""
+"""Fraction of the available memory that is never granted: room for the page cache, and for growth between two looks."""
 MOST_ON_GPU = 4
 """Most jobs that share a GPU for each one that would share a core: each takes half a gigabyte for its context alone."""
 FORMS = "`cpu`, `cpu:CORES` such as cpu:0-3, `gpu:NUMBER`, or `gpu:NUMBER:CORES`"
@@ -386,7 +389,7 @@ class LocalDevice:
         """Return the variables of a job with this number of threads for each process."""
         return {
             "OMP_NUM_THREADS": str(threads),
-            # Threads that spin while they wait for others take the cores of the jobs beside them.
+            # Threads that spin while they wait for others take the cores of the other jobs.
             "OMP_WAIT_POLICY": "passive",
             "KMP_BLOCKTIME": "0",
             VISIBLE: "" if self.gpu is None else self.gpu.uuid,

@@ -1,10 +1,10 @@
-"""Nodes of a job: how they are started, controlled and ended, for `dlrover run` and for TorchX."""
+"""Start, control and end the nodes of a job, for `dlrover run` and for TorchX."""
 
 from __future__ import annotations
 
 import signal
 
-# Agreements between the processes that start a node: the form of arguments, and the signal to leave.
+# Conventions between the processes that start a node: the form of arguments, and the signal to leave.
 
 ESCAPED = "--escaped"
 """First argument of `dlrover run` if all others are percent-encoded, which keeps schedulers from expanding parts of them."""

@@ -191,7 +191,7 @@ def node(
         workers: least and most workers of the job, MIN:MAX
         node: name of this node in logs and status
         agents: workers of this node, each with an agent and a GPU of its own; all nodes of a job have equally many
-        max_restarts: how often the agent restarts a failed worker by itself
+        max_restarts: how often the agent restarts a failed worker in place
         key_prefix: folder of the job's keys in etcd
         user: etcd user, if etcd has authentication enabled
         password_file: file whose first line is the user's password

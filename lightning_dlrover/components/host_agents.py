@@ -2,16 +2,16 @@
 
 Run as `python -m lightning_dlrover.components.host_agents N ARGS...`; ARGS are those of torchrun, without `--nproc-per-node`.
 N is a number of workers, or `gpu`: as many as GPUs are visible here. `--nnodes=MIN:MAX` counts agents, so workers.
-`dlrover run --workers-per-node N` starts every node so, through `node.py`.
+`dlrover run --workers-per-node N` starts every node this way, through `node.py`.
 
 A stock agent with N workers restarts all of them when one fails. Of N agents only the one that has lost its worker restarts it.
-All processes are in one allocation or container, so NCCL connects their GPUs through NVLink and shared memory: it does so also
-where a process sees none but its own (`CUDA_VISIBLE_DEVICES`).
+All processes are in one allocation or container, so NCCL connects their GPUs through NVLink and shared memory, even where a
+process sees only its own GPU (`CUDA_VISIBLE_DEVICES`).
 
 An agent that ends does not end the others. All of them get SIGTERM when this process does, or when it ends. The exit code is
 that of the first agent that failed, after all have ended.
 
-A node of `dlrover run` is given back as a whole, and its failure is judged by its first error. There
+A node of `dlrover run` is released as a whole, and its failure is judged by its first error. On such a node:
 
 - a worker that was killed is started again, with another agent, up to `MAX_KILLS` times an hour;
 - when an agent fails for any other reason, the workers of the others hand over and leave, as they do on SIGUSR1.
@@ -44,14 +44,14 @@ MAX_KILLS = 3
 KILLS_S = 3600.0
 
 _REQUESTS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-"""Signals by which a worker is asked to end."""
+"""Signals that ask a worker to end."""
 
 LEAVE_S = 60.0
 """Seconds that leaving workers have for their hand-over before their agents end them."""
 
 
 def environments(wanted: str, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the variables that each agent gets in addition.
+    """Return the additional environment variables of each agent.
 
     Args:
         wanted: a number of agents, or `gpu`.
@@ -94,9 +94,9 @@ class _Agents:
     def __init__(self, is_node: bool) -> None:
         self._is_node = is_node
         self._command: Sequence[str] = ()
-        self._variables: Sequence[Mapping[str, str]] = ()  # of each agent
+        self._variables: Sequence[Mapping[str, str]] = ()  # one mapping per agent
         self._living: dict[int, subprocess.Popen[bytes]] = {}
-        self._killed_at: dict[int, list[float]] = {}  # by agent
+        self._killed_at: dict[int, list[float]] = {}  # keyed by agent
         self._asked: dict[int, set[psutil.Process]] = {}  # workers that were asked to leave, by agent
         self._left_at: float | None = None  # time at which the workers were first asked
         self._is_ending = False

@@ -1,4 +1,4 @@
-"""Run a script up to its first batch as the only worker of a job, and note which parts of it a job supports.
+"""Run a script up to its first batch as the only worker of a job, and note which of its parts a job supports.
 
 `python -m lightning_dlrover.doctor.dry_run FOLDER RECORD_AT SCRIPT ARGS...` is the worker.
 The script's own files stay as they are:
@@ -9,8 +9,8 @@ The script's own files stay as they are:
 | `default_root_dir` | is a temporary folder |
 | loggers, checkpoints, profilers | write nothing |
 | a data loader that a job refuses | is noted, and replaced by one with its first batch |
-| snapshots of sharded tables | are off: they take twice the tables' memory, and nobody would read them |
-| other refusals | are noted; training goes on where it can |
+| snapshots of sharded tables | are off: they take twice the tables' memory, and are not needed |
+| other refusals | are noted; training continues where possible |
 | code after the first batch, after the first step of `World.steps`, or after `fit` | does not run |
 
 `doctor/report.py` starts the worker and reads its notes.
@@ -102,7 +102,7 @@ def dry_run(notes: Notes, folder: Path, script: str, arguments: list[str]) -> No
         _observe(package, notes, str(folder))
 
     on_import(observe)
-    # The module imports torch, so it is left to scripts that use it.
+    # The module imports torch, so only scripts that use it import it.
     when_imported(
         "lightning_dlrover.rdzv.group.world",
         lambda module: _wrap(module.World, "steps", lambda steps: _stepping(steps, notes)),
@@ -225,7 +225,7 @@ def _trouble_and_move(text: str) -> tuple[str, str]:
 
 
 def _stand_in(dataloader: object) -> Any | None:
-    """Return a loader whose only batch is the first one of a loader that is refused; None if it has none."""
+    """Return a loader with only the first batch of a refused loader; None if it has none."""
     from torch.utils.data import DataLoader
 
     try:
@@ -409,7 +409,7 @@ def _note_place(notes: Notes, script: str, main: int) -> None:
 
 def _main() -> None:
     folder, record_at, script, *arguments = sys.argv[1:]
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing is left of a doctor that was killed
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no process outlives a doctor that was killed
     notes, root = Notes(Path(folder) / NOTES), Path(folder) / "root"
     root.mkdir()
     timer = threading.Timer(max(0.1, float(record_at) - time.monotonic()), _note_place, (notes, script, threading.get_ident()))

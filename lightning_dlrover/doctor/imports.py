@@ -39,7 +39,7 @@ class Imported:
 
 
 def import_all(environ: Mapping[str, str] = os.environ, deadline_s: float = _DEADLINE_S) -> Imported:
-    """Import the packages in another process, and return what it has found."""
+    """Import the packages in another process, and return its findings."""
     command = [sys.executable, "-m", "lightning_dlrover.doctor.imports"]
     try:
         ran = subprocess.run(

@@ -114,7 +114,7 @@ def check_processes(left: int | None = None, source: str = "") -> Finding:
 
 
 def _processes_left(proc: Path = PROC, cgroups: Path = CGROUPS) -> tuple[int | None, str]:
-    """Return how many processes and threads may still be started, and by which limit; None: there is none."""
+    """Return how many processes and threads may still be started, and the limit behind it; None: unlimited."""
     limits: list[tuple[int, str]] = []
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if most != resource.RLIM_INFINITY and os.getuid() != 0:  # root is not limited by it
@@ -197,7 +197,7 @@ def check_name_server(endpoint: tuple[str, int] | None, address: str | None = No
     asked_for = address if ":" in address else f"::ffff:{address}"
 
     def ask() -> None:
-        with contextlib.suppress(OSError):  # an address without a name is no trouble
+        with contextlib.suppress(OSError):  # an address without a name is not a problem
             socket.getnameinfo((asked_for, 0), socket.NI_NUMERICSERV)
 
     asking = threading.Thread(target=ask, daemon=True)
@@ -332,7 +332,7 @@ def check_clock(etcd_ahead_s: float | None, uncertain_s: float = 0.0, now: float
 
     Args:
         etcd_ahead_s: how far etcd's clock is ahead of ours; None: etcd's is not known.
-        uncertain_s: half of the interval in which the difference lies.
+        uncertain_s: half of the interval that contains the difference.
         now: our clock's reading; None: as of now.
     """
     now = time.time() if now is None else now
@@ -574,7 +574,7 @@ def _install_all(triple: Triple, fbgemm: str) -> str:
     return f"pip install 'torch=={triple.torch}.*' && {_install(triple, fbgemm)}"
 
 
-# Check the places where nodes may run: Slurm and Kubernetes. A place that is not set up here is no trouble.
+# Check the places where nodes may run: Slurm and Kubernetes. A place that is not set up here is not a problem.
 
 _ANSWER_S = 5.0
 
@@ -788,7 +788,7 @@ def _shortened(text: str) -> str:
     return line if len(line) <= 300 else f"{line[:300]} ..."
 
 
-# Run all checks, and lay their findings out for people and programs.
+# Run all checks, and format their findings as text and as JSON.
 
 _SIGNS = {"ok": "ok", "warning": "warning", "error": "ERROR"}
 

@@ -94,8 +94,7 @@ def _ridge_alone(train: Sequence[StepProfile], test: Sequence[StepProfile]) -> F
     return predicted
 
 
-# How well the resource-performance model predicts: `python -m lightning_dlrover.tuning evaluate --train A.csv --test
-# B.csv`.
+# The command: `python -m lightning_dlrover.lab.evaluate evaluate --train A.csv --test B.csv`.
 
 MAX_REMARKS = 20
 

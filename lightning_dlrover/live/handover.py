@@ -40,22 +40,11 @@ from lightning_dlrover.rdzv.job.events import FitResumed, StateRolledBack
 from lightning_dlrover.rdzv.job.records import CheckpointRecord
 from lightning_dlrover.rdzv.membership.member import Formation, LeftOutError, RoundEndedError, WorldError
 from lightning_dlrover.rdzv.transport import transfer
-from lightning_dlrover.rdzv.transport import transfer as left_state
 from lightning_dlrover.tables.snapshot_store import SnapshotError
 
 if TYPE_CHECKING:
     from lightning_dlrover.live.checkpoints import TablesOfTrainer
     from lightning_dlrover.tables.elastic import ElasticTables
-
-# Checkpoints of a worker that does not know whether others have taken its job over: nothing of theirs is replaced or
-# removed.
-#
-# Workers that are cut off from etcd train on. If that lasts, others may have started the job again from its newest
-# checkpoint. What a cut-off worker saves under a name that is in use is set aside, and what it would remove stays. Both are
-# made good once etcd has taken a record of this worker, which it does only for members of the job.
-#
-# wanted -> set aside -> written -> in its place     place, written, settle
-# unwanted -> kept -> removed                        may_remove, settle
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +57,13 @@ class CheckpointFiles(Protocol):
 
 class SetAside:
     """Rank 0's checkpoints that wait for etcd. `settle` may run in another thread than the rest.
+
+    Workers that are cut off from etcd train on. If that lasts, others may have started the job again from its newest
+    checkpoint. What a cut-off worker saves under a name that is in use is set aside, and what it would remove stays. Both are
+    made good once etcd has taken a record of this worker, which it does only for members of the job.
+
+        wanted -> set aside -> written -> in its place     place, written, settle
+        unwanted -> kept -> removed                        may_remove, settle
 
     Args:
         files: where checkpoints are written.
@@ -614,12 +610,12 @@ class RestartHandoff:
         if any(has_finished for _, has_finished in said):  # workers learn of it at different times
             return False
         found = [each for each, _ in said]
-        step, source = left_state.newest([step for step, _ in found])
+        step, source = transfer.newest([step for step, _ in found])
         if step < max([self._trainer.global_step, *(saved for _, saved in found)]):
             return False
         rank, members, is_failure = self._round.rank, range(self._round.size), self._round.is_failure
         gathered, names = self._round.gathered, self._state.names
-        if not left_state.resume(left, source, rank, members, self._load, gathered, is_failure, STATE_CLASSES, names):
+        if not transfer.resume(left, source, rank, members, self._load, gathered, is_failure, STATE_CLASSES, names):
             return False
         if rank == 0:
             text = f"went on from the state of step {step} in a host's memory"

@@ -28,8 +28,7 @@ from lightning_dlrover.lightning_compat import (
     fabric_submodule,
     package_of,
 )
-from lightning_dlrover.live import lightning_adapter, state
-from lightning_dlrover.live import replica as memory
+from lightning_dlrover.live import lightning_adapter, replica, state
 from lightning_dlrover.live.agreement import Votes
 from lightning_dlrover.live.data_agreement import DataFingerprint, refuse_different_data
 from lightning_dlrover.live.fit_parts import DataOfFit, FitProgress, Fits, JobWindows, LanePrefetcher, Searches, SkippedReports
@@ -248,8 +247,7 @@ def _holder(file: BinaryIO, place: int) -> str:
 # `rdzv/group/world.py`.
 #
 # Every worker's place in the program is a `Position`. Training steps and the strategy's collectives keep all workers within
-# one
-# optimizer update and a few small collectives of each other. After a loss the survivors compare their positions:
+# one optimizer update and a few small collectives of each other. After a loss the survivors compare their positions:
 #   - A worker that lacks the last update takes weights and optimizer state from one that has it; see `recovery.py`.
 #   - A worker inside a step that has not lost an update repeats the step, with its new share of the same batch; see
 #     `steps.py`.
@@ -485,7 +483,7 @@ class LiveTraining:
         self.steps.enter_loops()
         loader.workers.warm_up()  # before memory is reserved: forked processes share pages, which are copied on the next write
         if self.world.config.max_workers > 1:
-            memory.reserve(self._trainer.module, NUM_COPIES, self._strategy.table_names)
+            replica.reserve(self._trainer.module, NUM_COPIES, self._strategy.table_names)
         if self.formation is not None:
             position.has_entered = True
             # Not 0 when a checkpoint from inside an epoch was resumed.

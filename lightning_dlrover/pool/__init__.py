@@ -1,4 +1,4 @@
-"""The brain of a pool: it decides, again and again, which of the pool's jobs runs with how many workers.
+"""Share a budget among many jobs. The brain of a pool decides continuously which jobs run, and with how many workers.
 
 States of a job in a pool, and the process that makes each change:
 
@@ -7,9 +7,9 @@ States of a job in a pool, and the process that makes each change:
     waiting  -> refused    the brain, if the budget never has room; the run ends with the reason
     granted  -> running    the run writes the job's first plan, fenced on its grant; its controller starts the nodes
     running  -> larger     the brain writes grant, plan and event in one transaction, if the budget has room now
-    running  -> smaller    the brain, likewise, at any time; the rest is free once its workers have ended
+    running  -> smaller    the brain, in the same way, at any time; the rest is free once its workers have ended
     any      -> absent     the run deletes grant and member record when all nodes have ended. If the run was killed, its member
-                           record expires, and the brain deletes the grant once no node or worker of the job is left
+                           record expires, and the brain deletes the grant once no node or worker of the job remains
 
 One brain acts at a time. It holds the key `brain` by a lease, and each of its writes requires that key to be as it was when
 the brain looked. So neither a deposed brain nor an answer that was lost can lead to a decision on an old state. A brain keeps

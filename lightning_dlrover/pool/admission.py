@@ -1,4 +1,4 @@
-"""A job's place in a pool, as its `dlrover run` asks for it, waits for it, keeps it and gives it back."""
+"""A job's place in a pool: its `dlrover run` requests it, waits for it, keeps it and releases it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from lightning_dlrover.pool.view import BrainRecord, GpuRecord, GrantRecord, Mem
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import Delete, EtcdError, Put, absent, modified
-from lightning_dlrover.rdzv.job.journal import Journal, readable
+from lightning_dlrover.rdzv.job.journal import Journal, Tenure, holder_text, readable
 from lightning_dlrover.rdzv.job.records import Keys, NodesRecord, PlanRecord, encode
-from lightning_dlrover.rdzv.job.tenure import Tenure, holder_text
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ class GpuClaims:
         return self._pool.gpu(f"{self._mine.host}:{gpu}" if re.fullmatch(r"\d+", gpu) else gpu)
 
 
-# A job's place in a pool, as its `dlrover run` asks for it, waits for it, keeps it and gives it back.
+# A job's place in a pool: its `dlrover run` requests it, waits for it, keeps it and releases it.
 
 MEMBER_TTL_S = 10.0
 """Seconds after which a killed `dlrover run` has no place in the queue any more, unless `--lease-ttl` sets another time."""
@@ -109,7 +108,7 @@ MEMBER_LEASES = 2.0
 """The same in leases of a node or worker. A run may stand still while its nodes train."""
 
 SAY_EVERY_S = 60.0
-"""Seconds between two lines about a wait whose estimate alone changes."""
+"""Seconds between two lines about a wait if only its estimate changes."""
 
 LOOK_S = 1.0
 """Seconds between two checks that a brain decides on the pool, while nothing else happens."""
@@ -125,7 +124,7 @@ class PoolTicket:
     Args:
         client: client of the job; its records share their lifetime.
         ask: the job as it was started.
-        say: called with a line for people whenever the wait changes.
+        say: called with a readable line whenever the wait changes.
         ttl_s: seconds after which the place counts as lost if this process is killed.
 
     Raises:
@@ -210,7 +209,7 @@ class PoolTicket:
         except EtcdError:
             pass  # the next call repeats it
         except TicketError as error:
-            # An earlier attempt with a lost answer may hold it until its lease expires. Training must go on.
+            # An earlier attempt with a lost answer may hold it until its lease expires. Training must continue.
             log.info("run %s: its place in pool %s is taken again later: %s", self._keys.run_id, self._pool.pool, error)
 
     def leave(self) -> None:
@@ -235,7 +234,7 @@ class PoolTicket:
                 {self._keys.plan: plan},
                 [absent(self._keys.plan), modified(self._grant_key) == revision, self._tenure.is_ours],
             )
-            return done or self._client.get(self._keys.plan) is not None  # a job that goes on has a plan already
+            return done or self._client.get(self._keys.plan) is not None  # a job that continues has a plan already
         except EtcdError:
             return False
 
@@ -276,7 +275,7 @@ class PoolTicket:
 
 
 def _news(grant: GrantRecord | None, brain: BrainRecord | None) -> tuple[object, ...]:
-    """Return what a wait is about, without its times: they change with every look."""
+    """Return the state of a wait without its times, which change with every look."""
     who = (brain.host, brain.pid) if brain is not None else None
     if grant is None or brain is None or grant.state != "waiting":
         return (who,)
@@ -293,7 +292,7 @@ def member_key(client: EtcdClient, keys: Keys) -> str | None:
 
 
 def wait_text(grant: GrantRecord, now: float) -> str:
-    """Describe the wait of a job for people: `number 2 of 3 in the queue, expected to start in about 5 min: ...`."""
+    """Describe the wait of a job in words: `number 2 of 3 in the queue, expected to start in about 5 min: ...`."""
     expected = f"expected to start in about {time_text(max(0.0, grant.expected_at - now))}" if grant.expected_at else ""
     if not expected:
         expected = "its start cannot be predicted"

@@ -1,4 +1,7 @@
-"""The sizing engine: shares of a cluster among elastic jobs, by speeds, prices and remaining work. Pure."""
+"""The sizing engine: shares of a cluster among elastic jobs, by speeds, prices and remaining work. Pure.
+
+`jct` is the default policy of sizes. `best_columns` solves its knapsack problem, and `prices` weighs the jobs.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,7 @@ class Share:
 
     @cached_property
     def fewest(self) -> Ints:
-        """Fewest devices with which each job runs."""
+        """Minimum number of devices of each job."""
         return np.array([job.fewest_devices for job in self.jobs], dtype=np.int64)
 
     @cached_property
@@ -120,7 +123,7 @@ class Share:
 
     @cached_property
     def most(self) -> Ints:
-        """Most devices with which each job runs, within the cluster."""
+        """Maximum number of devices of each job, within the cluster."""
         return np.array([min(job.most_devices, self.num_in_cluster) for job in self.jobs], dtype=np.int64)
 
     @cached_property
@@ -144,7 +147,7 @@ class Share:
 
     @cached_property
     def fastest(self) -> Ints:
-        """The smallest of the sizes in `filling` with which each job is fastest, shape ``(num_jobs,)``."""
+        """The smallest of the sizes in `filling` that give each job its highest speed, shape ``(num_jobs,)``."""
         return np.asarray(self.sizes[np.where(self.filling, self.speeds, -1.0).argmax(axis=1)])
 
     @cached_property
@@ -162,8 +165,9 @@ class Share:
     def work_left(self) -> Floats:
         """Device seconds that each job has left at its most efficient size, shape ``(num_jobs,)``.
 
-        A job of unknown length is expected to need as much again as it has had, as of lengths without a scale. What it has had
-        counts in powers of `SERVICE_STEP`: jobs with about as much service would take turns without end otherwise.
+        A job of unknown length is expected to need as much again as it has had, as for a scale-free distribution of lengths.
+        What it has had counts in powers of `SERVICE_STEP`: jobs with about as much service would take turns without end
+        otherwise.
         """
         served = np.array([max(job.served_device_s, UNKNOWN_WORK_DEVICE_S) for job in self.jobs])
         step = np.log(SERVICE_STEP)
@@ -193,7 +197,7 @@ class Share:
         return np.asarray(np.searchsorted(self.sizes, numbers, side="right") - 1, dtype=np.int64)
 
     def speeds_at(self, numbers: Ints) -> Floats:
-        """Return the predicted steps/s of each job with so many devices, shape ``(num_jobs,)``."""
+        """Return the predicted steps/s of each job with these numbers of devices, shape ``(num_jobs,)``."""
         return np.asarray(self.speeds[np.arange(len(self.jobs)), self.columns_of(numbers)])
 
     def rows(self, indices: Sequence[int], num_devices: int) -> Share:
@@ -216,7 +220,7 @@ class Share:
 
 
 class ChooseSizes(Protocol):
-    """A pure function: which job gets how many devices."""
+    """A pure function that assigns each job a number of devices."""
 
     def __call__(self, share: Share, /) -> Ints:
         """Return the number of devices of each job, shape ``(num_jobs,)``; 0: it waits, or is paused.
@@ -231,7 +235,7 @@ class SizePolicy:
     """A way to choose sizes, and the facts that its caller needs.
 
     Args:
-        every_s: seconds between decisions in its paper. A running job with a change within them is left alone, so
+        every_s: seconds between decisions in its paper. A running job with a change within them is not changed, so
             that a policy that is asked more often changes no job more often. None: it decides whenever it is asked.
         preempts: takes devices from running jobs for waiting ones. Otherwise it sees the jobs of all priorities at once, in
             the order of their turns, and starts none before those that come first could.
@@ -245,10 +249,10 @@ class SizePolicy:
 
 
 MOST_EXACT = 60_000_000
-"""Operations up to which the exact solution is computed: a few tenths of a second."""
+"""Maximum number of operations for the exact solution: a few tenths of a second."""
 
 
-# Choose one size for each job such that the sum of their values is the largest, and the devices suffice.
+# Choose one size for each job so that the sum of their values is as large as the devices allow.
 #
 # This is the multiple-choice knapsack problem. Dynamic programming over devices solves it exactly, whatever the shape of
 # the values: with f[c] the best value of the jobs so far with at most c devices, one more job gives
@@ -314,7 +318,7 @@ def by_hulls(values: Floats, sizes: Ints, num_devices: int) -> Ints:
 
 
 def _filled(values: Floats, sizes: Ints, columns: Ints, left: int) -> Ints:
-    """Use devices that are left, as steps of hulls were too large, by the best single changes."""
+    """Use devices that remain because steps of hulls were too large, by the best single changes."""
     rows = np.arange(len(values))
     while left > 0 and len(values):
         more = sizes[None, :] - sizes[columns][:, None]
@@ -436,8 +440,8 @@ HORIZON_S = 300.0
 #
 # S_i(k) is the speed with k devices over that of one device at the job's best efficiency. A device has to add at least g,
 # `PolicySettings.least_gain`, or it stays free: jobs hold no devices that they leave idle. The urgency v_i is the price of
-# the job's work by the learned speedups of all present jobs, see `prices`. It prefers short jobs only as far as these
-# hinder each other: in a cluster with room for all, no long job stands back. Where all jobs have the speedup k^p, it is the
+# the job's work by the learned speedups of all present jobs, see `prices`. It prefers short jobs only to the extent that
+# jobs hinder each other: in a cluster with room for all, no long job yields. Where all jobs have the speedup k^p, it is the
 # price of heSRPT (Berg, Vesilo and Harchol-Balter, Performance Evaluation 144, 2020). heSRPT's own price, for one p chosen
 # beforehand, was mixed in once. It brought nothing and was removed.
 #
@@ -472,7 +476,7 @@ def values(share: Share) -> Floats:
 
 
 def _gained(share: Share, speedups: Floats) -> Floats:
-    """Return the speedups less the price of devices, as far as the costs of changes leave them, of the shape of `speedups`."""
+    """Return the speedups less the price of devices and the costs of changes, in the shape of `speedups`."""
     start_s, change_s, join_s = np.array([(job.start_s, job.change_s, job.join_s) for job in share.jobs]).T[:, :, None]
     price = share.settings.least_gain * share.sizes
     gained, now = speedups - price, speedups[np.arange(len(share.jobs)), share.columns_of(share.present)][:, None]

@@ -1,4 +1,7 @@
-"""The brain of a pool: when it looks, in which order it acts, how it writes its decisions, and what it shows of them."""
+"""The brain of a pool: look at the pool, act in a safe order, write decisions with fences, and show them.
+
+It decides nothing about sizes: `budget.py` and `decisions.py` do, without clocks or etcd.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,13 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import Compare, Delete, EtcdError, KeyValue, Op, Put, modified
 from lightning_dlrover.rdzv.job.events import SizeGiven, record_of
-from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.journal import Journal, Tenure, holder_text
 from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, Keys, PlanRecord, encode
-from lightning_dlrover.rdzv.job.tenure import Tenure, holder_text
 
 # Write a brain's decisions to etcd: each one whole, and only if no other decision was made since the look it is based on.
 
 SAME_WAIT_S = 5.0
-"""Seconds by which the expected start of a waiting job may shift before it is written again."""
+"""Seconds that the expected start of a waiting job may shift before it is written again."""
 
 
 class OutdatedError(Exception):
@@ -44,7 +46,7 @@ class Writer:
         self._revision = 0
 
     def based_on(self, brain_entry: KeyValue) -> None:
-        """Base the next writes on a look at the pool, of which this is the key `brain`."""
+        """Base the next writes on a look at the pool, given its key `brain`."""
         self._revision = brain_entry.mod_revision
 
     def resize(self, seen: SeenJob, move: Move, event: SizeGiven, reason: str, now: float) -> None:
@@ -116,7 +118,7 @@ class Writer:
         return True
 
     def forget(self, seen: SeenJob) -> None:
-        """Delete the grant of a job of which nothing is left, unless its run has come back."""
+        """Delete the grant of a job that has disappeared, unless its run has come back."""
         key = self._pool.members + seen.job.name
         self._write([Delete(self._pool.grants + seen.job.name)], [*_as_seen(self._pool, seen), modified(key) == 0])
 
@@ -150,7 +152,7 @@ def _revision(entry: KeyValue | None) -> int:
     return entry.mod_revision if entry is not None else 0
 
 
-# Decide when to look at a pool, and in which order to act. See the package for the states and their owners.
+# Decide when to look at a pool, and order the actions. See the package for the states and their owners.
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +177,7 @@ class PoolTimeouts:
     Args:
         lease_s: the brain's lease. A successor takes over after this time.
         settle_s: after an outage of etcd, for all processes to register again.
-        gone_s: a job without any process on record counts until then.
+        gone_s: seconds that a job without any recorded process still counts.
     """
 
     lease_s: float = LEASE_S
@@ -184,7 +186,7 @@ class PoolTimeouts:
 
     @staticmethod
     def of_lease(lease_s: float) -> PoolTimeouts:
-        """Return the timeouts of a pool in which each process counts as lost after this silence."""
+        """Return the timeouts of a pool that considers a process lost after this silence."""
         return PoolTimeouts(lease_s, lease_s * SETTLING_LEASES, lease_s * SETTLING_LEASES)
 
 
@@ -258,7 +260,7 @@ class Brain:
             self.was_cut_off()
         began = time.monotonic()
         if began - self._looked_at > max(self._timeouts.lease_s, self._timeouts.gone_s / 2):
-            self._absent_since.clear()  # this process stood still, and has missed changes
+            self._absent_since.clear()  # this process was suspended, and has missed changes
         now = time.time()
         view = self._watch.look(now)
         self._looked_at = time.monotonic()
@@ -310,7 +312,7 @@ class Brain:
         return self._forget(view, choice, is_sure) or has_written or bool(moved)
 
     def _forget(self, view: PoolView, choice: Choice, is_sure: bool) -> bool:
-        """Forget jobs of which nothing has been left for a while."""
+        """Forget jobs that have been gone for a while."""
         now = time.monotonic()
         self._absent_since = {name: self._absent_since.get(name, now) for name in choice.gone}
         has_written = False
@@ -353,7 +355,7 @@ def run_brain(
     """Decide on a pool, or stand by while another process does, until `stop` is set or a signal raises an exception.
 
     Args:
-        every_s: seconds between two looks at a pool in which nothing changes.
+        every_s: seconds between two looks at an unchanged pool.
 
     Raises:
         EtcdError: etcd does not answer at the start.

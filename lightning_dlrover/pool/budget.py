@@ -1,4 +1,8 @@
-"""The budget of a pool: its resources, jobs and owners, the sizes of the jobs, and who waits. Pure."""
+"""The budget of a pool: its resources, jobs and owners, the sizes of the jobs, and who waits. Pure.
+
+`queue_in_order` orders waiting jobs, `wanted_sizes` chooses sizes within the budget, and `next_moves` turns them into safe
+changes.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +60,7 @@ class Resources:
 
     @property
     def text(self) -> str:
-        """For people, without resources that are absent or unlimited: `2 cores, 1 GPU, 4 GiB`."""
+        """Readable form, without absent or unlimited resources: `2 cores, 1 GPU, 4 GiB`."""
         parts = []
         for amount, one, several in ((self.cores, "core", "cores"), (self.gpus, "GPU", "GPUs")):
             if amount and math.isfinite(amount):
@@ -97,7 +101,7 @@ class PoolJob:
         planned: workers in its plan; 0: it has no plan yet.
         alive: workers that run, start or end.
         is_present: its `dlrover run` lives.
-        is_by_hand: a person has set its size, so it is left alone, and counted.
+        is_by_hand: a person has set its size, so it is counted but not changed.
         rates: by number of workers, ascending; empty before its planner has decided.
         samples_left: None where the end is unknown.
         change_s: expected pause of the job when its size changes.
@@ -216,7 +220,7 @@ class Queue:
     """Waiting jobs.
 
     Args:
-        jobs: in the order in which they start.
+        jobs: in their order of starting.
         beyond_quota: jobs that would exceed their owner's quota if those before them had started.
     """
 
@@ -319,8 +323,8 @@ class Move:
 
 # Turn wanted sizes into changes that never exceed the budget, however late processes end.
 #
-# A job holds the most of its grant, the workers of its plan, and those that run. So a smaller grant frees nothing by
-# itself: only when the job's workers have ended does another one grow. Changes that do not fit yet wait for a later
+# A job is charged the maximum of its grant, the workers of its plan, and its running workers. So a smaller grant alone
+# frees nothing: only when the job's workers have ended does another one grow. Changes that do not fit yet wait for a later
 # decision.
 def next_moves(
     jobs: Sequence[PoolJob],
@@ -331,7 +335,7 @@ def next_moves(
     """Return the changes to make now: all that shrink, then those that grow or start and fit.
 
     Args:
-        jobs: in the order in which they may grow.
+        jobs: in their order of growing.
         wanted: number of workers of each job by name; jobs that are absent stay.
         may_grow: whether the state is known well enough to give resources away.
     """
@@ -345,7 +349,7 @@ def next_moves(
         if size <= job.granted or not job.is_present:
             continue
         more = job.needs.times(max(0, size - job.held))
-        # Its present workers are no reason to refuse it: then others have too much.
+        # Its present workers do not justify a refusal: in that case others have too much.
         if size <= job.held or more.fits(left):
             moves.append(Move(job.name, job.granted, size))
             left -= more
@@ -356,8 +360,8 @@ def next_moves(
 #
 # Rules that hold for every policy:
 #
-# - A job keeps its own limits. It is never stopped once it runs: at the least it keeps its fewest workers, whatever the
-#   priority of a job that waits.
+# - A job keeps its own limits. Once it runs it is never stopped: it keeps its minimum number of workers, whatever the
+#   priority of a waiting job.
 # - A job with a size set by hand, or with a planner that has not decided yet, keeps its size and is counted.
 # - Waiting jobs start in the order of `queue_in_order`. One that does not fit holds back the jobs of other owners. Smaller
 #   jobs of its own owner pass it, until it has waited longer than the bound: from then on no job does.
@@ -382,7 +386,7 @@ class Divider(Protocol):
 
 
 def why_never(job: PoolJob, budget: Resources, owners: Owners = NO_RULES) -> str:
-    """Return why a job can never start in a pool of this budget, for people; empty if it can."""
+    """Return a readable reason why a job can never start in a pool of this budget; empty if it can."""
     fewest = job.needs.times(job.min_workers)
     if not fewest.fits(budget):
         return f"its {job.min_workers} workers need {fewest.text}, and the whole pool has {budget.text}"
@@ -471,14 +475,14 @@ def _admitted(
     """Return the waiting jobs that fit, all with their fewest workers, and those of them that are overdue.
 
     Args:
-        in_the_end: resources that are free once all jobs that nobody has set by hand have ended.
+        in_the_end: resources that are free once all jobs without a size set by hand have ended.
     """
     left = free
     for job in running:
         left -= job.needs.times(job.min_workers)
     admitted: list[PoolJob] = []
     overdue: set[str] = set()
-    only: str | None = None  # owner whose turn it is, while the others are held back
+    only: str | None = None  # the only owner allowed to start jobs, while the others are held back
     for job in queue:
         if only is not None and job.owner != only:
             continue
@@ -539,8 +543,8 @@ class Wait:
 
     Args:
         place: number in the queue, from 1.
-        expected_s: seconds until it starts, if no other job is submitted meanwhile; None: unknown.
-        reason: a sentence for people.
+        expected_s: seconds until it starts, if no other job is submitted before; None: unknown.
+        reason: a readable sentence.
     """
 
     name: str

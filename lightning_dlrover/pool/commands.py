@@ -1,4 +1,4 @@
-"""`dlrover brain`, `queue`, `what-if` and `divide`: share a budget among jobs, show the share of each, predict a change."""
+"""`dlrover pool run`, `status`, `what-if` and `plan`: share a budget among jobs, show the shares, predict a change."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _queue_lines(pool: str, snapshot: dict[str, Any], jobs: Any, now: float) -> 
     return lines
 
 
-# `dlrover pool what-if`: time, money and their intervals, before anything is done.
+# `dlrover pool what-if`: predict time, money and their intervals, without changing anything.
 
 
 def what_if_command(options: argparse.Namespace) -> int:
@@ -166,7 +166,7 @@ def _of_job(place: JobPlace, seen: SeenJob | None, learned: Learned, num_workers
 
 
 def _difference(now: Prospect, then: Prospect) -> list[str]:
-    """Return by how much the job would end earlier or later, if the predictions can tell."""
+    """Return how much earlier or later the job would end, if the predictions allow an answer."""
     if now.seconds is None or then.seconds is None:
         return []
     sooner = now.seconds - then.seconds
@@ -244,7 +244,7 @@ class ClusterJob:
     """A job that competes for resources; it runs with one of its options.
 
     Args:
-        weight: importance of this job's relative gain beside that of others; remaining work is one choice.
+        weight: importance of this job's relative gain compared with others'; remaining work is one choice.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The next changes of a pool, and the predicted effect of a change that nobody has made yet. Pure."""
+"""Choose the next changes of a pool, and predict the effect of a hypothetical change. Pure."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ SIGMAS_OF_INTERVAL = 2 * 1.645
 """Width of an interval of 90 %, in standard deviations."""
 
 NODE = "pool"
-MEMORY_BYTES = 1 << 40  # memory of each device; a pool counts memory by itself
+MEMORY_BYTES = 1 << 40  # memory of each device; a pool counts memory separately
 
 
 # Divide a pool with one of the policies for elastic jobs.
 #
-# A device is a core, or a GPU; a pool's jobs on GPUs are divided first, then the others on the cores that are left. Where
-# the devices lie is left to the schedulers, so they count as one node, and only the number of each job's devices is used.
+# A device is a core, or a GPU; a pool's jobs on GPUs are divided first, then the others on the remaining cores. The
+# schedulers place devices, so they count as one node here, and only the number of each job's devices is used.
 def elastic_divider(name: str, max_wait_s: float) -> Divider:
     """Return the divider that decides as the policy with that name.
 
     Raises:
-        ValueError: there is no such policy.
+        ValueError: the policy is unknown.
     """
     policy = make_policy(name, PolicySettings(max_wait_s=max_wait_s, may_pause=False))
-    # The needs of a new job are learned by running it, so it gets its fewest workers as soon as others can make room. A rigid
+    # The needs of a new job are learned by running it, so it starts with its minimum as soon as others can make room. A rigid
     # policy makes none.
     waits_longer_s = 0.0 if POOL_POLICIES[name].rigid else 2 * max_wait_s
 
@@ -231,7 +231,7 @@ class Choice:
         wanted: the number of workers that each job should have in the end.
         moves: the changes to make now.
         refused: reasons by name of jobs that can never start.
-        gone: jobs of which nothing is left.
+        gone: jobs that have disappeared.
         waits: of the queue, in order.
     """
 
@@ -250,7 +250,7 @@ def choose(jobs: Sequence[PoolJob], rules: Rules, now_s: float, may_grow: bool) 
     """Return the next changes.
 
     Args:
-        may_grow: whether everything that runs is sure to be on record.
+        may_grow: whether all running processes are certain to be recorded.
     """
     jobs, budget, owners = rules.treated(jobs), rules.budget, rules.owners
     refused = {job.name: reason for job in jobs if job.is_waiting and (reason := why_never(job, budget, owners))}
@@ -266,7 +266,7 @@ def choose(jobs: Sequence[PoolJob], rules: Rules, now_s: float, may_grow: bool) 
 
 
 def reason_of(job: PoolJob, move: Move, jobs: Sequence[PoolJob], wanted: Mapping[str, int]) -> str:
-    """Explain a change for people: the predicted gain or loss, and the other jobs that change with it."""
+    """Explain a change in words: the predicted gain or loss, and the other jobs that change with it."""
     text = f"{move.before} -> {move.after} workers" if move.before else f"starts with {_workers(move.after)}"
     before, after = job.rate(move.before), job.rate(move.after)
     if move.before and before is not None and after is not None:

@@ -1,4 +1,7 @@
-"""Place the workers of elastic jobs on nodes, within bounds on waiting, deadlines and limits. Pure."""
+"""Place the workers of elastic jobs on nodes, within bounds on waiting, deadlines and limits. Pure.
+
+`with_placement` makes a policy of a way to choose sizes; `place` and `consolidate` keep jobs on few nodes.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from lightning_dlrover.tuning.plan import sizes_to_consider
 # Jobs take turns. A job that has waited longer than `max_wait_s` comes before all others, the longest wait first. Then come
 # those whose deadlines can still be met, the earliest first, then priorities, then the time of submission.
 #
-# A policy that preempts gets floors: devices that it must give.
+# A policy that preempts receives floors: the devices that it must give at least.
 # - A job that was started because of its wait keeps its fewest devices for `max_wait_s`, or it would be paused again at once.
-# - A job that waits longer than the bound gets its fewest devices.
-# - A job with a deadline gets as few as meet it, from now to its end.
+# - A job that waits longer than the bound receives its minimum.
+# - A job with a deadline receives as few devices as meet it, from now to its end.
 # - With `may_pause` off, a running job keeps its fewest devices.
 # Where devices are too few for a floor, no job starts that could not be paused again, until they suffice.
 
@@ -53,11 +56,11 @@ class Floors:
 
 
 def floors_of(share: Share, rigid: bool) -> Floors:
-    """Return the floors of jobs of all priorities, as far as the devices suffice.
+    """Return the floors of jobs of all priorities, until the devices are used up.
 
     Args:
         share: with floors of 0.
-        rigid: a job gets as many devices as asked for, or none.
+        rigid: a job receives as many devices as requested, or none.
     """
     wanted = np.where(share.asked > 0, share.asked, 0) if rigid else share.fewest
     needed = np.where(_needed_for_deadline(share) > 0, wanted, 0) if rigid else _needed_for_deadline(share)
@@ -117,7 +120,7 @@ def within_limits(share: Share, numbers: Ints) -> Ints:
 
 
 def _needed_for_deadline(share: Share) -> Ints:
-    """The fewest devices with which each job ends by its deadline; 0 where it has none, or cannot."""
+    """Minimum devices for each job to end by its deadline; 0 without a deadline, or if it cannot be met."""
     needed = np.zeros(len(share.jobs), dtype=np.int64)
     for index, job in enumerate(share.jobs):
         if job.deadline_s is None or job.steps_left is None:
@@ -140,7 +143,7 @@ def _seconds_to_end(share: Share, index: int) -> Floats:
     return np.asarray(seconds + np.where(share.sizes == share.present[index], 0.0, cost_s))
 
 
-# The free devices of each node, and which of them make a job's devices lie on few nodes.
+# The free devices of each node, and a choice among them that uses few nodes.
 
 
 class Nodes:
@@ -199,7 +202,7 @@ class Nodes:
         self._by_count.setdefault(count + change, {})[node] = None
 
     def find(self, number: int, own: Sequence[str]) -> tuple[str, ...]:
-        """Return so many free devices on few nodes, rather those that the job has already.
+        """Return this many free devices on few nodes, preferably those that the job already has.
 
         Raises:
             ValueError: fewer are free.
@@ -298,7 +301,7 @@ def _moves(nodes: Nodes, per_node: int, name: str, placed: Mapping[str, tuple[st
 def _make_room(
     nodes: Nodes, number: int, name: str, placed: Mapping[str, tuple[str, ...]], moves: dict[str, tuple[str, ...]]
 ) -> str | None:
-    """Move small jobs away from the node where that takes the fewest devices; None: there is no such node."""
+    """Move small jobs away from the node where that takes the fewest devices; None: no such node exists."""
     tenants: dict[str, list[str]] = {}
     for other, devices in placed.items():
         on = nodes.of(moves.get(other, devices))
@@ -370,7 +373,7 @@ def _is_worth(
     return bool(size * seconds * (1 - before / after) > lost)
 
 
-# Turn sizes into devices: on as few nodes as can be, and where jobs are already.
+# Turn sizes into devices, on as few nodes as possible, and where jobs already are.
 #
 # A running job of the same size keeps its devices. All other devices are free; jobs that start or change take them, the
 # largest first: whole nodes, then the node with the smallest sufficient rest. `consolidation` then mends jobs that are
@@ -384,10 +387,10 @@ def place(
     numbers: Mapping[str, int],
     running: Mapping[str, Sequence[str]],
 ) -> dict[str, tuple[str, ...]]:
-    """Return the devices of each job that gets some.
+    """Return the devices of each job that receives any.
 
     Args:
-        devices: all alike, each for one worker.
+        devices: identical devices, each for one worker.
         per_node: devices of a whole node.
         jobs: at least those of `numbers`.
         numbers: devices of each job; together as many as there are, at most.

@@ -1,4 +1,4 @@
-"""What pools plug into the command line: their commands and options, and the hook of `dlrover run`. Loads nothing slow."""
+"""The plugin of pools for the command line: commands, options, and the hook of `dlrover run`. Imports nothing slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies that a pool offers, by name. Pure."""
+"""The policies of a pool, by name: requested sizes with backfilling, Sia, and `jct` of `allocation.py`. Pure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def growth_limits(share: Share) -> Ints:
 
 
 def first_fits(share: Share, order: Sequence[int], wanted: Ints) -> Ints:
-    """Return sizes that give each job in this order its size, if so many devices are left; else it waits.
+    """Return sizes that give each job in this order its size, if enough devices remain; else it waits.
 
     Jobs with a floor come before all others.
     """
@@ -90,7 +90,7 @@ def backfilled(share: Share, wanted: Ints) -> Ints:
 
 
 def _reservation(share: Share, numbers: Ints, seconds: Floats, left: int, devices: int) -> tuple[float, int]:
-    """Seconds until so many devices will be free, and how many more will be free then."""
+    """Seconds until this many devices are free, and how many more are free then."""
     ends = [(float(seconds[index]), index) for index in np.flatnonzero(numbers).tolist()]
     heapq.heapify(ends)
     while ends:
@@ -106,7 +106,7 @@ def _reservation(share: Share, numbers: Ints, seconds: Floats, left: int, device
 def start_in_turn(share: Share, wanted: Ints) -> tuple[Ints, int]:
     """Return sizes that leave running jobs alone and start waiting ones in their turns, and the number of devices left.
 
-    It ends at the first job that does not fit. Nothing is left while a job waits, so that no other job takes devices which it
+    It ends at the first job that does not fit. No device remains while a job waits, so that no other job takes devices that it
     will need.
     """
     numbers = share.present.copy()
@@ -149,7 +149,7 @@ MIP_GAP = 1e-4
 
 # Sia: one configuration for each job, by an integer program (Jayaram Subramanya et al., SOSP 2023).
 #
-# With x_ij = 1 where job i gets configuration j, and goodputs G_ij over the job's smallest one,
+# With x_ij = 1 where job i has configuration j, and goodputs G_ij over the job's smallest one,
 #
 # minimise  sum_ij x_ij (r_ij G_ij)^p + lambda_n sum_i (1 - sum_j x_ij) + lambda_a sum_ij |x_ij - present_ij|
 # subject to  sum_j x_ij <= 1,  sum_ij x_ij devices_j <= all devices
@@ -159,7 +159,7 @@ MIP_GAP = 1e-4
 # profiled. Rounds come every `INTERVAL_S`. The program is a knapsack problem, which dynamic programming solves exactly.
 # Where that takes too long, SciPy's HiGHS solves it to a gap of 1e-4, the artefact's.
 #
-# Differences: devices are of one kind at a time, so there is no choice of kinds, and the batch is given, so goodput is
+# Differences: devices are of one kind at a time, so no kind is chosen, and the batch is given, so goodput is
 # speed. The published artefact never adds the term of lambda_a. The program is solved when jobs come and go, too, for those
 # that have not changed within a round.
 def sia(share: Share) -> Ints:
@@ -198,7 +198,7 @@ def sia_costs(share: Share, allowed: NDArray[np.bool_]) -> Floats:
     factors = np.where(is_present | (share.present[:, None] == 0), 1.0, restart_factors(share)[:, None])
     cost = np.minimum(np.maximum(goodputs * factors, 1e-7) ** SIA_POWER, 1e3)
     cost = np.where(share.sizes == 0, LAMBDA_NONE, cost) * share.weights[:, None]
-    # |x - present|: 1 for the configuration that is left, 1 for the one that is taken.
+    # |x - present|: 1 for the former configuration, 1 for the new one.
     running = (share.present > 0)[:, None]
     changes = np.where(is_present, 0.0, np.where(share.sizes == 0, 1.0, 2.0))
     return np.asarray(cost + np.where(running, LAMBDA_CHANGE * changes, 0.0))
@@ -246,7 +246,7 @@ def make_policy(
     """Return the policy with that name.
 
     Raises:
-        ValueError: there is no such policy.
+        ValueError: the policy is unknown.
     """
     if name not in policies:
         raise ValueError(f"there is no policy {name!r} for elastic jobs; choose one of {', '.join(policies)}")

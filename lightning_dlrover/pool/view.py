@@ -1,4 +1,4 @@
-"""The records of a pool in etcd, and what a look at it and its jobs reads. Decides nothing."""
+"""Records of a pool in etcd, and the reading of them and of the pool's jobs. Decides nothing."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ POOLS_FOLDER = ".pools"
 #
 # members/{run_id}   a job that has, or waits for, a place. Written by its `dlrover run`, bound to that process's lease.
 # grants/{run_id}    the size that the job has, or its place in the queue. Written by the brain, fenced on `brain`.
-#                    Removed by the run when it ends in order, or by the brain once nothing is left of the job.
+#                    Removed by the run when it ends in order, or by the brain once the job has disappeared.
 # ../.gpus/{gpu}/holder  the run that uses a GPU of its machine, whatever its pool. Written by that run, bound to the lease of
 #                    its place, and fenced on it.
 # others             jobs in no pool that the brain counts. Written by the brain, bound to its lease; for commands only.
 # brain              the process that decides. Rewritten with each of its decisions, so that a decision which arrives late,
 #                    after its answer was lost, is refused.
 #
-# A job holds its grant, the workers of its plan, or those that run, whichever is the most. So a place is free only when the
+# A job is charged the maximum of its grant, the workers of its plan, and its running workers. So a place is free only when the
 # processes in it have ended, however their `dlrover run` has ended.
 @dataclass(frozen=True)
 class PoolKeys:
@@ -132,7 +132,7 @@ class GrantRecord:
 
     state: Literal["waiting", "granted", "refused"]
     num_workers: int = 0  # 0: it waits
-    reason: str = ""  # one sentence for people
+    reason: str = ""  # one readable sentence
     place: int = 0  # waiting: its number in the queue, from 1
     queued: int = 0  # waiting: jobs in the queue
     expected_at: float = 0.0  # waiting: expected start; 0: unknown
@@ -156,7 +156,7 @@ class BrainRecord:
     budget: dict[str, float] = field(default_factory=dict)  # cores, gpus, memory_mb; a resource that is absent is unlimited
     max_wait_s: float = 3600.0
     owner_weights: dict[str, float] = field(default_factory=dict)
-    quotas: dict[str, dict[str, float]] = field(default_factory=dict)  # by owner, each as `budget`
+    quotas: dict[str, dict[str, float]] = field(default_factory=dict)  # keyed by owner, each in the form of `budget`
     number: int = 0  # decisions of this process so far
 
 
@@ -175,7 +175,7 @@ DEFAULT_CHANGE_S = 0.5
 
 @dataclass
 class Learned:
-    """A job's newest decision, its fewest workers for want of memory, and its own changes so far."""
+    """A job's newest decision, its minimum of workers due to memory, and its own changes so far."""
 
     decision: Decision | None = None
     least_workers: int = 0
@@ -213,7 +213,7 @@ class Learned:
         return median(self.stalls_s) if self.stalls_s else DEFAULT_CHANGE_S
 
     def samples_left(self, num_workers: int, now: float) -> float | None:
-        """Return the samples that are left by now, if the job has run with `num_workers` since its decision; None: unknown."""
+        """Return the samples that remain by now, if the job has run with `num_workers` since its decision; None: unknown."""
         decision = self.decision
         if decision is None or decision.left_s is None:
             return None
@@ -310,10 +310,10 @@ FOLDERS_PER_LOOK = 64
 """Maximum number of jobs, ended ones among them, that a look walks over. Each costs a request at most."""
 
 
-# Jobs under the same prefix that are in no pool: they use a part of the budget, and are left alone.
+# Jobs under the same prefix that are in no pool: they are charged to the budget but never resized.
 #
 # Keys of jobs that have ended stay in etcd for days, so there may be thousands. Each look walks over a limited number of
-# folders and goes on where the last one stopped. Jobs that were found are read in every look. The first look walks over all
+# folders and continues where the last one stopped. Jobs that were found are read in every look. The first look walks over all
 # of them. The brain publishes the names that it knows, so that commands need not walk.
 class Outsiders:
     """Looks for jobs that are in no pool, again and again."""
@@ -383,9 +383,9 @@ def _seen(keys: Keys, live: Mapping[str, KeyValue], learned: Learned, now: float
 
 
 def _needs(live: Mapping[str, KeyValue], keys: Keys, plan: PlanRecord | None) -> Resources:
-    """Return the needs of a worker: its part of a node's cores and memory, as far as they are on record, else one core.
+    """Return the needs of a worker: its part of a node's cores and memory, where they are recorded, else one core.
 
-    GPUs are not on record.
+    GPUs are not recorded.
     """
     nodes = readable(NodesRecord, live.get(keys.nodes)) or NodesRecord("", "")
     cores = (plan.node_cpus if plan is not None else None) or nodes.max_cpus
@@ -420,7 +420,7 @@ class PoolView:
 # Read a pool and its jobs from etcd. Decides nothing.
 #
 # The pool's own keys are read first, in one request, the key `brain` among them. Whatever is read afterwards is at least as
-# new. So a write that requires `brain` to be unchanged is based on a state in which no other decision is missing. The keys
+# new. So a write that requires `brain` to be unchanged is based on a state that includes every earlier decision. The keys
 # of all jobs are read in transactions of many ranges, two requests for as many jobs as one transaction holds.
 class Watch:
     """Looks at one pool, again and again.
@@ -496,7 +496,7 @@ class Watch:
         needs = (given.cores, given.gpus, given.memory_mb)
         asked = member or MemberRecord("", 0, size, size, given.submitted_at, *needs, owner=given.owner)
         record = readable(JobRecord, live.get(keys.job))
-        # The policies choose from a range, so it ends before a number of workers with which a step has failed.
+        # The policies choose from a range, so it ends before a world size at which a step has failed.
         most = max(record.most_workers(alive), asked.min_workers) if record is not None else asked.max_workers
         most = min(most, asked.max_workers)
         fewest = min(most, max(asked.min_workers, learned.least_workers))
@@ -507,7 +507,7 @@ class Watch:
             min_workers=fewest,
             max_workers=most,
             granted=given.num_workers,
-            # A plan that is left of a job without processes starts no others.
+            # The plan of a job without processes starts no others.
             planned=plan.num_workers if plan is not None and plan.binding and not is_over else 0,
             alive=alive,
             is_present=member is not None,

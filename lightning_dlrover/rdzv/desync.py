@@ -1,4 +1,7 @@
-"""Detect workers that meet in different collectives. Torch's nearest relative is `TORCH_DISTRIBUTED_DEBUG=DETAIL`."""
+"""Detect workers that call different collectives, and end them with an error that names both places in the script.
+
+Torch's `TORCH_DISTRIBUTED_DEBUG=DETAIL` is the nearest equivalent. `CollectiveMonitor` explains the three checks.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from lightning_dlrover.rdzv.transport import torch_names, waits
 from lightning_dlrover.rdzv.transport.torch_names import Store
 from lightning_dlrover.rdzv.transport.waits import Reduction, Tree
 
-# What workers without progress are seen to do, and whether all of them may belong to one program.
+# Observations of workers without progress, and whether one program can explain all of them.
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def ranges(ranks: Sequence[int]) -> str:
     return ", ".join("-".join(map(str, part)) for part in parts)
 
 
-# Describe a worker's next collective: its kind, the properties that must be equal on all workers, and the user's line.
+# Description of a worker's next collective: its kind, the properties that must be equal on all workers, and the user's line.
 
 LIBRARIES = frozenset(
     (
@@ -99,7 +102,7 @@ LIBRARIES = frozenset(
         *("torch", "torchmetrics", "torchrec", "contextlib", "functools"),
     )
 )
-"""Top-level packages whose frames are skipped in the search for the user's line."""
+"""Top-level packages; their frames are skipped in the search for the user's line."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ def _line(frame: FrameType) -> str:
 
 
 SIZED = {"all_reduce": 0, "broadcast": 0, "reduce": 0, "all_gather_into_tensor": 0}
-"""Position of the argument whose size is equal on all workers. Other operations may use a different size on each worker."""
+"""Position of the argument that has the same size on all workers. Other operations may use a different size on each worker."""
 
 ROOTS = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
 
@@ -207,7 +210,7 @@ POLL_PER_WORKER_S = 0.0002
 """Longest pause between two such checks, per worker: the store of rank 0 answers 5,000 of them a second at most."""
 
 LOOK_PER_WORKER_S = 0.0005
-"""Seconds, per worker, between two looks of one worker for all others that may have passed a place by."""
+"""Seconds, per worker, between two looks of one worker for all others that may have passed a place."""
 
 NUM_COMPARED = 16
 """Number of workers in one read of counts; the next read continues with the next workers."""
@@ -247,7 +250,7 @@ class PlaceInProgram(Protocol):
 
 @dataclass(frozen=True)
 class OutsideOfLoops:
-    """The place of a program of which nothing is known."""
+    """The place of a program that has not reported any."""
 
     is_computing: bool = False
 
@@ -256,41 +259,31 @@ class OutsideOfLoops:
 
 
 class Program(Protocol):
-    """A worker's program, which sets its place anew for each of its training loops."""
+    """A worker's program, which sets its place for each of its training loops."""
 
     @property
     def place(self) -> PlaceInProgram: ...
 
 
-# Detect workers that meet in different collectives, and end them with an error that names both places.
-#
 # gloo and NCCL match collectives only by their order. Workers that run different ones wait for each other until the timeout
 # of collectives, mix up values, or are aborted when sizes differ. Three measures turn that into a `MismatchError` on all
 # workers:
 #
-# 1. Before a collective that is begun from Python, the workers compare its `Purpose` in a group of their own, or along a tree
-#   if
-#    they are many. All messages there have one size. Votes travel there, too, so a vote can also be compared with a
-#    collective.
-#    Before an asynchronous collective the comparison is only begun. Its result is read at the next one, in the next vote, or
-#    without progress.
-# 2. DDP's collectives are not compared, because that would cost each step. Instead each worker's numbers of begun
-#   collectives,
-#    `CollectiveCounts`, are compared while it makes no progress. In a correct program all workers begin the same collectives
-#    in
-#    the same order. A worker that is ahead of another in one group is therefore not behind it in the other. If it is, they
-#    wait
-#    for each other for ever. This holds whenever the numbers are read: a slow worker is never mistaken for one that runs
-#    another
-#    program. The same holds for two workers that have begun equally many collectives in the round's group, and a different
-#    one
-#    last.
+# 1. Before a collective that Python code begins, the workers compare its `Purpose`, in a group of their own, or along a tree
+#    if they are many. All messages there have one size. Votes travel there, too, so a vote can also be compared with a
+#    collective. Before an asynchronous collective the comparison is only begun. Its result is read at the next one, in the
+#    next vote, or while the worker makes no progress.
+# 2. DDP's collectives are not compared, because that would cost time in each step. Instead the workers' counts of begun
+#    collectives, `CollectiveCounts`, are compared while a worker makes no progress. In a correct program all workers begin
+#    the same collectives in the same order. So a worker that is ahead of another in one group is not behind it in the other
+#    group. If it is, they wait for each other forever. This holds whenever the counts are read: a slow worker is never
+#    mistaken for one that runs another program. The same holds for two workers that have begun equally many collectives in
+#    the round's group, and a different one last.
 # 3. Each comparison includes the number of collectives begun in the round's group. The next vote therefore detects a
-#   collective
-#    that one worker has left out. Votes include the number of the step.
+#    collective that one worker has skipped. Votes include the number of the step.
 #
-# The workers agree on the error through the round's store before the group is severed, so that none mistakes the others'
-# end for a loss.
+# The workers agree on the error through the round's store before the group is severed, so that no worker mistakes the
+# others' end for a loss.
 class CollectiveMonitor:
     """Compare the next collectives of a round's workers. Used by the thread that created it, and watched by one of its own.
 
@@ -437,7 +430,7 @@ class CollectiveMonitor:
             return
         is_async = getattr(args[-1] if args else None, "asyncOp", False)
         if is_async and _is_of_a_library(sys._getframe(2)):
-            return  # all workers begin it alike, in the middle of a step or of another comparison
+            return  # all workers begin it in the same way, in the middle of a step or of another comparison
         if self._program.place.is_computing and any(t.device.type != "cpu" for t in tensors_in(args)):
             return  # SyncBatchNorm, for example, would make the host wait for the others in each layer
         purpose = Purpose(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2)))
@@ -450,7 +443,7 @@ class CollectiveMonitor:
     def all_reach(self, place: str, is_over: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until all workers have reached `place`; return False once one of them has passed it by.
 
-        All workers for which this returns get the same result.
+        If this returns on several workers, they all have the same result.
 
         Raises:
             RoundEndedError: the round is over; on other workers this may have returned True before.
@@ -468,7 +461,7 @@ class CollectiveMonitor:
                         store.set(f"{place}/{self._rank}", "1")
                         is_first = store.compare_set(f"{place}/first", "", str(self._rank)) == str(self._rank).encode()
                         has_come = True
-                        # If the answer to this is lost, nobody knows that it was the last: the first one finds all there.
+                        # If the answer to this is lost, no worker learns that it was the last: the first one finds all there.
                         if store.add(f"{place}/come", 1) == self._size:
                             _decide(store, place, "all")
                     # One worker looks for those that pass the place by. If each did, a thousand would ask for a thousand.
@@ -687,7 +680,7 @@ class CollectiveMonitor:
         return found
 
     def _whereabouts(self, now: CollectiveCounts) -> DesyncReport:
-        """Return the collective that this worker's thread waits for, as far as its stack shows."""
+        """Return the collective that this worker's thread waits for, according to its stack."""
         frame = current_frames().get(self._thread)
         waits_in, waits_for = _waits_in(frame)
         if waits_in == _COMPARES and (latest := self._recent.get(now.compared)):
@@ -730,7 +723,7 @@ def _read_all(
 
 
 def _decide(store: Store, place: str, outcome: str) -> None:
-    """Let all workers at a place return alike: the first decision counts."""
+    """Make all workers at a place return the same decision: the first one counts."""
     store.compare_set(f"{place}/outcome", "", outcome)
 
 

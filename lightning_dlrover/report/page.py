@@ -1,4 +1,7 @@
-"""Write a job's report: one HTML file with pictures that matplotlib draws as SVG, and a text that fits one screen."""
+"""Write a job's report: one HTML file with pictures that matplotlib draws as SVG, and a text that fits one screen.
+
+`write_report` writes the page, `summary_text` returns the text. `timeline.py` interprets the events.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ MAX_POINTS = 600
 
 
 def in_our_style(**more: Any) -> contextlib.AbstractContextManager[None]:
-    """Draw in our style and matplotlib's defaults, whatever the user's matplotlibrc says, such as `text.usetex`."""
+    """Draw in our style and with matplotlib's defaults, ignoring the user's matplotlibrc, such as `text.usetex`."""
     import matplotlib.style
 
     context: contextlib.AbstractContextManager[None] = matplotlib.style.context(["default", {**STYLE, **more}])
@@ -270,7 +273,7 @@ def prediction_picture(timeline: JobTimeline) -> Figure:
 
 @_styled
 def plans_picture(timeline: JobTimeline) -> Figure:
-    """Plot every plan's prediction beside the measurement after it, and the candidates of the last plan."""
+    """Plot every plan's prediction with the measurement after it, and the candidates of the last plan."""
     figure, (plans, choice) = _figure(3.8, columns=2, width_ratios=[1.5, 1])
     decisions = [d for d in timeline.decisions if d.is_change or outcome_of(timeline, d) is not None][-MAX_PLANS:]
     _draw_predictions(plans, [(i, d.choice) for i, d in enumerate(decisions)], "#8a8a8a", label="predicted, 90 % interval")
@@ -488,7 +491,7 @@ MAX_TABLE_ROWS = 200
 
 # Write a job's report: one HTML file with pictures, and a text that fits one screen.
 #
-# `report/timeline.py` interprets the events, `report/page.py` draws them, and `report/page.html.j2` arranges both. All text
+# `report/timeline.py` interprets the events, this module draws them, and `report/page.html.j2` arranges both. All text
 # from the job is escaped. Only recorded data is shown, and missing data is named.
 def write_report(run_id: str, events: Sequence[EventRecord], path: Path) -> None:
     """Write the report of one job to `path`, whole or not at all. Create the folder if it is missing.

@@ -87,7 +87,7 @@ def read_event_file(file: Path) -> list[EventRecord]:
     """Read the events of a run folder.
 
     Raises:
-        JobNotFoundError: there is no such file.
+        JobNotFoundError: the file does not exist.
     """
     if not file.is_file():
         raise JobNotFoundError(f"{file} does not exist: neither etcd nor the run folder knows this job")
@@ -222,7 +222,7 @@ class EventLog:
             events = sorted(read_event_file(self.file), key=lambda event: event.at)
             unfinished.write_bytes(b"".join(encode(event) + b"\n" for event in events))
             unfinished.replace(self.file)
-        except JobNotFoundError as error:  # deleted meanwhile: the job's end must not depend on the file
+        except JobNotFoundError as error:  # deleted by another process: the job's end must not depend on the file
             log.warning("the events of the job are not kept: %s", error)
         except OSError as error:
             self._complain(error)
@@ -237,7 +237,7 @@ T = TypeVar("T")
 JOB_FILE = "job.json"
 
 MAX_VALUES_LOST = 3
-"""Maximum number of epochs' values to name that lack what lost workers had added."""
+"""Maximum number of values to name that lack the contributions of lost workers."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,8 @@ class JobFile:
 
 
 def read_job_file(file: Path) -> JobFile:
-    """
+    """Return the place, process and target of a job, as its run folder's job file records them.
+
     Raises:
         JobNotFoundError: the file is missing or unreadable.
     """
@@ -345,7 +346,7 @@ def list_jobs(
             jobs.append(JobSummary(name, "unreadable"))
             continue
         locked = is_locked(file.parent)
-        started_at = file.stat().st_mtime  # by the newest `dlrover run` of the job
+        started_at = file.stat().st_mtime  # start of the newest `dlrover run` of the job
         who = f"process {job.pid}" if locked else ""
         if locked is False and job.target == "local":
             how = ended_how(last_events(file.parent / EVENTS_FILE)) or "ended"
@@ -366,7 +367,8 @@ def list_jobs(
 
 
 def _jobs_of_etcd(place: JobPlace, timeout_s: float = 5.0) -> list[JobSummary]:
-    """
+    """Return a summary of each job under a prefix, sorted by run id.
+
     Raises:
         EtcdError: etcd does not answer.
     """
@@ -376,7 +378,7 @@ def _jobs_of_etcd(place: JobPlace, timeout_s: float = 5.0) -> list[JobSummary]:
     by_job: dict[str, dict[str, KeyValue]] = {}
     for entry in entries:
         by_job.setdefault(entry.key.removeprefix(folder).partition("/")[0], {})[entry.key] = entry
-    # Add-ons keep their own records, as of pools, in folders whose names begin with a dot.
+    # Add-ons, such as pools, keep their records in folders with names that begin with a dot.
     for name in [name for name in by_job if name.startswith(".") and Keys(name, folder).job not in by_job[name]]:
         del by_job[name]
     return [_summary(run_id, folder, found) for run_id, found in sorted(by_job.items())]
@@ -489,7 +491,7 @@ class FoundJob:
     agents: AgentView
     controller: ControllerRecord | None
     nodes: NodesRecord | None
-    snapshot: SnapshotRecord | None  # of sharded tables
+    snapshot: SnapshotRecord | None  # newest snapshot of sharded tables
     progress: ProgressRecord | None
     problems: list[str]  # unreadable records; a running job ignores them, but users should see them
 
@@ -559,7 +561,7 @@ def show_status(
 
     Args:
         alarms: alarms of the job's etcd.
-        nodes: nodes that controllers have requested, by name, as far as known.
+        nodes: known nodes that controllers have requested, by name.
         now: seconds since the epoch. Durations depend on the clocks of several hosts, so they are for display only.
     """
     now = time.time() if now is None else now
@@ -696,7 +698,7 @@ def _leaving(nodes: Mapping[str, NodeRecord]) -> set[str]:
 
 
 def read_nodes(client: EtcdClient, keys: Keys) -> dict[str, NodeRecord]:
-    """Return nodes that controllers have requested, by name. Unreadable records are left out."""
+    """Return nodes that controllers have requested, by name. Unreadable records are skipped."""
     return readable_folder(client, NodeRecord, keys.each_node)
 
 
@@ -705,7 +707,7 @@ def _show_plan(plan: PlanRecord) -> dict[str, Any]:
     return {
         "num_workers": plan.num_workers,
         **{name: value for name in settings if (value := getattr(plan, name)) is not None},
-        "source": plan.source,
+        "source": "pool" if plan.owner == "pool" else plan.source,
         "reason": plan.reason,
         "binding": plan.binding,
     }

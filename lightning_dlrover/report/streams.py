@@ -1,4 +1,4 @@
-"""Read from a job's history which streams it reads, how far it is, and which rows were left out."""
+"""Read from a job's history its streams, their progress, and the rows that were skipped."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_dlrover.rdzv.job.events import FitFinished, RowsSkipped, Sequence
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.tuning.samples import StepProfile
 
-# Read from a job's history which rows of a stream its batches leave out, each row counted once.
+# Read from a job's history the rows of a stream that its batches skip, each row counted once.
 
 MAX_SHOWN_RANGES = 3
-"""Ranges of rows in one line for people."""
+"""Ranges of rows, in one readable line."""
 
 Ranges = Sequence[tuple[int, int]]
 """Half-open ranges of rows."""
@@ -23,7 +23,7 @@ Ranges = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class SkippedFile:
-    """Rows of one file or partition that are left out.
+    """Skipped rows of one file or partition.
 
     Attributes:
         ranges: ascending, apart from each other.
@@ -41,10 +41,10 @@ class SkippedFile:
 
 @dataclass(frozen=True)
 class SkippedRows:
-    """Rows of a stream that are left out.
+    """Skipped rows of a stream.
 
     Attributes:
-        is_complete: whether all of them are on record.
+        is_complete: whether all of them were recorded.
     """
 
     files: tuple[SkippedFile, ...] = ()
@@ -67,7 +67,7 @@ def merged(ranges: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def skipped_rows(events: Sequence[EventRecord], opened: StreamOpened) -> SkippedRows:
-    """Return the rows that the batches of a stream leave out in its fit, as far as they are on record."""
+    """Return the recorded rows that the batches of a stream skip in its fit."""
     by_shard: dict[int, list[RowsSkipped]] = {}
     for _, skipped in events_of(events, RowsSkipped):
         if (skipped.fit, skipped.number) == (opened.fit, opened.number):
@@ -81,7 +81,7 @@ def skipped_rows(events: Sequence[EventRecord], opened: StreamOpened) -> Skipped
 
 
 def described_skipped(skipped: SkippedRows) -> str:
-    """Return the number of rows that are left out, in one line; an empty text if there are none."""
+    """Return the number of skipped rows, in one line; empty without any."""
     if not skipped.files:
         return ""
     least = "" if skipped.is_complete else "at least "
@@ -90,13 +90,13 @@ def described_skipped(skipped: SkippedRows) -> str:
 
 
 def shown_ranges(ranges: Ranges) -> str:
-    """Return ranges of rows for people, with both ends included."""
+    """Return ranges of rows in readable form, with both ends included."""
     shown = [f"{first} to {stop - 1}" if stop - first > 1 else str(first) for first, stop in ranges[:MAX_SHOWN_RANGES]]
     more = len(ranges) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-# Read from a job's history which streams its newest fit reads, and how far it is.
+# Read from a job's history the streams of its newest fit, and their progress.
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def read_streams(events: Sequence[EventRecord]) -> ReadStreams | None:
     for at, opened in sorted(found, key=lambda each: each[0], reverse=True):
         if opened.fit == fit:
             by_number.setdefault(opened.number, []).append((at, opened))
-    # Workers that begin the fit anew, after the loss of all, write the records again, counted from their checkpoint.
+    # Workers that restart the fit after the loss of all write the records again, counted from their checkpoint.
     oldest = {number: _oldest_alike(newest_first) for number, newest_first in by_number.items()}
     windows = tuple(_windows(by_number[number]) for number in sorted(by_number))
     first = min(at for at, _ in oldest.values())
@@ -168,7 +168,7 @@ def read_streams(events: Sequence[EventRecord]) -> ReadStreams | None:
 
 
 def _windows(newest_first: Sequence[tuple[float, StreamOpened]]) -> tuple[StreamOpened, ...]:
-    """Return the records of a stream by epoch. A job that began anew from a checkpoint has written some again."""
+    """Return the records of a stream by epoch. A job that restarted from a checkpoint has written some again."""
     newest = newest_first[0][1]
     if not newest.grows:
         return (newest,)
@@ -180,7 +180,7 @@ def _windows(newest_first: Sequence[tuple[float, StreamOpened]]) -> tuple[Stream
 
 
 def _oldest_alike(newest_first: Sequence[tuple[float, StreamOpened]]) -> tuple[float, StreamOpened]:
-    """Return the oldest record with which the newest one agrees on the rows of each step."""
+    """Return the oldest record that agrees with the newest one on the rows of each step."""
     _, newest = oldest = newest_first[0]
     if newest.grows:
         return oldest

@@ -1,4 +1,7 @@
-"""Interpret a job's events in chronological order, and explain its plans and sizes as text."""
+"""Interpret a job's events in chronological order, and explain its plans and sizes as text.
+
+`timeline_of` returns a `JobTimeline`; `page.py` draws it.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +161,7 @@ class JobTimeline:
 # Interpret a job's events: rounds, stalls, losses, decisions and profiles, in chronological order.
 #
 # Events come from etcd or from a file that may be truncated, so their `data` is always validated. An event without a
-# required field is counted in `JobTimeline.num_skipped` and left out. Data that was never recorded is listed in `missing`.
+# required field is counted in `JobTimeline.num_skipped` and skipped. Data that was never recorded is listed in `missing`.
 def timeline_of(run_id: str, events: Sequence[EventRecord]) -> JobTimeline:
     """Build the timeline of one job. Events may be in any order, incomplete or broken."""
     timed = sorted((e for e in events if 0 <= e.at < LATEST), key=lambda e: e.at)
@@ -207,7 +210,7 @@ def outcome_of(timeline: JobTimeline, decision: Decision) -> Outcome | None:
 
 @dataclass
 class _TimelineBuilder:
-    """The parts of a timeline, as far as its events have been read."""
+    """The parts of a timeline, built while its events are read."""
 
     num_skipped: int
     stalls: dict[int, tuple[float, float]] = field(default_factory=dict)  # seconds and end of the longest one, by round
@@ -421,7 +424,7 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(printable, MAX_COLUMNS, initial_indent="  ", subsequent_indent="    ")
 
 
-# Explain the sizes that a pool has given a job: for whom, at what cost, the prediction, and the outcome.
+# Explain the sizes that a pool has given a job: for which other job, at what cost, the prediction, and the outcome.
 
 
 @dataclass(frozen=True)
@@ -454,7 +457,7 @@ def given_sizes(events: Sequence[EventRecord], profiles: Sequence[Profile]) -> l
 
 
 def sizes_text(sizes: Sequence[GivenSize], started_at: float) -> str:
-    """Describe each size for people; empty if no pool has given any."""
+    """Describe each size in words; empty if no pool has given any."""
     lines: list[str] = []
     for size in sizes:
         given = size.given

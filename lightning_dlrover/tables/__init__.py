@@ -1,1 +1,1 @@
-"""Embedding tables sharded over the workers, also while workers join and leave."""
+"""Embedding tables sharded over the workers: resharded when workers join or leave, restored from snapshots after a loss."""

@@ -5,7 +5,7 @@ of columns that had a value of its own, so that a checkpoint can be read into an
 values change where columns are cut differently.
 
 The folder of a checkpoint may come from the job's records, so nothing in it is trusted: its list of parts is read without
-executing what it names, and parts that are not tensors are refused.
+executing code that it names, and parts that are not tensors are refused.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class _Reader(FileSystemReader):
         self._list = folder / ".metadata"
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """
+        """Return the list of the checkpoint's parts, read without executing code that it names.
+
         Raises:
             CheckpointError: the list holds classes or functions that a checkpoint has no use for, or is damaged.
         """

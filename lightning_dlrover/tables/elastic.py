@@ -2,12 +2,12 @@
 
 The state in a worker's memory is either whole or broken. It is whole if it makes up all tables together with the state of all
 other members of one round. It is broken after a failed step or exchange: then none of it is used again, and all workers return
-to the newest snapshot with all parts left. `ElasticTables.whole_in` holds the round in which the state is whole.
+to the newest complete snapshot. `ElasticTables.whole_in` holds the round that the state is whole in.
 
 Workers agree on a snapshot in the vote that they take between steps anyway (`World.wishes`). When all of them are ready for
-one, all begin a copy of their state at the same step. A thread copies while training goes on; rows trained meanwhile are kept
-with their former values. The thread sends the copy to the neighbours. A snapshot counts once a vote shows that every worker
-holds all of its parts; then the memory of the previous one may be reused.
+one, all begin a copy of their state at the same step. A thread copies while training continues; rows that change before they
+are copied are kept with their former values. The thread sends the copy to the neighbours. A snapshot counts once a vote shows
+that every worker holds all of its parts; then the memory of the previous one may be reused.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ KEPT_S = 86400.0
 """Seconds to keep the snapshots of a job that was killed as a whole, for its restart."""
 
 PLANNED = ("grow", "shrink", "replace")
-"""Kinds of rounds that workers agree on while training goes on."""
+"""Kinds of rounds that workers agree on while training continues."""
 
 WrapDense = Callable[[nn.Module, list[str]], nn.Module]
 
 
 @dataclass
 class Restored:
-    """State from a snapshot, beside the tables.
+    """State from a snapshot, without the tables.
 
     Attributes:
         state: packed state of this worker, or of another one where this worker has none.
@@ -136,7 +136,7 @@ class ElasticTables:
         return module
 
     def reshard(self, formation: Formation, standing: Sequence[str]) -> nn.Module:
-        """Redistribute the tables from the workers of the former round, all of which take part, to those of this one.
+        """Redistribute the tables from the workers of the former round, which all take part, to those of this one.
 
         Args:
             standing: members that were in the former round.
@@ -358,7 +358,7 @@ class ElasticTables:
             self._snapshots.make_room(self.tables, self.tables.num_bytes // workers)
 
     def _foresee(self) -> None:
-        """Touch the memory for a planned change, while the others agree on it and training goes on."""
+        """Touch the memory for a planned change, while the others agree on it and training continues."""
         formation, target = self._world.formation, self._world.membership.view.round
         if formation is None or target is None or target.number <= max(self._foreseen, formation.round.number):
             return
@@ -380,7 +380,7 @@ class ElasticTables:
         """Take a snapshot after a vote between two steps if all are ready. Returns whether one was taken.
 
         Args:
-            pack_state: returns the state beside the tables.
+            pack_state: returns the state without the tables.
         """
         wishes, self._world.wishes = self._world.wishes, []
         self.tables.forget_given()  # the job trains

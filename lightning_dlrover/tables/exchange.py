@@ -1,4 +1,7 @@
-"""The memory of tables' rows on a worker, and its exchange: parts of tables are sent in place and in bounded pieces."""
+"""The memory of tables' rows on a worker, and its exchange: parts of tables are sent in place and in bounded pieces.
+
+`Arena` reserves the memory, and `exchange` carries out the moves that `layout.py` plans.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,7 @@ class _Range:
     end: int = 0
 
 
-# Memory for tables in which every row of every table has an address of its own, on every worker.
+# Memory for tables. Every row of every table has an address of its own, the same way on every worker.
 #
 # The cost of a change of workers is largely memory: pages touched for the first time, and rows that stay with their worker
 # but are copied into its new shard. Addresses, in contrast, cost nothing. The rows of a shard determine its address, so
@@ -131,7 +134,7 @@ class Arena:
     # --- one layout after another ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin a new layout beside the former one."""
+        """Begin a new layout while the former one still exists."""
         self.finish()
         self._former, self._present = self._present, {}
 
@@ -262,7 +265,7 @@ def touch(mapping: mmap.mmap) -> None:
 
 def _populate(address: int, num_bytes: int) -> None:
     # `mmap.madvise` would hold the GIL, and stop all other threads, for the seconds that this takes.
-    # Done piece by piece, because no other thread can get memory meanwhile.
+    # Done piece by piece, because no other thread can allocate memory during a call.
     start, end = address // PAGE * PAGE, -(-(address + num_bytes) // PAGE) * PAGE
     for at in range(start, end, PIECE):
         _libc.madvise(at, min(PIECE, end - at), MADV_POPULATE_WRITE)  # since Linux 5.14
@@ -280,7 +283,7 @@ def _inside(start: int, end: int, border: int) -> tuple[int, int]:
     return -(-start // border) * border, end // border * border
 
 
-# Collective operations of a round's members beside an exchange: meet, gather plain data, compare, send to each other.
+# Collective operations of a round's members around an exchange: meet, gather plain data, compare, send to each other.
 
 SWAP_S = 300.0
 """Seconds until a message to or from a neighbour fails. gloo does not notice a peer's loss in the middle of one."""
@@ -373,7 +376,7 @@ def exchange(
         moves: the same on all of them.
         old: this worker's present blocks, including the sources of its moves.
         new: this worker's future blocks.
-        release: called with unneeded parts of `old`, if this worker takes memory for other rows meanwhile.
+        release: called with unneeded parts of `old`, if this worker allocates memory for other rows in the exchange.
 
     Raises:
         RuntimeError: a peer is lost; `new` is then incomplete.

@@ -1,4 +1,4 @@
-"""Which worker holds which rows of each embedding table, and what to send when the workers change. Pure."""
+"""Layout of embedding tables: the rows that each worker holds, and the moves when the workers change. Pure."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def replan(plan: Plan, members: Sequence[str]) -> dict[str, TablePlan]:
         members: worker ids in rank order.
 
     Raises:
-        PlanError: there is no worker, or a kind that cannot be reassigned.
+        PlanError: no workers were given, or a kind that cannot be reassigned.
     """
     if not members:
         raise PlanError("there is no worker to hold the tables")

@@ -1,8 +1,8 @@
-"""Copies parts of snapshots from shared memory to disk in a separate process of the lowest priority, so that nothing waits.
+"""Copy parts of snapshots from shared memory to disk, in a separate process of the lowest priority, so that nothing waits.
 
 Its worker writes one line of JSON per part into its standard input: `from` and `to`. An empty line on its output acknowledges a
-part. A part that is overwritten meanwhile is not kept, as its first bytes show (see `snapshot`). The process ends when its
-input does. Only the standard library is imported.
+part. A part that is overwritten during the copy is discarded; its first bytes show it (see `snapshot_store.py`). The process
+ends when its input does. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Persister:
 
 
 def persist(source: Path, target: Path) -> bool:
-    """Copy a part; False if it was overwritten meanwhile or is missing."""
+    """Copy a part; False if it was overwritten during the copy or is missing."""
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.unfinished")
     try:
@@ -101,7 +101,7 @@ def persist(source: Path, target: Path) -> bool:
 
 
 def keep_newest(target: Path) -> None:
-    """Remove obsolete parts beside `target`, a worker's part of its newest snapshot on disk.
+    """Remove obsolete parts next to `target`, a worker's part of its newest snapshot on disk.
 
     All snapshots before the newest complete ones go, including parts of workers that have left. Of newer snapshots that the
     others have not completed, this worker's older parts go.
@@ -119,7 +119,7 @@ def keep_newest(target: Path) -> None:
 
 
 def parts_in(folder: Path) -> list[Path]:
-    """Return the finished parts; a copy cut short by its process's end is left out, because it was never verified."""
+    """Return the finished parts; a copy cut short by its process's end is excluded, because it was never verified."""
     return sorted(path for path in folder.glob("*-*-*") if not path.name.startswith("."))
 
 

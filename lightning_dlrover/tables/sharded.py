@@ -1,4 +1,7 @@
-"""The embedding tables of one model on this worker: their memory, rows that changed, and optimizers."""
+"""The embedding tables of one model on this worker: first values, memory, changed rows, and optimizers.
+
+`ShardedTables` builds the tables for one world, and `UsersOptimizers` connects them to the script's optimizers.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +60,12 @@ ELEMENTWISE = (
     nn.init.uniform_,
     nn.init.zeros_,
 )
-"""Functions whose values do not depend on a table's shape. torchrec's default is `uniform_` with bounds."""
+"""Functions with values that do not depend on a table's shape. torchrec's default is `uniform_` with bounds."""
 
 
 # The first values of embedding tables, before a job has trained them.
 #
-# A table that has values when it is sharded keeps them, whatever has set them. The first worker's count, as with
+# A table that already has values when it is sharded keeps them. The first worker's values count, as with
 # Lightning's DDP: its rows are sent to their owners. A table on `meta` is initialised by its `init_fn`, from a seed that
 # all workers share. Either way the values depend neither on the sharding nor on the number of workers.
 def drawn(config: Any, table: str, seed: int, region: Region, dtype: torch.dtype) -> Iterator[tuple[Region, torch.Tensor]]:
@@ -120,8 +123,8 @@ NUM_NOTED = 64
 class TouchedRows:
     """The rows of a worker's shards that were trained since each of two moments, called 0 and 1. One byte per row.
 
-    Optimizers in the backward pass change only rows that are looked up. Training may therefore go on while a thread copies the
-    shards as they are at one moment, from `begin_copy` to `end_copy`: a row's former value is kept before it is trained.
+    Optimizers in the backward pass change only rows that are looked up. Training may therefore continue while a thread copies
+    the shards as they are at one moment, from `begin_copy` to `end_copy`: a row's former value is kept before it is trained.
 
     Args:
         kernels: torchrec's kernels, each with the path of its collection.
@@ -238,7 +241,7 @@ class _OfKernel:
         self._rows_of_key = torch.tensor([table.num_rows for table in tables]).repeat_interleave(by_key)
 
     def note(self, features: Any) -> None:
-        """Record the looked-up rows for `catch_up` to flag. Flagging each step by itself would mostly wait for memory."""
+        """Record the looked-up rows for `catch_up` to flag. Flagging each step separately would mostly wait for memory."""
         if not any(self.followed):
             return
         lengths = features.length_per_key()
@@ -359,7 +362,7 @@ class ShardedTables:
         return names
 
     def with_states(self) -> set[str]:
-        """Return names of parameters whose optimizer in the backward pass has states."""
+        """Return names of parameters with an optimizer in the backward pass that has states."""
         return {
             name
             for name, _, parameter in self._templates.parameters()
@@ -397,7 +400,7 @@ class ShardedTables:
         with self._templates.once():
             arguments = self.device, self._sharders, self._constraints, members, batch_size
             plan = first_plan(self.module, collections, *arguments)
-        replan(plan, members)  # refuses, before anything is trained, what the first change would refuse
+        replan(plan, members)  # raises before training any error that the first change would raise
         return plan
 
     # --- building ------------------------------------------------------------------------------------------------------
@@ -555,7 +558,7 @@ class ShardedTables:
 
         Args:
             values: by parameter name, then by `weight`, `state0`, `state1`: shape ``(rows, cols)``, or ``(rows,)`` for a
-                row-wise state. What is missing is left as it is.
+                row-wise state. Missing parts keep their values.
 
         Raises:
             ValueError: a shape differs.
@@ -606,7 +609,7 @@ class ShardedTables:
         return found
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
-        """Set what `counters` has returned, on any workers. A new `build` begins to count at 0."""
+        """Set the values that `counters` has returned, on any workers. A new `build` begins to count at 0."""
         for path, kernel in self._templates.kernels():
             number = max((counters.get(key_of(path, t.name), 0) for t in kernel.config.embedding_tables), default=0)
             for counter in _counters_of(kernel):
@@ -733,7 +736,7 @@ class UsersOptimizers:
         """Split optimizer states of an unsharded run into those for the optimizers and those of sharded tables.
 
         Args:
-            saved: one `state_dict` for each optimizer, whose groups have all parameters in the order of the script.
+            saved: one `state_dict` for each optimizer. Its groups have all parameters in the order of the script.
 
         Returns:
             `state_dict`s without sharded tables, and the states of these by parameter name.

@@ -1,4 +1,8 @@
-"""Snapshots of a job's state in the hosts' memory and on disk, and where their parts lie."""
+"""Storage of snapshots: a job's state in files of the hosts' shared memory and on disk.
+
+`Part` is one worker's part of a snapshot, and `SnapshotStore` manages the files. `snapshots.py` decides when to take a
+snapshot.
+"""
 
 from __future__ import annotations
 
@@ -282,7 +286,7 @@ def newest_complete(held: Mapping[str, Iterable[PartHeader]]) -> dict[str, list[
         held: headers of the parts that each worker can read.
 
     Returns:
-        Workers, by the owner of the part that they hold; None: there is no such snapshot. See `newest_name` for its name.
+        Workers, by the owner of the part that they hold; None: no such snapshot exists. See `newest_name` for its name.
     """
     name = newest_name(held)
     return holders_of(name, held) if name is not None else None
@@ -321,7 +325,7 @@ log = logging.getLogger(__name__)
 ALIGN = 4096
 
 SLACK_BYTES = 8 << 20
-"""Bytes, beside a quarter of a part, by which its memory may exceed the part."""
+"""Bytes that a part's memory may exceed it by, in addition to a quarter of the part."""
 
 
 # Storage for the parts of snapshots: files in the hosts' shared memory, and on disk.

@@ -1,4 +1,7 @@
-"""Take snapshots while a job trains, keep copies on other workers, and decide which snapshot counts."""
+"""Take snapshots while a job trains, keep copies on other workers, and decide which snapshot counts.
+
+`Snapshots` is a worker's part in this, and `Neighbours` sends copies. `snapshot_store.py` holds the files.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ GoingOn = Callable[[], AbstractContextManager[None]]
 
 
 class MissingPartError(SnapshotError):
-    """A worker could not take its part of a snapshot, so that nobody keeps a copy of it."""
+    """A worker could not take its part of a snapshot, so no copy of it exists."""
 
 
 def others(rank: int, hosts: Sequence[str], count: int) -> list[int]:
@@ -81,7 +84,7 @@ def others(rank: int, hosts: Sequence[str], count: int) -> list[int]:
 # Choose the workers that keep copies of each part of a snapshot, and send them the copies.
 #
 # Each worker sends its part to as many others as there are replicas, on other hosts if there are any. A neighbour with the
-# part of the previous snapshot gets only the changes since then. A neighbour on the same host reads shared memory.
+# part of the previous snapshot receives only the changes since then. A neighbour on the same host reads shared memory.
 class Neighbours:
     """The workers that exchange copies of their parts with this one in a round.
 
@@ -124,7 +127,7 @@ class Neighbours:
         Raises:
             RoundEndedError: the round has ended.
             MissingPartError: a worker that this one keeps copies of has none.
-            SnapshotError: there is no memory for a copy.
+            SnapshotError: not enough memory for a copy.
             RuntimeError: the connection is lost, or a neighbour silent.
         """
         if self._group is None:
@@ -265,7 +268,7 @@ class SnapshotConfig:
             is lost with its host.
         max_bytes: maximum shared memory for one worker; None: half of the memory that is free at the start.
         memory: folder with its files in the host's memory.
-        disk: folder visible to all hosts, for copies that outlast the hosts. A process beside each worker writes them.
+        disk: folder visible to all hosts, for copies that outlast the hosts. A separate process of each worker writes them.
         disk_interval_s: minimum seconds between two snapshots that are copied there.
 
     Example:
@@ -290,7 +293,7 @@ class SnapshotConfig:
 # A worker's part in taking snapshots, and the decision on which snapshot counts.
 #
 # When a vote shows that all workers are ready, all begin a copy of their state at the same step. A thread makes the copy
-# and sends it to the neighbours while training goes on. The snapshot counts when the next vote shows that every worker
+# and sends it to the neighbours while training continues. The snapshot counts when the next vote shows that every worker
 # holds all its parts.
 class Snapshots:
     """Takes this worker's part of every snapshot, sends it to the neighbours and keeps theirs."""
@@ -308,7 +311,7 @@ class Snapshots:
         self._number = 0  # snapshots taken in this round, from 1; 0: only room for them was made
         self._held = 0  # newest of them that is complete on this worker
         self._counted = 0  # newest of them that is complete on all workers
-        self._num_failures = 0  # of this worker, one after the other
+        self._num_failures = 0  # consecutive failures of this worker
         self._failure = ""  # reported last
         self._retry_at = float("-inf")
         self._kept_at = time.monotonic()  # when the newest snapshot that counts was taken
@@ -333,7 +336,7 @@ class Snapshots:
         return self.store.parts()
 
     def clear_memory(self) -> None:
-        """Remove the parts in memory, because no worker of the job is left on this host."""
+        """Remove the parts in memory, because the job has no more workers on this host."""
         self.stop()
         self.store.close()
         self.store.clear_memory()
@@ -375,7 +378,7 @@ class Snapshots:
         self._work = self._begin(self.make_room, tables, held)
 
     def _begin(self, run: Callable[..., int], *args: Any) -> Future[int]:
-        """Run in a thread of its own, which is left behind at the round's end: gloo may wait long for lost messages."""
+        """Run in a thread of its own, which is abandoned at the round's end: gloo may wait long for lost messages."""
         result: Future[int] = Future()
 
         def work() -> None:
@@ -436,7 +439,7 @@ class Snapshots:
         return True
 
     def _failed(self, error: BaseException) -> None:
-        """Try again later what memory or the state did not allow; give up in this round where a connection is lost."""
+        """Retry later if memory or the state did not allow a snapshot; give up for this round if a connection is lost."""
         me, is_final = self._world.worker_id, not isinstance(error, SnapshotError | OSError)
         longest_s, first_s = max(MAX_RETRY_S, self._config.interval_s), min(RETRY_S, self._config.interval_s)
         wait_s = min(longest_s, first_s * 2 ** min(self._num_failures, 30))
@@ -495,7 +498,7 @@ class Snapshots:
         assert self._formation is not None
         members = self._formation.round.members
         if not self._others_are_dropped:
-            with suppress(EtcdError):  # training goes on while etcd is away, and the next snapshot drops them
+            with suppress(EtcdError):  # training continues while etcd is unavailable, and the next snapshot drops them
                 here = self._world.membership.on_this_host()
                 waiting = [w for w, record in here.items() if record.state in ("standby", "ready")]  # they have touched memory
                 self.store.drop_others([*members, *waiting], [members[r] for r in self._neighbours.owners])
@@ -560,7 +563,7 @@ class Snapshots:
         neighbours: Neighbours,
         stopping: threading.Event,
     ) -> int:
-        """Copy the shards with their values at the part's begin, while training goes on; send the copy to the neighbours."""
+        """Copy the shards with their values at the part's begin, while training continues; send the copy to the neighbours."""
         going_on = partial(self._while_it_lasts, stopping)
         try:
             for block, rows in zip(blocks, self._changed, strict=True):
@@ -614,7 +617,7 @@ class Snapshots:
 
 
 def _give_way() -> None:
-    """Lower the calling thread's priority, so that it gets a core only where training leaves one."""
+    """Lower the calling thread's priority, so that it uses a core only where training leaves one idle."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 

@@ -1,4 +1,7 @@
-"""All use of torchrec: build its sharded modules in memory of ours, find, copy and replace their parts."""
+"""All use of torchrec: build its sharded modules in our own memory, and find, copy and replace their parts.
+
+`TableOptimizer` translates the user's optimizer into a fused one. No other module uses a private name of torchrec.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from lightning_dlrover.tables.layout import Plan, PlanError, Region, Shard, Tabl
 # Access to the parts of torchrec's modules: find, copy and replace them.
 #
 # All private names of torchrec are in this file, and those that torch gives to parameters with an optimizer of their own.
-# `torchrec_build` replaces public ones only.
+# The functions that build modules replace public names only.
 
 INSTALL_LINE = "pip install 'lightning-dlrover[torchrec]' && pip install --no-deps torchrec==1.8.0"
 
@@ -50,7 +53,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "torchrec.distributed.embeddingbag:EmbeddingBagCollectionSharder": ("shard",),
     "fbgemm_gpu.split_table_batched_embeddings_ops_training": ("construct_split_state",),
 }
-"""Names that this file and `torchrec_build` use or replace, by their holder, as `check_names` takes them."""
+"""Names that this file uses or replaces, by their holder, in the form that `check_names` takes."""
 
 
 class TorchrecMissingError(ImportError):
@@ -555,7 +558,7 @@ def _in_arena(placer: Placer) -> type:
                 rows: torch.Tensor = self.hash_size_cumsum  # type: ignore[has-type]
                 self.hash_size_cumsum = torch.cat([rows, rows[-1:] + 1])
             if "weights" in buffers:
-                # It spans all addresses, of which this worker uses few, so optimizers and summaries must not count it.
+                # It spans all addresses, and this worker uses few of them, so optimizers and summaries must not count it.
                 object.__setattr__(self, "weights_host", self._parameters.pop("weights_host"))
 
     return InArena
@@ -609,7 +612,7 @@ _RULES = {
     "SGD": _Rule(unset=("momentum", "weight_decay", "maximize")),
     "Adagrad": _Rule(("eps",), ("lr_decay", "weight_decay", "initial_accumulator_value", "maximize")),
     "RowWiseAdagrad": _Rule(("eps",), ("lr_decay", "weight_decay", "initial_accumulator_value", "maximize")),
-    # fbgemm decays weights as AdamW does, beside the gradient instead of in it.
+    # fbgemm decays weights as AdamW does, separately from the gradient and not through it.
     "Adam": _Rule(("betas", "eps"), ("weight_decay", "amsgrad", "maximize")),
     "AdamW": _Rule(_OF_ADAM, ("amsgrad", "maximize")),
     "PartialRowWiseAdam": _Rule(_OF_ADAM, ()),
@@ -699,7 +702,7 @@ class Templates:
     """The unsharded embedding collections of a module, on `meta`. torchrec shards fresh copies of them for every world.
 
     A collection that a model refers to by several paths, as two towers with common tables do, has the first of them here, and
-    the sharded one gets all of them.
+    the sharded one receives all of them.
 
     Args:
         module: holds the collections; copies take their places in it.
@@ -710,7 +713,7 @@ class Templates:
         given: values of the tables that were not on `meta`, by table. They are the user's own memory.
 
     Raises:
-        PlanError: there is no collection, or one that cannot be sharded again.
+        PlanError: the model has no collection, or one that cannot be sharded again.
     """
 
     def __init__(self, module: nn.Module, module_types: Collection[type], device: torch.device) -> None:

@@ -121,22 +121,20 @@ class Publisher:
                 self._records.event(WindowMeasured(dataclasses.asdict(rounded(window))), "")
 
 
-# Write the job's plan, as far as its owner leaves that to the planner.
-#
-# A plan has one owner (`PlanRecord.owner`):
-#
-# - the planner chooses all settings, and the number of workers is binding if a controller carries it out
-# - a pool chooses the number of workers, and the planner the settings of each worker
-# - a user who has set a plan by hand keeps all of it
-#
-# The controller that starts and ends nodes reads the plan from etcd.
-
 PATIENCE_WITH_A_PLAN_S = 120.0
 """Seconds that a plan may take to be carried out before the next one: new nodes may queue, and must start."""
 
 
 class PlanWriter:
     """The planner's hand on the job's plan.
+
+    A plan has one owner (`PlanRecord.owner`):
+
+    - the planner chooses all settings, and the number of workers is binding if a controller carries it out
+    - a pool chooses the number of workers, and the planner the settings of each worker
+    - a user who has set a plan by hand keeps all of it
+
+    The controller that starts and ends nodes reads the plan from etcd.
 
     Args:
         decisions: bounds the bytes of plans that only recommend, together with those of decisions.
@@ -260,11 +258,6 @@ def _is_tuned(plan: PlanRecord, settings: Settings) -> bool:
     return all(a is None or a == h for a, h in zip(asked, has, strict=True))
 
 
-# Learn from windows of steps and plan, in a background thread, while the job trains.
-#
-# Every worker's thread publishes its windows (`Publisher`). Rank 0's thread also lets the autotuner decide
-# (`autotuner.py`), writes the plan (`PlanWriter`) and later its outcome, and updates the job history.
-
 log = logging.getLogger(__name__)
 
 
@@ -289,6 +282,9 @@ class _FailedTrial:
 
 class Analyst:
     """Background thread of one worker.
+
+    Every worker's thread publishes its windows (`Publisher`). Rank 0's thread also lets the autotuner decide
+    (`autotuner.py`), writes the plan (`PlanWriter`) and later its outcome, and updates the job history.
 
     Args:
         membership: membership in a job with changing workers; None: the worker runs alone.

@@ -65,9 +65,19 @@ class PastJob:
     windows: tuple[StepProfile, ...]
 
     def best_within(self, limits: Limits, objective: Objective = FASTEST) -> Settings | None:
-        """Return the settings that `objective` would have chosen among those measured with the job's last global batch."""
+        """Return the settings that `objective` would have chosen among those measured with the job's last global batch.
+
+        The job's first settings stay the best unless others were better than in each of their windows: later jobs copy what
+        this returns and count as its next witnesses, so that one noisy trial would be confirmed for ever.
+        """
         losses = {settings: loss for settings, loss in self.losses(objective).items() if limits.allows(settings)}
-        return min(losses, key=lambda settings: (losses[settings], settings), default=None)
+        best = min(losses, key=lambda settings: (losses[settings], settings), default=None)
+        first = next(w for w in self.windows if w.global_batch == self.windows[-1].global_batch)
+        if best is None or (began := settings_of(first)) not in losses:
+            return best
+        times_s = [w.step_time_s for w in self.windows if settings_of(w) == began and w.global_batch == first.global_batch]
+        least = losses[began] * min(times_s) / self.step_times_s()[began]
+        return best if losses[best] < least else began
 
     def losses(self, objective: Objective) -> dict[Settings, float]:
         """Return the loss that `objective` minimises, in its own unit: median step times, scaled up for dearer settings."""

@@ -224,9 +224,9 @@ def _index(device: torch.device) -> int:
 # What the parts of a step on a GPU contain:
 #
 # - `communication` is the time in which the stream stands still for other workers: from the last gradient until DDP's
-#   reductions
-#   have ended, and waits of the script's collectives. Reductions that the backward pass hides are part of `backward`.
-#   NCCL runs a collective without `async_op` on the computing stream itself, so that one counts as the pass that contains it.
+#   reductions have ended, and waits of the script's collectives. Reductions that the backward pass hides are part of
+#   `backward`. NCCL runs a collective without `async_op` on the computing stream itself, so that one counts as the pass that
+#   contains it.
 # - Time in which the device has nothing to do, because the host is late, belongs to the part that it waits for.
 
 Part = Literal["between", "forward", "backward", "communication", "optimizer"]

@@ -86,11 +86,14 @@ def test_output_on_another_machine_is_named_or_read_from_a_shared_folder(
     dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys, tmp_path: Path
 ) -> None:
     asking = ("logs", "--endpoint", etcd.endpoint, "--key-prefix", job.prefix, job.run_id)
-    assert "folder 'runs/" in dlrover(*asking)[2]
+    errors = dlrover(*asking)[2]
+    assert "folder 'runs/" in errors
+    assert "torchrun keeps the output of a job without `dlrover run`" in errors
     client.put(job.controller, encode(ControllerRecord("host-7", 123, "slurm", {}, str(tmp_path / "theirs"))))
     code, _, errors = dlrover(*asking)
     assert code == 2
     assert f"its `dlrover run` on host-7 writes to {tmp_path}/theirs/logs, unless it was given a --log-dir" in errors
+    assert "torchrun" not in errors
     (tmp_path / "theirs/logs/node1").mkdir(parents=True)
     (tmp_path / "theirs/logs/node1/stdout.log").write_text("one\n")
     assert dlrover(*asking) == (0, "[node1] one\n", "")

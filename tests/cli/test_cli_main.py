@@ -158,6 +158,12 @@ def test_wrong_usage_is_answered_with_two_lines(dlrover: RunCli, command: str) -
     assert (code, len(errors.splitlines())) == (2, 2), errors
 
 
+def test_help_of_run_begins_with_its_arguments_and_not_with_a_list_of_options(dlrover: RunCli) -> None:
+    lines = dlrover("run", "--help")[1].splitlines()
+    assert lines[:2] == ["usage: dlrover run [OPTION ...] [-m] script [ARGUMENT ...]", ""]
+    assert lines[2] == "positional arguments:"
+
+
 def test_arguments_that_others_must_not_touch_arrive_as_they_were(dlrover: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     monkeypatch.setattr(

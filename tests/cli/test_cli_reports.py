@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from history_rows import decision
 from run_cli import RunCli
 
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.job.records import EventRecord, Keys, encode
+from lightning_dlrover.rdzv.job.records import EventRecord, Keys, PlanRecord, encode
 from lightning_dlrover.report.status import JobPlace
 
 
@@ -33,6 +38,31 @@ def test_the_report_of_a_job_comes_from_its_folder_when_its_etcd_is_gone(dlrover
     assert Path("other.html").exists()
 
 
+@pytest.mark.parametrize("browser", ["python3", "/no/such/browser"])
+def test_a_report_is_opened_in_the_users_browser(browser: str, dlrover: RunCli, tmp_path: Path) -> None:
+    folder = tmp_path / "runs/job"
+    folder.mkdir(parents=True)
+    JobPlace("job", "127.0.0.1:1").write(folder)
+    (folder / "events.jsonl").write_bytes(encode(EventRecord("round", 1.0, "", {})) + b"\n")
+    shows = tmp_path / "shows.py"
+    shows.write_text(f"import pathlib, sys; pathlib.Path({str(tmp_path / 'shown')!r}).write_text(sys.argv[1])")
+    command = [sys.executable, "-m", "lightning_dlrover.cli", "report", "job", "--open"]
+    surroundings = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "HOME": str(tmp_path)}
+    done = subprocess.run(
+        command,
+        env={**surroundings, "BROWSER": f"{browser} {shows} %s"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0
+    if browser == "python3":
+        assert (tmp_path / "shown").read_text() == (folder / "report.html").as_uri()
+    else:
+        assert done.stderr == "dlrover: no browser can be started here (BROWSER names one); the report is written\n"
+
+
 def test_a_job_is_explained_from_its_folder_and_drawn(dlrover: RunCli) -> None:
     folder = Path("runs/job")
     folder.mkdir(parents=True)
@@ -48,6 +78,14 @@ def test_a_job_is_explained_from_its_folder_and_drawn(dlrover: RunCli) -> None:
     width, height = struct.unpack(">II", picture[16:24])
     assert width > 1000
     assert height > 400
+
+
+def test_job_that_has_only_begun_is_not_called_unknown(
+    history: str, dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, keys: Keys
+) -> None:
+    client.put(keys.plan, encode(PlanRecord(1, "initial", "start with the fewest workers, 1", True)))
+    code, _, errors = dlrover("explain", "--endpoint", etcd.endpoint, keys.run_id, "--history", history)
+    assert (code, "has recorded nothing yet" in errors, "neither" in errors) == (2, True, False)
 
 
 def test_job_known_only_to_the_history_is_explained_from_it(history: str, dlrover: RunCli) -> None:

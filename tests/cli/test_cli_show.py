@@ -22,6 +22,7 @@ from lightning_dlrover.rdzv.job.records import (
     Keys,
     NodeRecord,
     NodesRecord,
+    PlanRecord,
     SnapshotRecord,
     encode,
 )
@@ -36,6 +37,15 @@ def test_escape_sequences_of_others_reach_no_terminal(
     assert code == 0
     assert "\\x1b]52;c;cm0gLXJm\\x07 nice \\x1b[2J" in text
     assert "\x1b" not in text
+
+
+def test_status_shows_the_plan_of_a_pool_by_the_name_of_the_pool(
+    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys
+) -> None:
+    client.put(job.plan, encode(PlanRecord(2, "brain", "pool ads: 3 -> 2 workers", True)))
+    assert "plan: 2 workers, by pool ads: 3 -> 2 workers\n" in dlrover("status", "--endpoint", etcd.endpoint, job.run_id)[1]
+    status = json.loads(dlrover("status", "--json", "--endpoint", etcd.endpoint, job.run_id)[1])
+    assert status["plan"]["source"] == "pool"
 
 
 def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:

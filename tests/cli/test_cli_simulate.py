@@ -36,6 +36,8 @@ def test_a_table_and_a_page_hold_every_policy_and_cost(tmp_path: Path, capsys: p
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<svg") == 4
     assert "JCT and the cost of a resize" in page
+    assert not re.search(r"[a-z]\.[A-Z]", re.sub(r"<[^>]*>", "", page))  # a space follows each sentence
+    assert "mean JCT (seconds)" in page  # a unit that fits these jobs
     records = (tmp_path / "out" / "simulations.jsonl").read_bytes()
     assert records.count(b'"kind":"simulated"') == 12
     assert main(arguments) == 0

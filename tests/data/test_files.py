@@ -142,7 +142,7 @@ def test_line_break_in_a_value_is_refused_at_the_start(tmp_path: Path, value: st
     if value == '"hello\rworld\r"x':  # quoted, so it is no end of a row
         assert source.shards()[0].rows == len(lines)
         return
-    with pytest.raises(DataError, match=rf"a{suffix}: the line .* is no row. A value with a line break, or a quote that"):
+    with pytest.raises(DataError, match=rf"a{suffix}: the line .* is not a row. A value with a line break, or a quote that"):
         source.shards()
 
 

@@ -303,7 +303,7 @@ def test_topic_that_is_not_there_is_named_at_once(brokers: MockCluster) -> None:
         ({"topics": ["a", "b"], "stop": {0: 1}}, ValueError, "a partition of any of 2 topics: write {'topic/0'"),
         ({"on_error": "ignore"}, ValueError, "give 'raise' or 'skip'"),
         ({"config": {"auto.offset.reset": "earliest"}}, ValueError, "config sets auto.offset.reset='earliest'"),
-        ({"window_rows": 0}, ValueError, "window_rows=0 is no positive number"),
+        ({"window_rows": 0}, ValueError, "window_rows=0 is not a positive number"),
         ({"dry_s": -1}, ValueError, "dry_s=-1: give the seconds"),
     ],
 )

@@ -152,7 +152,7 @@ def test_position_is_an_epoch_and_batches_of_it(folder: Path) -> None:
 @pytest.mark.parametrize("step", [-1, 0, 4])
 def test_step_before_the_record_is_refused(folder: Path, step: int) -> None:
     data, loader = made(folder)
-    with pytest.raises(DataError, match=f"no step {step} to tell of"):
+    with pytest.raises(DataError, match=f"there is no step {step}: "):
         Lineage(opened_by(data, loader, steps_before=4), data.shards).batches_of_step(step)
 
 

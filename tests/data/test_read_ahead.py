@@ -138,7 +138,7 @@ def test_blocks_that_are_needed_next_are_due() -> None:
 
 @pytest.mark.parametrize("threads", [-1, 1.5, True, "2"])
 def test_wrong_number_of_threads_is_refused(threads: Any) -> None:
-    with pytest.raises(ValueError, match="is no number of threads"):
+    with pytest.raises(ValueError, match="is not a number of threads"):
         stream(InThreads([9]), threads=threads)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lightning_dlrover.tuning import StepProfile
 
@@ -67,4 +68,6 @@ def test_example_of_a_public_name_runs(name: str, found: Any) -> None:
     options = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
     for test in tests:
         doctest.DocTestRunner(optionflags=options).run(test, out=output.append)
+    if dist.is_initialized():  # the strategy leaves its group to the process
+        dist.destroy_process_group()
     assert not output, "".join(output)

@@ -21,8 +21,8 @@ GIB = 1 << 30
 def elsewhere(check: str, *prefix: str) -> Finding:
     """Run a check of this module in a process that a command, `prefix`, starts in another environment."""
     code = (
-        "import dataclasses, json; from lightning_dlrover.doctor import host; "
-        f"print(json.dumps(dataclasses.asdict(host.{check})))"
+        "import dataclasses, json; from lightning_dlrover.doctor import report; "
+        f"print(json.dumps(dataclasses.asdict(report.{check})))"
     )
     command = [*prefix, sys.executable, "-c", code]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)

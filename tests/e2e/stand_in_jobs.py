@@ -146,7 +146,7 @@ def shut_down_instead_of_abort() -> None:
 
 
 def use_gradients_without_a_wait() -> None:
-    recovery.wait_for_device = process_groups.wait_for_device = lambda device: None  # type: ignore[attr-defined]
+    process_groups.wait_for_device = lambda device: None
 
 
 def leave_the_watchdog_on() -> None:

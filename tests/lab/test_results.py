@@ -202,6 +202,8 @@ def test_a_single_point_is_a_row_of_an_open_table_and_no_plot(tmp_path: Path) ->
     page = (tmp_path / "report.html").read_text()
     assert "<svg" not in page
     assert page.count("<details open>") == page.count("Table: 1 point,") >= 1
+    assert "1 visit<" in page
+    assert "from 1 measurement." in page
 
 
 def test_tables_are_written_with_one_row_per_point(tmp_path: Path) -> None:

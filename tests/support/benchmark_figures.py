@@ -11,7 +11,7 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 DEADLINE_S = 240.0
-"""Seconds in which a short form ends on shared cores; two idle ones need less than 60 s."""
+"""Time limit of a short form on shared cores, in seconds; on two idle ones it needs less than 60 s."""
 
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Copies of the repository as it would be committed now: what is tracked, and what is new and not ignored."""
+"""Copies of the repository as it would be committed now: tracked files, and new ones that are not ignored."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def build(checkout: Path, folder: Path, *options: str) -> Distributions:
 
     Args:
         checkout: the repository or a copy of it. Setuptools leaves files there.
-        folder: gets the results.
+        folder: where the results are written.
         options: more arguments of `uv build`, such as `--wheel` to build a wheel alone and without a source distribution.
     """
     command = [sys.executable, "-m", "uv", "build", "--quiet", "--offline", "--no-build-isolation", "--python", sys.executable]

@@ -31,7 +31,7 @@ class Failpoint:
     """Fault at the nth write of one name in one process.
 
     kill: SIGKILL before it. stop: SIGSTOP before it, for longer than the lease. delay: the write is late. fail: it is not made.
-    lose: it is made, but its answer gets lost.
+    lose: it is made, but its answer is lost.
     """
 
     slot: str

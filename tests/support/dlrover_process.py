@@ -64,7 +64,7 @@ class Dlrover:
         return {**ours, MARK: self.mark, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
 
     def __call__(self, *arguments: object, timeout_s: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run a command that ends by itself, and return its outcome."""
+        """Run a command to its own end, and return its outcome."""
         command = [sys.executable, "-m", "lightning_dlrover.cli", *map(str, arguments)]
         if not self.is_warm:
             return self.process(command, timeout_s, **env)

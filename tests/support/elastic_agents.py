@@ -49,7 +49,7 @@ me = Worker.started()
 
 @dataclass(frozen=True)
 class Node:
-    """Settings of one agent, beside endpoint and run: options of torchrun by the names of its API."""
+    """Settings of one agent, except endpoint and run: options of torchrun by the names of its API."""
 
     entrypoint: str | Callable[..., Any]  # source of a script, or a function
     args: tuple[Any, ...] = ()

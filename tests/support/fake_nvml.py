@@ -1,4 +1,4 @@
-"""NVML without a GPU: what a driver would report of GPUs whose processes write their memory to files."""
+"""A fake NVML driver: it reports GPUs from files that the processes under test write their memory to."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FakeNvml:
     Args:
         folder: holds a file of each process, ``GPU/PID``, with its bytes on that GPU.
         total_bytes: memory of each GPU.
-        busy: percent of the time in which kernels run, while any process has memory there.
+        busy: percent of the time that kernels run, while any process has memory there.
         knows_processes: False as in a container with process ids of its own.
         has_counters: False for a GPU that does not report its link.
     """

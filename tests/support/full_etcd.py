@@ -32,7 +32,7 @@ def etcd_with(folder: Path, *options: str) -> Iterator[EmbeddedEtcd]:
 
 @contextmanager
 def small_etcd(folder: Path) -> Iterator[tuple[EmbeddedEtcd, EtcdClient]]:
-    """Run an etcd with a quota of 4 MiB; yield it with a client of somebody else."""
+    """Run an etcd with a quota of 4 MiB; yield it with the client of another user."""
     with etcd_with(folder, f"--quota-backend-bytes={4 << 20}") as server, EtcdClient(EtcdConfig(server.endpoint)) as client:
         yield server, client
 

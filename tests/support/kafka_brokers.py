@@ -97,7 +97,7 @@ class Tansu(Broker):
     """A Tansu broker that keeps messages in memory.
 
     Args:
-        advertised: port that clients are told, for example of a proxy; 0: its own.
+        advertised: port that the broker announces to clients, for example a proxy's; 0: its own.
     """
 
     settings = {"batch.num.messages": 1}  # noqa: RUF012  # else it gives a wrong end of the partition
@@ -139,7 +139,7 @@ class Tansu(Broker):
             future.result()
 
     def transact(self, topic: str, values: Iterable[tuple[int, bytes | None]]) -> None:
-        """Append messages in one transaction, whose end takes an offset in each of the partitions."""
+        """Append messages in one transaction. Its end takes an offset in each of the partitions."""
         from confluent_kafka import Producer
 
         producer = Producer({"bootstrap.servers": self.servers, "transactional.id": "test", "log_level": 0, **self.settings})

@@ -1,6 +1,6 @@
 """A Kubernetes cluster of one process: an API server over HTTP, its Job controller, and a kubelet that runs pods as processes.
 
-Its answers match a real cluster's, as far as a target needs them. It checks fields, names and labels, refuses duplicate names,
+Its answers match a real cluster's in all that a target needs. It checks fields, names and labels, refuses duplicate names,
 and applies selectors to lists. A deleted pod receives SIGTERM and disappears when its process has ended. A Job counts its pod.
 Volcano is optional. A test may let the next requests fail (`answer_next`), and may act on pods like hosts and their owners.
 """
@@ -74,7 +74,7 @@ class KubernetesCluster:
     Args:
         folder: folder of the kubeconfig.
         runs_pods: run pods as processes; else they stay Pending until the test changes them.
-        environment: environment of pods, beside their own variables.
+        environment: environment of pods, in addition to their own variables.
         tls: serve HTTPS.
         has_volcano: include Volcano with one queue, `default`.
     """
@@ -98,7 +98,7 @@ class KubernetesCluster:
         self.objects: dict[str, dict[str, Object]] = {"jobs": {}, "pods": {}, "events": {}, "podgroups": {}, "secrets": {}}
         self.requests: list[tuple[str, str]] = []  # method, path with query
         self.max_jobs = 1000
-        self.has_room_for_pods = True  # if false, a Job gets no pod
+        self.has_room_for_pods = True  # if false, a Job has no pod
         self.queues = {"default": "Open"}  # Volcano's queues and their states
         self.has_webhook = True  # whether Volcano's webhook, which may be disabled, runs
         self.logs: dict[str, str] = {}  # logs of pods that have no process
@@ -494,7 +494,7 @@ class KubernetesCluster:
             text = self.logs.get(_node_of(pod), "")
         if not (since := query.get("sinceTime")):
             return text
-        # A kubelet compares each line's time by itself. It takes times in whole seconds.
+        # A kubelet compares the time of each line separately. It takes times in whole seconds.
         return "".join(line for line in text.splitlines(keepends=True) if _second(line) >= _second(since))
 
 

@@ -1,4 +1,4 @@
-"""Volcano's treatment of one-node jobs, as far as TorchX sees it: its controller's changes of a Job, and its count of pods.
+"""Volcano's treatment of one-node jobs, the part that TorchX sees: its controller's changes of a Job, and its count of pods.
 
 Based on Volcano's source. Its webhook refuses a missing or closed queue and writes defaults into a Job. A Job waits with a
 PodGroup until its queue has room. A pod leaves the count as soon as its deletion begins. Unless a policy of the Job prevents

@@ -69,7 +69,7 @@ def left_behind(before: Held, grace_s: float = GRACE_S) -> list[str]:
 
 
 def mark_descendants() -> None:
-    """Set the variable by which processes that this one starts are found, and note whenever it may start one."""
+    """Set the variable that marks processes started by this one, and note whenever it may start one."""
     os.environ[STARTED_BY] = str(os.getpid())
     sys.addaudithook(_note)
 

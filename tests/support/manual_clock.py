@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass
 class ManualClock:
-    """A clock that stands still between a test's moves."""
+    """A clock that advances only when a test moves it."""
 
     now_s: float = 1000.0
 

@@ -43,7 +43,7 @@ def write_speeds(
 
 
 def write_trace(path: Path, num_jobs: int = 6, gap_s: float = 60.0, application: str = "toy", batch: int = 64) -> Path:
-    """Write a trace in Pollux's form: a job every so many seconds, each asks for one to four devices."""
+    """Write a trace in Pollux's form: a job at fixed intervals, each requesting one to four devices."""
     rows = ["name,time,application,num_replicas,batch_size"]
     rows += [f"{application}-{n},{n * gap_s:g},{application},{1 + n % 4},{batch}" for n in range(num_jobs)]
     path.write_text("\n".join(rows) + "\n")

@@ -8,7 +8,7 @@ Values travel between the members through sockets on the loopback, one for each 
 abort, and its threads outlive a broken group.
 
 The source of each rule is named where it is followed. `ProcessGroupNCCL` is torch's `ProcessGroupNCCL.cpp`. "Seen on an H100"
-means a job of two workers on one GPU, of which one was killed (torch 2.11, NCCL 2.28.9).
+means a job of two workers on one GPU, one of them killed (torch 2.11, NCCL 2.28.9).
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 }
 
 Payload: TypeAlias = list[bytes]  # values of some tensors
-Found: TypeAlias = dict[int, Payload]  # by the rank of the sender
+Found: TypeAlias = dict[int, Payload]  # keyed by the sender's rank
 Writes: TypeAlias = list[tuple[Tensor, Tensor]]  # tensors, and their values
 
 
 @dataclass(frozen=True)
 class Quirks:
-    """What may differ from one run of NCCL to the next."""
+    """Behaviour that may differ from one run of NCCL to the next."""
 
-    create_s: float = 0.0  # seconds in which a communicator is made, once all members are there
+    create_s: float = 0.0  # seconds to create a communicator, once all members are there
     loss: Literal["error", "hang", "either"] = "error"  # how a lost peer shows; "either": drawn for each communicator
     notice_s: float = 0.02  # seconds until it shows
     abort_s: float = 0.0  # seconds of an abort; collectives in flight end after half of them
@@ -89,7 +89,7 @@ def install(quirks: Quirks) -> None:
 
 
 class Stream:
-    """Runs collectives in the order in which they were begun."""
+    """Runs collectives in the order of their begin."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -114,7 +114,7 @@ them in different orders, and a device cannot run both at once.
 """
 
 _in_flight: set[Result] = set()
-"""Results that nobody has waited for."""
+"""Results that have not been waited for."""
 
 
 def synchronize(device: object = None) -> None:
@@ -179,7 +179,7 @@ class Result(dist.Work):
             self._write()
 
     def ended(self, writes: Writes) -> None:
-        """Note the values of the outputs. They are written here, or in late mode where somebody waits for them."""
+        """Note the values of the outputs. They are written here, or in late mode when they are waited for."""
         with self._lock:
             if self._has_ended.is_set():
                 return
@@ -191,7 +191,7 @@ class Result(dist.Work):
             self._future.set_result(list(self._outputs))
 
     def aborted(self) -> None:
-        """End with garbage in the outputs: a kernel that is aborted returns, with what it has received by then."""
+        """End with garbage in the outputs: an aborted kernel returns, with the data received by then."""
         self.ended([(each, garbage_like(each)) for each in self._outputs])
         self.finish()
 
@@ -260,7 +260,7 @@ class Communicator:
     def _connect(self, store: Store, number: int) -> dict[int, socket.socket]:
         """Connect with all members; wait for those that are missing, in non-blocking mode up to torch's limit.
 
-        `ncclCommInitRank` has no timeout (nccl issue 289), and in blocking mode there is no handle that could be aborted
+        `ncclCommInitRank` has no timeout (nccl issue 289), and blocking mode gives no handle that could be aborted
         (pytorch issues 103264 and 103925). In non-blocking mode the first collective waits (`NCCLComm::getNcclComm`,
         `waitReady`) up to TORCH_NCCL_NONBLOCKING_TIMEOUT, and holds the lock that `NCCLComm::abort` needs. Before that, rank 0
         sends the communicator's id through the group's store, within the store's timeout
@@ -309,14 +309,14 @@ class Communicator:
         values: Callable[[Found], list[Tensor]],
         message: str = "",
     ) -> Result:
-        """Begin to send tensors to other ranks, and to compute the values of `outputs` from what `sources` send.
+        """Begin to send tensors to other ranks, and to compute the values of `outputs` from the data of `sources`.
 
         Raises:
             DistBackendError: a peer's loss has shown, or the communicator was aborted.
         """
         self.raise_error()
         result = Result(self, outputs)
-        payloads: dict[int, Payload] = {}  # as of now: the kernel waits for what the current stream has done before
+        payloads: dict[int, Payload] = {}  # their present values: the kernel waits for earlier work of the current stream
         for tensors in {id(each): each for each in sends.values()}.values():
             payload = [_bytes_of(tensor) for tensor in tensors]
             payloads.update({rank: payload for rank, each in sends.items() if each is tensors})
@@ -402,8 +402,8 @@ class Communicator:
         """End the process, unless the communicator is aborted at once.
 
         `ProcessGroupNCCL::Watchdog::runLoop` looks for errors each 100 ms, and rethrows one unless
-        TORCH_NCCL_ASYNC_ERROR_HANDLING is 0 (`WorkNCCL::handleException`). Nothing catches it, so the process gets SIGABRT.
-        Torch's elastic agent sets 1 in each worker's environment (`LocalElasticAgent._start_workers`).
+        TORCH_NCCL_ASYNC_ERROR_HANDLING is 0 (`WorkNCCL::handleException`). Nothing catches it, so the process ends with
+        SIGABRT. Torch's elastic agent sets 1 in each worker's environment (`LocalElasticAgent._start_workers`).
         """
         time.sleep(WATCHDOG_S)
         if not self._is_aborted:
@@ -411,7 +411,7 @@ class Communicator:
             os.abort()
 
     def raise_error(self, aborts: bool = False) -> None:
-        """Raise what NCCL's calls raise (`NCCLComm::checkForNcclError` and `getNcclComm`)."""
+        """Raise the errors of NCCL's calls (`NCCLComm::checkForNcclError` and `getNcclComm`)."""
         if self._is_aborted:
             if not aborts:
                 raise _aborted(self.rank)
@@ -572,7 +572,7 @@ class StandIn(_ProcessGroup):  # type: ignore[misc]
         return range(self._size)
 
     def _reduce(self, sends: Mapping[int, Sequence[Tensor]], outputs: Sequence[Tensor], opts: Any) -> Any:
-        """Reduce what all ranks send to this one."""
+        """Reduce the tensors that all ranks send to this one."""
         reduction = next(reduction for op, reduction in REDUCTIONS.items() if opts.reduceOp == op)
 
         def values(found: Found) -> list[Tensor]:
@@ -581,7 +581,7 @@ class StandIn(_ProcessGroup):  # type: ignore[misc]
         return self._begin(sends, self._all if outputs else (), outputs, values)
 
     def _move(self, sends: Mapping[int, Sequence[Tensor]], outputs: Mapping[int, Sequence[Tensor]], message: str = "") -> Any:
-        """Write what each rank sends to this one into the tensors for that rank."""
+        """Write the data from each rank into the tensor for that rank."""
 
         def values(found: Found) -> list[Tensor]:
             return [_like(found[rank][i], out) for rank, outs in outputs.items() for i, out in enumerate(outs)]

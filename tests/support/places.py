@@ -1,4 +1,4 @@
-"""The places where targets run their nodes, with all that a test may let happen there.
+"""The places where targets run their nodes, with all events that a test can cause there.
 
 Each is the one that the target's own tests use: real processes, Slurm's commands under the test's control, an API server. The
 nodes hold no agents. They run and end as the test wants.
@@ -30,7 +30,7 @@ SPEC = NodeSpec("/s/train.py", (), "h:1", "run", "/dlrover", 1, 2)
 
 
 class Place(Protocol):
-    """A place where nodes run, and what happens to them there."""
+    """A place where nodes run, and the events that happen to them there."""
 
     clock: ManualClock
 
@@ -42,7 +42,7 @@ class Place(Protocol):
         """Let a node run that was accepted."""
 
     def end(self, node: str, exit_code: int) -> None:
-        """Let a node end by itself."""
+        """Let a node end normally."""
 
     def end_cancelled(self, node: str) -> None:
         """Let a node end that was cancelled."""
@@ -288,7 +288,7 @@ class KubernetesPlace:
         self._cluster.max_jobs = 0
 
     def lose_answer(self, is_accepted: bool) -> None:
-        # A target repeats a request whose answer is lost. A proxy's page is an answer, but not the server's.
+        # A target repeats a request if its answer is lost. A proxy's page is an answer, but not the server's.
         page = Answer(200, body=b"<html>Welcome to our proxy</html>", is_carried_out=True)
         self._cluster.answer_next("POST", "jobs", *([page] if is_accepted else [Answer()] * 3))
 

@@ -1,4 +1,4 @@
-"""Watch a pool during a test: how many workers its jobs have together, at each change in etcd."""
+"""Watch a pool during a test: the total number of its jobs' workers, at each change in etcd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool in simulated time, whose owners always have jobs to submit. Pure: only sizes are decided, nothing runs."""
+"""A pool in simulated time, with owners that always have jobs to submit. Pure: only sizes are decided, nothing runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PoolOfOwners:
     floods: Mapping[str, Flood] = field(default_factory=dict)
     seed: int = 0
     jobs: dict[str, PoolJob] = field(default_factory=dict)
-    num_waiting: int = 20  # of each owner before a decision, so that some are left after it
+    num_waiting: int = 20  # waiting jobs of each owner before a decision, so that some remain after it
     now_s: float = 0.0
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Start, follow, report and end processes of tests and benchmarks. To wait for them is `waiting.eventually`."""
+"""Start, follow, report and end processes of tests and benchmarks. `waiting.eventually` waits for them."""
 
 from __future__ import annotations
 

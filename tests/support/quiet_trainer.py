@@ -1,4 +1,4 @@
-"""A Trainer for tests that look at anything but its output."""
+"""A Trainer without output, for tests that do not check it."""
 
 from __future__ import annotations
 

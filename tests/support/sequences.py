@@ -59,7 +59,7 @@ class Stateful(IterableDataset[int]):
 
 
 class GoesOn(Stateful):
-    """An iterator goes on where the one before was left, unless that has ended, as in torchdata's examples."""
+    """An iterator continues where the previous one stopped, unless that has ended, as in torchdata's examples."""
 
     def __iter__(self) -> Iterator[int]:
         while self.next < self.num_rows:
@@ -91,7 +91,7 @@ class GoesOnElsewhere(GoesOn):
 
 
 class NumpyState(Stateful):
-    """Its state holds what `torch.load(weights_only=True)` refuses."""
+    """Its state contains an object that `torch.load(weights_only=True)` refuses."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"next": np.array([self.next]), "file": Path("a"), "at": datetime.datetime(2026, 1, 1), "count": np.int64(3)}
@@ -119,7 +119,7 @@ class SplitByWorker(IterableDataset[int]):
 
 
 class LossyState(Stateful):
-    """A shuffle buffer that is not part of the state: what comes after a state was loaded is not what came before."""
+    """A shuffle buffer that is not part of the state: after a state is loaded, the rows differ from those before."""
 
     def __iter__(self) -> Iterator[int]:
         buffer: list[int] = []

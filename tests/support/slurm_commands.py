@@ -33,7 +33,7 @@ class SlurmCommands:
         self.set("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
 
     def set(self, name: str, shell: str, is_executed: bool = False) -> None:
-        """Replace a command. `is_executed`: it first does what `keep_jobs` makes it do, without its output."""
+        """Replace a command. `is_executed`: it first acts as under `keep_jobs`, without its output."""
         if is_executed:
             shell = f"{{ {self._shells[name]}; }} > /dev/null\n{shell}"
         new = self.folder / f".{name}"

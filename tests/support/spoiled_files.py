@@ -1,4 +1,4 @@
-"""Parquet files of which a row group cannot be read."""
+"""Parquet files with an unreadable row group."""
 
 from __future__ import annotations
 

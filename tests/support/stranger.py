@@ -1,4 +1,4 @@
-"""What another user of this machine can reach of a job: a process that gives up its own user, then tries everything."""
+"""Another user's access to a job on this machine: a process drops to that user, then tries to reach everything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STRANGER = 61_023
 
 @dataclass
 class Attempts:
-    """Results by target: ``refused``, an errno's name, or text of what was reached."""
+    """Results by target: ``refused``, an errno's name, or a text that names what was reached."""
 
     sockets: dict[str, str] = field(default_factory=dict)
     ports: dict[str, str] = field(default_factory=dict)  # start of the answer to an HTTP request

@@ -31,7 +31,7 @@ def eventually(
         poll_s: seconds between looks; a costly look needs more than the default.
         ended: returns why the event cannot happen any more, or "". The last action of an ended process may be the event itself,
             so `found` has one more look.
-        report: returns what the error adds, such as logs.
+        report: returns additional text for the error, such as logs.
         error: type of the error.
     """
     deadline = time.monotonic() + timeout_s

@@ -2,12 +2,12 @@
 
 `run_program` in a `WarmProcess` is `python ARGUMENTS` in a process that has imported torch.
 Each interpreter that it starts with `subprocess.Popen` is forked from a clean copy of it, its *nursery*.
-An `os.execv` of Python goes on in the same process.
+An `os.execv` of Python continues in the same process.
 Everything else is as with fresh interpreters: parents, process ids, sessions, signals, files, arguments and environments, also
 those that `/proc` shows, and the end of the interpreter.
 
-A fork differs in one point: modules that its parent had imported are there. If imports or memory
-matter to a test, its programs are started as usual, and so is every program with another PYTHONPATH or number of threads.
+A fork differs in one point: modules that its parent had imported are there. If imports or memory matter to a test, its
+programs are started as usual, and so is every program with another PYTHONPATH or number of threads.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def run_program() -> NoReturn:
 
 
 def _be(program: _Program) -> NoReturn:
-    """Go on as this program, and end with it."""
+    """Continue as this program, and end with it."""
     os.execv = _execv  # type: ignore[assignment]
     while True:
         _show(program)
@@ -259,7 +259,7 @@ class _Nursery:
 
 
 class FreshNursery(_Nursery):
-    """The nursery of a process with threads, such as a test's: a fresh interpreter that has imported what nodes import.
+    """The nursery of a process with threads, such as a test's: a fresh interpreter that has imported the modules of nodes.
 
     It has imported torch for one thread. Agents do not compute, and a worker with another number of threads is a fresh one.
     """
@@ -316,7 +316,7 @@ def _serve(requests: socket.socket, owner: int) -> NoReturn:
                 os._exit(0)
             program = json.loads(_receive(requests, *struct.unpack("I", head)))
             program["cores"] = tuple(program["cores"])
-            # As with `subprocess.Popen`, the caller goes on once the process leads its session.
+            # As with `subprocess.Popen`, the caller continues once the process leads its session.
             reading, writing = os.pipe()
             pid = _clone_sibling()
             if pid == 0:
@@ -332,7 +332,7 @@ def _serve(requests: socket.socket, owner: int) -> NoReturn:
 
 
 def _start(program: _Program, streams: Sequence[int]) -> NoReturn:
-    """Become this program. The end of the pipe to the nursery tells that the process has its session and its cores."""
+    """Become this program. The end of the pipe signals to the nursery that the process has its session and its cores."""
     if program.leads_session:
         os.setsid()
     else:

@@ -70,6 +70,17 @@ def test_best_settings_of_similar_jobs_are_suggested() -> None:
     assert "3 of the 4 most similar past jobs (a, b, c)" in found.reason
 
 
+@pytest.mark.parametrize(("noisy_s", "ends"), [((0.1, 0.12, 0.095), TWO), ((0.1, 0.12, 0.07), ONE)])
+def test_settings_faster_than_a_part_of_the_first_windows_only_are_no_advice(
+    noisy_s: tuple[float, ...], ends: Settings
+) -> None:
+    first = [windows({ONE: time_s})[0] for time_s in noisy_s]
+    past = [PastJob(name, 0.0, TWIN, (*first, *windows({TWO: 0.08}))) for name in "abcde"]
+    found = suggest(NOW, past, LIMITS, node_cores=4.0, at=DAY_S)
+    assert found is not None
+    assert found.settings == ends
+
+
 def test_new_jobs_count_more_than_old_ones() -> None:
     old = [job(f"old-{n}", 0.0, {ONE: 0.1, FOUR: 0.04}) for n in range(2)]
     new = [job(f"new-{n}", 400 * DAY_S, {ONE: 0.1, TWO: 0.04}) for n in range(2)]

@@ -1,1 +1,1 @@
-"""A job's controller: decides which nodes to add and to end."""
+"""A job's controller: it adds, replaces and ends nodes until the job is over."""

@@ -1,4 +1,4 @@
-"""Keep a job's nodes in line with its plan."""
+"""Keep a job's nodes in line with its plan: observe, let `reconcile.py` decide, act, and record each action first."""
 
 from __future__ import annotations
 
@@ -296,12 +296,13 @@ def _as_new_as(key: str, revision: int, seen: Mapping[str, KeyValue]) -> KeyValu
     return seen[key] if key in seen and seen[key].mod_revision >= revision else None
 
 
-# `Controller` holds the job's `controller` key (`nodes.py`) and observes etcd and the scheduler (`nodes.py`). It lets
-# `reconcile.py` decide and carries the decision out. All state that must survive is written to etcd before each action
-# (`nodes.py`): a node's name before its request to the scheduler, its cancellation before the call that cancels it. So the
-# controller may be killed and restarted at any moment.
 class Controller:
     """Carry out a job's plan on one target. Use as a context manager: leaving it ends all nodes of the job.
+
+    It holds the job's `controller` key (`nodes.Office`), observes etcd and the scheduler (`nodes.Observer`), lets
+    `reconcile.py` decide, and carries the decision out. All state that must survive is written to etcd before each action
+    (`nodes.NodeRegistry`): a node's name before its request to the scheduler, its cancellation before the call that cancels
+    it. So the controller may be killed and restarted at any moment.
 
     A killed process leaves its nodes behind where they outlive it. The job's next controller takes them over.
 
@@ -359,7 +360,7 @@ class Controller:
         self.close()
 
     def step(self) -> FinishJob | None:
-        """Observe, act, and show new output. Return the job's end, or None while it goes on.
+        """Observe, act, and show new output. Return the job's end, or None while it continues.
 
         Raises:
             ControllerBusyError: another controller has taken over.
@@ -419,10 +420,10 @@ class Controller:
     def end_nodes(self) -> None:
         """End all running nodes and wait for their end, for at most `FailurePolicy.cancel_s`.
 
-        If another controller has taken over, nodes that outlive us are left to it.
+        If another controller has taken over, it is responsible for nodes that outlive this one.
         """
         self._registry.is_ending = True
-        self._output.show(self._registry, at_once=True)  # what cancelled nodes write to stderr is not shown
+        self._output.show(self._registry, at_once=True)  # stderr of cancelled nodes is not shown
         if self._target.outlives_controller and self._awaited() and self._office.still_holds() is False:
             log.warning(
                 "run %s: its nodes are left to the controller that acts for it now; `dlrover cancel %s` ends them",
@@ -476,7 +477,7 @@ class Controller:
         return [name for name, entry in entries if not entry.has_ended and (entry.handle or outlives)]
 
     def _may_act(self) -> bool:
-        """Whether etcd answers and this controller may act. It recovers by itself after losing both."""
+        """Whether etcd answers and this controller may act. It recovers without help after losing both."""
         try:
             if self._office.take_back():
                 self._registry.adopt(self._observer.view)
@@ -598,7 +599,7 @@ class Controller:
         apps = {name: entry.handle or "" for name, entry in self._registry.entries.items() if entry.is_living}
         if not self._office.publish_nodes(apps, self._held_up):
             return
-        kind = likeness(self._held_up)  # a changed count or pause alone is no new obstacle
+        kind = likeness(self._held_up)  # a changed count or pause is not a new obstacle
         if kind and kind != self._trouble:
             log.warning("run %s: %s", self._run_id, self._held_up)
             with contextlib.suppress(EtcdError):  # the status shows it in any case

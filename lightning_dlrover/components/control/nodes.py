@@ -1,4 +1,7 @@
-"""A job's nodes as its controller knows them: recorded, observed, and examined after a failure."""
+"""The controller's view of a job's nodes: record them in etcd, observe them, and examine their output after a failure.
+
+`NodeRegistry` records nodes in memory and in etcd. The rest reads tracebacks in their output and determines why a node failed.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,13 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import Delete, EtcdError, KeyValue, absent, modified
 from lightning_dlrover.rdzv.job.events import Event, record_of
-from lightning_dlrover.rdzv.job.journal import Journal, readable
+from lightning_dlrover.rdzv.job.journal import Journal, Tenure, holder_text, readable
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, ControllerRecord, Keys, NodeRecord, NodesRecord, decode
-from lightning_dlrover.rdzv.job.tenure import Tenure, holder_text
 from lightning_dlrover.rdzv.membership.rounds import Decoder, JobView
 
 # Read Python's tracebacks in the output of nodes, and show each error of the script once.
 #
-# An error that this package raises names the cause and the next move, so its traceback is left out: it leads through our
+# An error that this package raises names the cause and the next move, so its traceback is not shown: it leads through our
 # code. The files of the nodes' output keep all of them.
 
 START = "Traceback (most recent call last):"
@@ -98,13 +100,13 @@ class ShownTracebacks:
 
 
 class _Filter:
-    """Lines of one file, whose tracebacks are held until they are whole."""
+    """Lines of one file. Lines of a traceback are held back until it is complete."""
 
     def __init__(self) -> None:
-        self._held: list[str] = []  # lines of a traceback whose end has not come
+        self._held: list[str] = []  # lines of an incomplete traceback
 
     def lines(self, line: str) -> Iterator[str]:
-        """Yield what to show once `line` has come."""
+        """Yield the lines to show after `line` has arrived."""
         plain = RANK_PREFIX.sub("", line, count=1)
         if plain.startswith(START):
             yield from self.rest()
@@ -125,7 +127,7 @@ class _Filter:
         yield from held
 
     def _shown_of(self, held: list[str], line: str, plain: str) -> Iterator[str]:
-        """Yield what to show of a traceback, whose last line is `line`, and `plain` without its rank."""
+        """Yield the lines to show of a traceback. Its last line is `line`, and `plain` without the rank."""
         raise NotImplementedError
 
 
@@ -150,7 +152,7 @@ class TracebackFilter(_Filter):
 
 
 class SignalFilter(_Filter):
-    """Shows one line for the traceback with which torch's agent ends at a signal, and all others as they are."""
+    """Replaces the traceback of torch's agent after a signal by one line, and passes all others unchanged."""
 
     def _shown_of(self, held: list[str], line: str, plain: str) -> Iterator[str]:
         if (found := _SIGNAL.search(plain)) is None:
@@ -210,7 +212,7 @@ class PostMortem:
 def examine(output: str) -> PostMortem:
     """Determine why the node with this output failed.
 
-    To a scheduler, a killed node and one whose script raised an error look alike. Only the killed one is worth restarting
+    To a scheduler, a killed node and a node with an error in its script look the same. Only the killed one is worth restarting
     without further analysis.
     """
     lines = [RANK_PREFIX.sub("", line, count=1) for line in output.splitlines()]
@@ -250,7 +252,7 @@ def _has_ended_agent(traceback: list[str], before_torchrun: bool) -> bool:
 
 
 def _signal(code: int) -> str:
-    """Return the name of the signal behind an exit code of Python or a shell; empty if it stands for none."""
+    """Return the name of the signal behind an exit code of Python or a shell; empty for any other exit code."""
     number = -code if code < 0 else code - 128
     if code >= 0 and number not in _FAULTS:
         return ""
@@ -384,7 +386,7 @@ class NodeEntry:
     agent_seen: bool = False
     workers: tuple[str, ...] = ()  # ids of its registered workers
     num_members: int = 0  # those of its workers that are members of the current round
-    round_number: int = 0  # newest round in which it was seen as a member; 0: none
+    round_number: int = 0  # newest round that was seen with it as a member; 0: none
     members: frozenset[str] = frozenset()  # nodes of that round
     running_since: float | None = None
     worker_seen_at: float | None = None
@@ -490,11 +492,13 @@ class NodeEntry:
         )
 
 
-# Record a job's nodes in memory and in etcd, so that the next controller can continue with them.
-#
-# A node's name is written before its request to the scheduler, and its cancellation before the call that cancels it.
 class NodeRegistry:
-    """Nodes of one job: `entries` in memory, oldest first, and a record of each in etcd."""
+    """Nodes of one job: `entries` in memory, oldest first, and a record of each in etcd.
+
+    Record a job's nodes in memory and in etcd, so that the next controller can continue with them.
+
+    A node's name is written before its request to the scheduler, and its cancellation before the call that cancels it.
+    """
 
     def __init__(self, client: EtcdClient, keys: Keys, office: Office, target: Target, limits: Limits) -> None:
         self._client = client
@@ -610,7 +614,7 @@ class NodeRegistry:
         low, high = self._limits.min_size, self._limits.max_size
         limits = {"min_cpus": low.cpus, "max_cpus": high.cpus, "min_memory_mb": low.memory_mb, "max_memory_mb": high.memory_mb}
         if dataclasses.replace(nodes, **limits) != nodes:  # type: ignore[arg-type]
-            # `dlrover cancel` may have written meanwhile.
+            # `dlrover cancel` may have written since.
             found = self._journal.get(NodesRecord, self._keys.nodes)
             newest_nodes, revision = found.record, found.revision
             nodes = dataclasses.replace(newest_nodes or nodes, **limits)  # type: ignore[arg-type]
@@ -641,7 +645,7 @@ class NodeRegistry:
 
 
 def _restored(record: NodeRecord, handle: str | None, now: float) -> NodeEntry:
-    """Return the entry of an earlier controller's node. Its idle time starts anew."""
+    """Return the entry of an earlier controller's node. Its idle time starts again at zero."""
     size = NodeSize(record.cpus, record.memory_mb)
     entry = NodeEntry(handle, now, record.asked_at, size, cancelled=record.cancelled, was_adopted=True, saved=record)
     entry.ended_at = now if record.cancelled else None
@@ -698,7 +702,7 @@ class Observer:
         self._decoder = Decoder(keys, self._report_garbage)
         self._streak = _Streak()
         self._had_member = False
-        self._starved_round = 0  # newest round whose members became too few to train
+        self._starved_round = 0  # newest round that lost too many members to train
         self._finished_at: float | None = None  # time at which the end of training was first observed
         self._looked_at = time.monotonic()
         self._plan_by_hand = 0  # revision of the newest plan set by a user
@@ -770,7 +774,7 @@ class Observer:
             workers.setdefault(names.get(record.agent_id, ""), []).append(worker)
         num_members = Counter(names.get(view.workers[worker].agent_id, "") for worker in view.survivors)
         if self._had_member and not num_members:
-            # Failures beside training members do not predict a start without them: they may have held the missing resources.
+            # Failures next to training members do not predict a start without them: they may have held the missing resources.
             self._streak.count = 0
         self._had_member = bool(num_members)
         if self._finished_at is None and view.job is not None and view.job.phase == "finished":
@@ -835,7 +839,8 @@ class Observer:
             self._plan_by_hand, self._forgiven_at = entry.mod_revision, time.monotonic()
 
     def _note_end(self, name: str, entry: NodeEntry, handle: str, view: JobView, now: float, others: Counter[str]) -> None:
-        """
+        """Record that a node has ended and, if it failed, why.
+
         Args:
             others: members of the current round on each other node.
         """
@@ -863,7 +868,7 @@ class Observer:
             entry.left_too_few = not is_last and own_round != self._starved_round
             self._starved_round = own_round
         # A round formed since the last failure is progress, so the two failures are unrelated. The last member's failure is not
-        # related to starts that failed beside it either; the scheduler may report it before etcd does.
+        # related to starts that failed at the same time either; the scheduler may report it before etcd does.
         is_news = round_number != self._streak.round_number or (is_last and entry.is_member)
         self._streak = _Streak(1 if is_news else self._streak.count + 1, now, round_number)
 

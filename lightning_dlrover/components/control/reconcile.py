@@ -1,4 +1,7 @@
-"""Decide which nodes to add and to end, so that the job has as many workers as planned, and judge failures of nodes. Pure."""
+"""Decide which nodes to add and to end, so that the job has as many workers as planned, and judge failures of nodes. Pure.
+
+`reconcile` maps a `ControllerView` to actions such as `AddNode` and `CancelNode`; `controller.py` carries them out.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from lightning_dlrover.rdzv.membership.rounds import JobView
 
 # Judge the failures of a job's nodes: group repeated errors, and detect progress between them.
 #
-# Pure functions of the nodes' state. By them `reconcile` decides when to give the job up, when to stop adding nodes, and
+# Pure functions of the nodes' state. With them `reconcile` decides when to give the job up, when to stop adding nodes, and
 # how long to pause before the next one.
 
 
@@ -90,7 +93,7 @@ def likeness(error: str) -> str:
 
 
 def _kind(node: Node) -> str:
-    """Return what the errors of one mistake have in common: type and place of one in the script's code, else the likeness."""
+    """Return a key shared by all errors of one mistake: type and place of an error in the script's code, else its likeness."""
     return f"{node.error.partition(':')[0]} in {node.place}" if node.place else likeness(node.error)
 
 
@@ -125,7 +128,7 @@ def stops_without_progress(nodes: Sequence[Node], checkpoint_step: int, progress
 def starvations(nodes: Sequence[Node], useful_s: float) -> list[Node]:
     """Return failed nodes that left too few members to train, since a replacement was last of use.
 
-    The members keep the state, so the next checkpoint says nothing about progress.
+    The members keep the state, so the next checkpoint does not prove progress.
     """
     useful_since_s = min((node.asked_s for node in nodes if node.trained_s >= useful_s), default=float("inf"))
     return [n for n in nodes if n.left_too_few and not n.forgiven and n.ended_s < useful_since_s]
@@ -192,7 +195,7 @@ class Limits:
     """Bounds of the job's number of workers and of each node's size.
 
     Raises:
-        ValueError: a bound of the workers is no multiple of `workers_per_node`.
+        ValueError: a bound of the workers is not a multiple of `workers_per_node`.
     """
 
     min_workers: int
@@ -232,7 +235,7 @@ class FailurePolicy:
     max_stops: int = 20  # stops of the job without progress, whatever the cause
     progress_s: float = 900.0  # training time that counts as progress if no checkpoint is known
     useful_s: float = 300.0  # training time after which a node was worth adding
-    same_error_s: float = 900.0  # period in which a recurring error delays the next node
+    same_error_s: float = 900.0  # period during which a recurring error delays the next node
     together_s: float = 30.0  # failures this close to each other may share one cause
     first_backoff_s: float = 0.5  # pause before a failed node is replaced; doubles with every failure in a row
     max_backoff_s: float = 30.0
@@ -247,7 +250,7 @@ class FailurePolicy:
     whole_s: float = 300.0  # time that a node may train without one of its agents, before its replacement
     settle_s: float = 2.0  # tolerated delay between etcd and the scheduler
     show_s: float = 0.0  # minimum interval between looks at the nodes' output; 0: in each step
-    etcd_s: float = 120.0  # tolerated absence of etcd once no node is left
+    etcd_s: float = 120.0  # tolerated absence of etcd once no node remains
 
 
 @dataclass(frozen=True)
@@ -291,7 +294,7 @@ class ControllerView:
 
 
 def _given_back(view: JobView, workers_per_node: int) -> set[str]:
-    """Return nodes that have lost a worker for good, and whose other workers were asked to leave.
+    """Return nodes that have lost a worker for good and have asked their other workers to leave.
 
     Below the job's minimum these cannot leave before others have come.
     """
@@ -349,7 +352,7 @@ class Warn:
 
 @dataclass(frozen=True)
 class FinishJob:
-    """End the job: no work is left."""
+    """End the job: its work is done."""
 
     exit_code: int
     reason: str
@@ -436,7 +439,7 @@ def _too_small(view: ControllerView) -> list[ReplaceWorker]:
 
 
 def _end_without_etcd(view: ControllerView, policy: FailurePolicy) -> list[Action]:
-    """Return the job's end if no node is left that etcd's return could help. Only etcd records whether the job has finished."""
+    """Return the job's end if no node remains that etcd's return could help. Only etcd records whether the job has finished."""
     last = min(view.nodes, key=lambda node: node.ended_s, default=None)
     if last is None or any(node.is_living for node in view.nodes):
         return []
@@ -554,7 +557,7 @@ def _pause(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) 
 
 
 def _why_growth_is_given_up(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) -> str:
-    """Return why no more nodes join the training ones: all would fail alike. Empty below the job's minimum."""
+    """Return why no more nodes join the training ones: all would fail in the same way. Empty below the job's minimum."""
     if sum(node.num_members for node in living) < view.fewest:
         return ""
     count, error = most_frequent(early_failures(view.nodes, policy.useful_s))

@@ -1,1 +1,1 @@
-"""Where nodes run: this machine, Slurm, Kubernetes."""
+"""Targets, the places where nodes run: this machine, Slurm, Kubernetes."""

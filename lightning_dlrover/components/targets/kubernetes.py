@@ -1,4 +1,7 @@
-"""Nodes on Kubernetes: one independent single-pod Job per node, all of which join one rendezvous."""
+"""Nodes on Kubernetes: one independent single-pod Job per node, all of which join one rendezvous.
+
+`KubernetesTarget` implements `Target`. The manifest of a Job is a pure function of the options and the node's size.
+"""
 
 from __future__ import annotations
 
@@ -266,10 +269,10 @@ _ASK_WHY_S = 30.0
 
 
 _SET_BACK_S = 5
-"""Seconds by which a host's clock may be set back without a loss of output. So much is read again each time."""
+"""Seconds that a host's clock may be set back without a loss of output. Each read overlaps the previous one by this much."""
 
 _READ_FILE = ".read"
-"""Name of the file with the position up to which a node's output was copied."""
+"""Name of the file with the position that a node's output has been copied up to."""
 
 
 @dataclass(frozen=True)
@@ -402,7 +405,7 @@ class KubernetesTarget:
         elif not self._polling.covers(node):
             return known
         else:
-            # A deleted Job leaves no reason. One that ended by itself stays visible for an hour.
+            # A deleted Job leaves no reason. One that ended normally stays visible for an hour.
             state = _State("failed", "" if node in self._cancelled else "somebody has deleted it")
         if state.status == "pending" and known == "running":
             return known  # its pod has just been deleted, and the Job's status does not reflect it yet
@@ -436,7 +439,7 @@ class KubernetesTarget:
         return pod is not None and "OOMKilled" in _why_it_failed(pod.get("status", {}))
 
     def wants_back(self, handle: str) -> bool:
-        return False  # SIGTERM notifies the pod directly, and the node leaves by itself
+        return False  # SIGTERM notifies the pod directly, and the node leaves on its own
 
     def logs(self, handle: str) -> list[Path]:
         if self._log_dir is None:
@@ -473,7 +476,7 @@ class KubernetesTarget:
         self._api.close()
 
     def remove_secret(self) -> None:
-        """Remove the Secret with the password of the job's own etcd. A missing one is no error.
+        """Remove the Secret with the password of the job's own etcd. A missing one is not an error.
 
         Raises:
             ApiError: it may still be there.
@@ -481,9 +484,10 @@ class KubernetesTarget:
         self._api.delete_secret(self._namespace, secret_name(self._spec.run_id, self._mark))
 
     def _make_secret(self) -> None:
-        """
+        """Create the Secret with the password of the job's own etcd, once, if the target is in charge of it.
+
         Raises:
-            NotTakenError: there may be no Secret, so no node can start.
+            NotTakenError: the Secret may be missing, so no node can start.
         """
         if not self._makes_secret or self._has_made_secret:
             return
@@ -512,7 +516,7 @@ class KubernetesTarget:
     # --- queries to the cluster ----------------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        """List the nodes' objects if a poll is due, and act on what has changed."""
+        """List the nodes' objects if a poll is due, and act on changes."""
         if not self._polling.refresh():
             return
         found, now = self._polling.newest, self._polling.asked_at
@@ -564,10 +568,11 @@ class KubernetesTarget:
         return _pod_state(pod)
 
     def _check_that_it_is_ours(self, name: str, node: str) -> None:
-        """
+        """Accept an existing Job as this job's node if its labels say so.
+
         Raises:
             NotTakenError: a Job of that name exists and is not ours.
-                TargetError: the owner cannot be determined.
+            TargetError: the owner cannot be determined.
         """
         try:
             labels = self._api.read_job(self._namespace, self._api_version, name)["metadata"].get("labels") or {}
@@ -592,7 +597,7 @@ class KubernetesTarget:
             log.warning("run %s: %s waits: %s", self._spec.run_id, node, why)
 
     def _what_events_say(self, node: str, seen: _Seen) -> str:
-        """Return why a node waits, as reported by its events; empty if there is no event.
+        """Return why a node waits, as reported by its events; empty without events.
 
         Raises:
             ApiError: the events cannot be read.
@@ -839,10 +844,11 @@ class _PodLogs:
             self._has_news.wait(self._pause_s)
 
     def _read(self, entry: _PodLog, whole: bool) -> None:
-        """
+        """Append the new lines of a pod's output to its file.
+
         Raises:
             ApiError: the output cannot be read.
-            OSError: it cannot be written. The next call goes on where this one has stopped.
+            OSError: the file cannot be written. The next call continues where this one has stopped.
         """
         entry.folder.mkdir(parents=True, exist_ok=True)
         if not entry.is_placed:

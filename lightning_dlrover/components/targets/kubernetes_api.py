@@ -1,4 +1,4 @@
-"""Every request to a Kubernetes API server. Each has a deadline and a bounded number of attempts.
+"""All requests to a Kubernetes API server, each with a deadline and a bounded number of attempts.
 
 Answers are plain JSON, so fields added by newer servers cause no error. Pauses between attempts follow the server's
 `Retry-After` up to a limit. urllib3's own retries would follow it for hours.
@@ -163,7 +163,7 @@ class KubernetesApi:
         return _items(self._object("GET", _path(namespace, "events"), {"fieldSelector": selector, "limit": "100"}))
 
     def delete_job(self, namespace: str, group: str, name: str) -> None:
-        """Delete a Job; its pods end in the background. A missing Job is no error."""
+        """Delete a Job; its pods end in the background. A missing Job is not an error."""
         self._delete(_path(namespace, "jobs", name, group), {"propagationPolicy": "Background"})
 
     def delete_pod(self, namespace: str, name: str, grace_s: int) -> None:
@@ -178,7 +178,7 @@ class KubernetesApi:
                 raise
 
     def delete_secret(self, namespace: str, name: str) -> None:
-        """Delete a Secret. A missing one is no error."""
+        """Delete a Secret. A missing one is not an error."""
         self._delete(_path(namespace, "secrets", name), {})
 
     def pod_log(self, namespace: str, pod: str, container: str, since: str) -> str:
@@ -234,7 +234,8 @@ class KubernetesApi:
                 pause_s *= 2.0
 
     def _attempt(self, method: str, path: str, query: Mapping[str, str], body: Mapping[str, Any] | None) -> bytes:
-        """
+        """Send a request once, and return the body of the answer.
+
         Raises:
             ApiError: the server refused or did not answer; holds its message.
         """

@@ -54,7 +54,7 @@ class TorchXRunner:
         self._config = dict(config)
         self._has_failed = False
         self._former_hook, threading.excepthook = threading.excepthook, self._on_failed_thread
-        # The local scheduler replaces the process's signal handlers when it is created. What was there stays in force.
+        # The local scheduler replaces the process's signal handlers when it is created. The former handlers are restored.
         former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         self._runner.scheduler_run_opts(scheduler)
         for number, handler in former.items():
@@ -150,7 +150,7 @@ def node_app(spec: NodeSpec, node: str, dollar: str) -> AppDef:
 class LocalTarget:
     """Nodes as processes on this machine, through TorchX's local scheduler.
 
-    A node's share of the machine is released once none of its processes is left. Orphans of nodes become children of this
+    A node's share of the machine is released once all its processes have ended. Orphans of nodes become children of this
     process (PR_SET_CHILD_SUBREAPER) and carry a mark in their environment. So `close` finds every process that was started here
     and no other. Use it from the main thread: nodes end with the thread that started them.
 
@@ -179,6 +179,7 @@ class LocalTarget:
         self._hurry = hurry or threading.Event()
         self._mark = uuid.uuid4().hex
         self._agents: dict[str, psutil.Process] = {}
+        self._apps: list[str] = []  # TorchX's names of all nodes that were started
         self._nodes: dict[str, str] = {}  # key: handle; names of nodes not seen to end yet
         self._out_of_memory: set[str] = set()  # handles
         self._logs: dict[str, list[Path]] = {}  # key: handle
@@ -216,6 +217,7 @@ class LocalTarget:
             self._shares.end(node)
             raise
         self._nodes[handle] = node
+        self._apps.append(handle.rsplit("/", 1)[-1])
         started = [p for p in self._children() if p not in before and _leads_its_session(p)]
         self._agents.update((handle, process) for process in started[-1:])
         return handle
@@ -265,11 +267,16 @@ class LocalTarget:
     def close(self) -> None:
         self._end([*self._agents.values(), *self._orphans()])
         self._runner.close()
+        for app_id in self._apps:
+            # TorchX writes a file SUCCESS once it has closed an app's output, also if the app failed or was cancelled.
+            for file in self._log_dir.glob(f"*/{app_id}/SUCCESS"):
+                with contextlib.suppress(OSError):
+                    file.unlink()
         self._reap_orphans()
         self._shares.close()
 
     def _settle(self) -> None:
-        """Release the shares of ended nodes, unless some of their processes are left."""
+        """Release the shares of ended nodes, unless some of their processes still run."""
         if not self._shares.awaits:
             return
         left = set()
@@ -303,7 +310,7 @@ class LocalTarget:
                     os.waitpid(process.pid, os.WNOHANG)
 
     def _end(self, roots: list[psutil.Process]) -> None:
-        """End processes and their descendants: SIGTERM to the given ones, after a grace period SIGKILL to all that are left."""
+        """End processes and their descendants: SIGTERM to the given ones, after a grace period SIGKILL to all that remain."""
         family = _with_descendants(roots)
         for root in roots:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -343,7 +350,7 @@ def _on_cores(cores: Collection[int]) -> Iterator[None]:
 
 
 def _move(root: psutil.Process, cores: Iterable[int]) -> None:
-    """Bind a process and its descendants to cores. Repeated passes find the children they start meanwhile."""
+    """Bind a process and its descendants to cores. Repeated passes find children that start during a pass."""
     wanted = {*cores}
     for _ in range(_LOOKS):
         moved = False

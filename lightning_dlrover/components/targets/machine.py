@@ -1,4 +1,7 @@
-"""Shares of this machine for each node: cores, memory and GPUs, enforced by the system."""
+"""Shares of this machine for each node: cores, memory and GPUs, enforced by the system.
+
+`MachineShares` assigns the shares, and `MemoryGroups` enforces memory limits with control groups.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ def devices_in(listing: str) -> list[str]:
     return found + ([whole] if whole else [])
 
 
-# Decide which cores and devices of one machine each node gets. Pure.
+# Assign the cores and devices of one machine to nodes. Pure.
 
 
 class NothingFreeError(RuntimeError):
@@ -103,7 +106,7 @@ class Allocation:
             usable: names of the only devices that it may have; None: any.
 
         Raises:
-            NothingFreeError: too few devices are free; the node gets nothing.
+            NothingFreeError: too few devices are free; nothing was assigned.
             ValueError: the node has a share already.
         """
         if node in self._shares:
@@ -350,7 +353,7 @@ class MachineShares:
         """Return cores and environment variables for a node limited to a share of `size`. No cores: it may use any.
 
         Raises:
-            NotTakenError: too few GPUs are free; the node gets nothing.
+            NotTakenError: too few GPUs are free; nothing was assigned.
         """
         try:
             share = self._allocation.take(node, size.cpus, self._gpus, self._claimed(node))
@@ -366,7 +369,8 @@ class MachineShares:
         if shared := self._allocation.shared_cores(node):
             cores = f"core{'s' if len(shared) > 1 else ''} {', '.join(map(str, shared))}"
             self._tell_once("cores", f"too few cores are free for {node}: it shares {cores} with other nodes until some are")
-        # More threads than cores would slow each other down. Nodes without cores of their own compete, so each gets one thread.
+        # More threads than cores would slow each other down. Nodes without cores of their own compete, so each is limited to
+        # one thread.
         exported = thread_variables(len(share.cores), self._workers_per_node)
         if share.devices:
             exported[DEVICES_VARIABLE] = ",".join(share.devices)
@@ -424,7 +428,8 @@ class MachineShares:
             self._claims.give_back(share.devices)
 
     def _memory_group(self, node: str, limit_mb: int) -> Path | None:
-        """
+        """Create the node's control group; return None if its memory is not limited.
+
         Raises:
             OSError: the kernel refuses another control group.
         """

@@ -47,7 +47,7 @@ _STATES: dict[str, AppStatus] = {
     **dict.fromkeys(("SPECIAL_EXIT", "POWER_UP_NODE"), "pending"),
     **dict.fromkeys(("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"), "running"),
     "COMPLETED": "succeeded",
-    # Cancelled by another user: a killed node, as far as the job is concerned.
+    # Cancelled by another user: for the job, a killed node.
     **dict.fromkeys(("FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"), "failed"),
     **dict.fromkeys(("DEADLINE", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"), "failed"),
 }
@@ -403,7 +403,8 @@ class SlurmTarget:
         return self._exit_status(node) or "failed"
 
     def _call(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """
+        """Run one of Slurm's commands, and return its exit code and output.
+
         Raises:
             TargetError: no answer within the timeout.
             OSError: the command cannot be run.

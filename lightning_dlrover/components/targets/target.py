@@ -1,4 +1,4 @@
-"""Interface between the controller and a place where nodes run, with what all targets share: logs and polling."""
+"""The interface between the controller and a place where nodes run, and the parts that all targets share: logs and polling."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ class LogFile:
                 self.num_read = 0
                 yield f"({self.file.name} was cut short, so some of its lines may be missing here)"
             stream.seek(self.num_read)
-            rest = b""  # a line whose end has not come
+            rest = b""  # an incomplete line
             while piece := stream.read(PIECE_BYTES):
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
@@ -229,7 +229,7 @@ class LogFile:
 
 
 def _newest_state(line: bytes) -> str:
-    """Return what is left of a line that a progress bar has overwritten."""
+    """Return the visible rest of a line that a progress bar has overwritten."""
     return line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
 
 
@@ -243,7 +243,7 @@ _SOON_S = 0.5
 """Maximum seconds until the next list after a change that was requested."""
 
 
-# When a target lists its nodes, and what the newest list is good for.
+# When a target lists its nodes, and how long the newest list is valid.
 #
 # A failed request never means that a node has ended. It is repeated with growing pauses, and the last list holds.
 class Polling(Generic[T]):
@@ -300,7 +300,8 @@ class Polling(Generic[T]):
         self._expect_change(min(_SOON_S, self._poll_s))
 
     def raise_trouble(self) -> None:
-        """
+        """Raise the error of the newest request, if it failed.
+
         Raises:
             TargetError: the newest request failed.
         """

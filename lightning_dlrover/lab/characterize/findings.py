@@ -1,4 +1,4 @@
-"""Findings: sentences with numbers, each computed by a rule that is shown beside it. Pure."""
+"""Findings of a characterization: sentences with numbers, each computed by a rule that is shown with it. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = {
 }
 ENOUGH = 0.95  # fraction of the best throughput that counts as reached
 NOTABLE = 1.15  # factor below which two figures are called equal
-CLOSE_TO_LIMIT = 0.6  # fraction of a limit from which on it is called the bottleneck
+CLOSE_TO_LIMIT = 0.6  # fraction of a limit above which it is called the bottleneck
 SMALL_WAIT = 0.05  # fraction of a step
 CACHE_DROP = 1.25
 UNSURE = 0.3  # median width of the intervals above which no finding should be trusted
@@ -97,7 +97,7 @@ def _bandwidth(evidence: Evidence) -> Iterator[Finding]:
             f"of the {attainable:.2g} GB/s that random lookups read there, in {share:.0%} of a step"
         )
         if result.num_visits < 2:
-            text += "."  # one visit cannot tell what it is bound by
+            text += "."  # one visit cannot identify the bottleneck
         elif fraction >= CLOSE_TO_LIMIT:
             text += ": they are bandwidth-bound, so more cores will not help, fewer or shorter lookups will."
         else:

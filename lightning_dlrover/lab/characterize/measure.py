@@ -35,7 +35,7 @@ from lightning_dlrover.tuning.nvml import handle_of, load_nvml
 from lightning_dlrover.tuning.profiler import GpuPeak
 from lightning_dlrover.tuning.resources import MemoryWatch
 
-# Energy that the machine reports: RAPL of the processors, NVML of the GPUs. Without either, there is no figure.
+# Energy that the machine reports: RAPL of the processors, NVML of the GPUs. Without either, no figure is given.
 
 POWERCAP = Path("/sys/class/powercap")
 
@@ -367,7 +367,7 @@ def _run(
         for _ in range(effort.num_blocks):
             clock, whole_s, runs_s = Clock(cuda), 0.0, []
             for number in range(2 * num_steps):
-                if number % max(1, num_steps // 4) == 0:  # the same steps on every worker, so that none waits for another
+                if number % max(1, num_steps // 4) == 0:  # the same steps on every worker, so that no worker waits for another
                     runs_s.append(reference.seconds())
                 if number.bit_count() % 2:  # both kinds in turn, in an order (Thue, Morse) without a period: loaders have one
                     clock.begin()
@@ -532,7 +532,7 @@ def check_users_model(name: str) -> None:
     """Check that a model can be made and has data.
 
     Raises:
-        ValueError: it cannot; the message says what is missing.
+        ValueError: it cannot; the message names the missing part.
     """
     module = _made(name)
     if not hasattr(module, "training_step") or not hasattr(module, "configure_optimizers"):

@@ -1,4 +1,4 @@
-"""What is measured: batches of a point, the reference DLRM in one piece and sharded, and a reference program."""
+"""The measured programs: batches of a point, the reference DLRM whole and sharded, and a reference program of fixed work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FETCH_S = 0.5e-3
 """Simulated time until a packed row arrives from a store."""
 
 PACKED_BYTES = 120_000
-"""Size of an unpacked row, from which a small record is computed."""
+"""Size of an unpacked row; a small record is computed from it."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Batches:
 
 
 def _prepare(point: Point, local_batch: int, global_rank: int) -> list[Batch]:
-    """Make enough batches that their ids cover the tables, as far as time and memory allow."""
+    """Make enough batches for their ids to cover the tables, within the limits of time and memory."""
     generator = torch.Generator().manual_seed(global_rank)
     per_batch = max(1, local_batch * point.lookups)
     count = min(MAX_BATCHES, max(MIN_BATCHES, 2 * point.rows // per_batch)) if point.num_sparse else MIN_BATCHES
@@ -192,7 +192,7 @@ def _prepare(point: Point, local_batch: int, global_rank: int) -> list[Batch]:
 # The reference DLRM (Naumov et al., arXiv 1906.00091), with a step that can be cut into parts.
 #
 # A step runs in one of two ways: as users write it, with one backward pass, or cut at the borders between the parts. Cut,
-# each part's forward and backward pass run by themselves, and the times of the parts can be read. Both do the same work.
+# each part's forward and backward pass run separately, and the times of the parts can be read. Both do the same work.
 
 LEARNING_RATE = 0.01
 

@@ -143,7 +143,7 @@ def _draw_rates(axes: Axes, study: Study, found: Sequence[Result]) -> None:
 
 
 def _draw_parts(axes: Axes, study: Study, found: Sequence[Result]) -> None:
-    """Plot each point's step as a bar of its parts, in percent, with its milliseconds beside it."""
+    """Plot each point's step as a bar of its parts, in percent, labelled with its milliseconds."""
     names = [part for part in (*PARTS, "forward", "backward") if any(result.part_s.get(part) for result in found)]
     for place, result in enumerate(found):
         left = 0.0
@@ -339,7 +339,7 @@ def _widest(found: Mapping[tuple[str, int], float], name: str) -> tuple[int, flo
 
 
 def differences(point: Point) -> str:
-    """Return the fields that tell a point from others, without those that keep their defaults."""
+    """Return the fields that distinguish a point from others, without those at their defaults."""
     fields = {f.name: f.default for f in dataclasses.fields(Point) if f.name != "workload"}
     return " ".join(f"{name}={getattr(point, name)}" for name, default in fields.items() if getattr(point, name) != default)
 
@@ -376,7 +376,7 @@ def _page_of_two(one: Measurements, other: Measurements, found: Comparison) -> s
 
 
 def _pairs(one: Measurements, other: Measurements) -> list[_Pair]:
-    """Return the figures of both machines by study. A study that neither has is left out."""
+    """Return the figures of both machines by study. A study that neither has is skipped."""
     from lightning_dlrover.report.page import to_svg
 
     sides = [(side, results_of(side.visits)) for side in (one, other)]
@@ -405,7 +405,7 @@ def _cores(side: Measurements) -> int:
 
 
 def _studies(side: Measurements, results: dict[Point, Result]) -> list[Study]:
-    """Return the studies of the size, quick or full, to which more of the measured points belong."""
+    """Return the studies of the size, quick or full, that covers more of the measured points."""
     machine = side.header.machine
     models = {point.model for point in results} - {""}
 
@@ -480,7 +480,7 @@ def _facts(
     results: Mapping[Point, Result], limits: Mapping[tuple[str, int], float], scope: Scope
 ) -> list[tuple[str, str, str]]:
     timed = [r for r in results.values() if r.parts_s]
-    facts = [("Points", str(len(results)), f"{sum(r.num_visits for r in results.values())} visits")]
+    facts = [("Points", str(len(results)), counted(sum(r.num_visits for r in results.values()), "visit"))]
     for name, label in (
         ("copy", "Memory copy"),
         ("rows", "Random rows"),
@@ -496,7 +496,7 @@ def _facts(
         errors = sorted(abs(r.parts_s / r.median - 1) for r in timed)
         facts.append(("Parts against steps", f"{errors[len(errors) // 2]:.1%}", "median difference"))
         spreads = sorted(r.spread for r in timed)
-        is_known = any(r.num_visits > 1 for r in timed)  # one visit cannot tell what a second would find
+        is_known = any(r.num_visits > 1 for r in timed)  # one visit does not show how much a second would differ
         interval = f"{100 * spreads[len(spreads) // 2]:.0f} % wide" if is_known else "unknown"
         facts.append(("Interval of a second run", interval, "90 %, median over points" if is_known else "one visit each"))
     measured = any(r.joules_per_step is not None for r in results.values())

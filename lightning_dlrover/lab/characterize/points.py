@@ -80,7 +80,7 @@ class Visit:
     cpu_percent: float = 0.0  # percent of one core, all workers together
     gpu_memory_bytes: int = 0
     joules_per_step: float | None = None  # None: the machine does not measure it
-    problem: str = ""  # why there are no blocks
+    problem: str = ""  # reason for missing blocks
     reference_s: tuple[float, ...] = ()  # seconds of the reference program within each block; empty: not run
 
 
@@ -123,7 +123,7 @@ def sensitivity(points: Sequence[Logs]) -> float:
 # How far another run's figure of a point may be from this run's. Pure.
 #
 # Blocks of one visit follow each other within a second, so their range is blind to slow changes of the machine. Visits are
-# minutes apart, and their deviations show these changes. What the reference program's time explains of them is taken out.
+# minutes apart, and their deviations show these changes. The part that the reference program's time explains is removed.
 # Two visits of one point alone say little about its variance, so each variance is moderated by the mean of all points
 # (Smyth, Linear models and empirical Bayes methods, Statistical Applications in Genetics and Molecular Biology 3(1), 2004).
 def half_widths(points: Sequence[Logs]) -> list[float] | None:
@@ -171,7 +171,7 @@ TABLE_PASSES = 3
 
 
 def layers(point: Point) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return inputs and outputs of each layer of the bottom and of the top MLP. Without tables there is no bottom MLP."""
+    """Return inputs and outputs of each layer of the bottom and of the top MLP. Without tables the bottom MLP is empty."""
     hidden = [point.width] * point.depth
     if not point.num_sparse:
         return [], list(_pairs([point.num_dense, *hidden, 1]))
@@ -209,7 +209,7 @@ def table_bytes(point: Point) -> int:
 
 
 def descriptor(point: Point, node_cores: float) -> Descriptor:
-    """Return what the planner compares jobs by."""
+    """Return the descriptor that the planner uses to compare jobs."""
     return Descriptor(
         dense_flops=mlp_flops(point),
         dense_bytes=float(dense_bytes(point)),
@@ -266,7 +266,7 @@ class Study:
 
 
 def all_studies(scope: Scope, names: Iterable[str] = STUDIES) -> list[Study]:
-    """Return the studies in their order. Points with tables that do not fit into the memory are left out, with a line."""
+    """Return the studies in their order. Points with tables that exceed the memory are skipped, with a line."""
     makers = {
         "features": _features,
         "batch": _batch,
@@ -442,7 +442,7 @@ def this_machine(device: str) -> Machine:
     """Describe this machine.
 
     Raises:
-        ValueError: there is no GPU, and `device` asks for one.
+        ValueError: `device` asks for a GPU, and this machine has none.
     """
     import psutil
     import torch

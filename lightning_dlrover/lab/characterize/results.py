@@ -97,7 +97,7 @@ class Result:
 
 
 def results_of(visits: Iterable[Visit]) -> dict[Point, Result]:
-    """Merge visits. Points without any figures are left out."""
+    """Merge visits. Points without any figures are skipped."""
     by_point: dict[Point, list[Visit]] = {}
     for visit in visits:
         if visit.blocks:
@@ -128,7 +128,7 @@ def _merged(point: Point, visits: list[Visit], half_width: float | None) -> Resu
     if half_width is None:
         low, high = min(blocks), max(blocks)
     else:
-        # Each visit counts alike, since they differ more than the blocks of one.
+        # Each visit has the same weight, because visits differ more than the blocks of one.
         median = math.exp(statistics.fmean(math.log(statistics.median(visit.blocks)) for visit in visits))
         low, high = median * math.exp(-half_width), median * math.exp(half_width)
     joules = [visit.joules_per_step for visit in visits if visit.joules_per_step is not None]
@@ -352,7 +352,7 @@ def write_tables(folder: Path, studies: Sequence[Study], results: Mapping[Point,
     return written
 
 
-# The reference models' measurements as jobs of the history, from which later jobs start.
+# The reference models' measurements as jobs of the history, which later jobs start from.
 
 PREFETCH_FACTOR = 2
 """Batches that a DataLoader's worker prepares ahead by default."""

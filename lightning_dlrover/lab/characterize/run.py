@@ -83,7 +83,7 @@ def in_order(studies: Sequence[Study]) -> list[Point]:
 # Every point is visited once before any is visited again: first the ends of each sweep, then its middle. Visits after that
 # go where the interval is widest for the time that a visit takes.
 def next_point(ordered: Sequence[Point], visits: Sequence[Visit], left_s: float, aim: Aim) -> Point | None:
-    """Return the point from which the next visit learns most; None if nothing is worth the time or fits into it.
+    """Return the point where the next visit is most informative; None if none is worth the time or fits into it.
 
     Args:
         ordered: all points, as `in_order` returns them.
@@ -121,7 +121,7 @@ def seconds_left(ordered: Sequence[Point], visits: Sequence[Visit], budget_left_
 
 
 def _is_hopeless(visits: Sequence[Visit]) -> bool:
-    """Whether a point has failed twice without any figures: a third attempt would end alike."""
+    """Whether a point has failed twice without any figures: a third attempt would end in the same way."""
     return sum(bool(visit.problem) for visit in visits) >= 2 and not any(visit.blocks for visit in visits)
 
 
@@ -162,7 +162,7 @@ END_TIMEOUT_S = 10.0
 
 SPIN_COUNT = "0"
 """Turns of OpenMP's threads in a barrier before they sleep. By default they spin for milliseconds: measured, a small program
-beside two threads on two cores then made steps five times as long, and no two runs agreed."""
+next to two threads on two cores then made steps five times as long, and no two runs agreed."""
 
 
 @dataclass
@@ -419,13 +419,13 @@ def _missing_limits(store: Store, scope: Scope, visits: int) -> list[tuple[str, 
 
 
 def _brief(point: Point) -> str:
-    """Return the fields in which a point differs from the default."""
+    """Return the fields of a point that differ from the default."""
     default = Point(point.workload)
     changed = [f"{name}={value}" for name, value in vars(point).items() if value != getattr(default, name)]
     return f"{point.workload} {' '.join(changed)}"
 
 
-# `dlrover lab characterize`: where a DLRM's training time goes on this machine.
+# `dlrover lab characterize`: measure where a DLRM's training time goes on this machine.
 
 MIN_BUDGET_S, MAX_BUDGET_S = 10.0, 7 * 24 * 3600.0
 COMPARISON = "comparison.html"

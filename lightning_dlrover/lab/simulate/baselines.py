@@ -1,4 +1,4 @@
-"""Policies of papers that ours is compared with, by name, and all policies for elastic jobs. Pure."""
+"""Policies of published papers, as baselines for ours, and the registry of all policies for elastic jobs. Pure."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def shortest_first(share: Share) -> list[int]:
 # Shortest remaining time first, preemptive, with sizes that shrink and grow.
 #
 # Jobs take turns by predicted seconds to their end at the requested size, over their weight, as in `srtf`. In this order
-# each has its requested size, or as many devices as are left, if these are enough for its fewest. What is left then goes to
-# the jobs in the same order, up to the size from which on no device makes a job faster.
+# each has its requested size, or as many devices as are left, if these are enough for its fewest. The rest then goes to
+# the jobs in the same order, up to the size above which no device makes a job faster.
 #
-# Differences: no paper has this policy by itself. It is the baseline that Optimus and AFS (see `afs`) start from, and it
+# Differences: no paper has this policy on its own. It is the baseline that Optimus and AFS (see `afs`) start from, and it
 # shows what elasticity alone adds to `srtf`. A job of unknown length is expected to need as much again as it has had.
 
 
@@ -68,7 +68,7 @@ THRESHOLD_DEVICE_S = 16 * 3600.0
 """Device seconds after which a job leaves the first queue."""
 
 PROMOTE_KNOB = 8.0
-"""Time waited over time run from which a job is promoted."""
+"""Ratio of waiting to running time above which a job is promoted."""
 
 
 # Tiresias: discretised two-dimensional least attained service (Gu et al., NSDI 2019), preemptive, sizes as asked.
@@ -105,18 +105,18 @@ MIN_RATIO = 0.2
 """Smallest marginal speed of a further worker over the mean speed of the present ones."""
 
 MAX_LOSS = 0.1
-"""Fraction of its speed from which a job with more workers goes back."""
+"""Loss, as a fraction of its speed, above which a job with more workers shrinks back."""
 
 
-# DLRover's published heuristics: each job by itself, greedy (`PSLocalOptimizer`, and the optimisers of the Brain).
+# DLRover's published heuristics: each job separately, greedy (`PSLocalOptimizer`, and the optimisers of the Brain).
 #
 # - A job starts with its fewest workers, in its turn.
 # - It is looked at again `INTERVAL_S` after a change. It grows by `MOST_MORE` workers, or as many as there are, while the
 #   marginal ratio ((v' - v) / (n' - n)) / (v / n) of the speeds v with n workers is at least `MIN_RATIO`.
-# - It gives the workers of its last step back where its speed fell by more than `MAX_LOSS`.
-# Constants are those of the code. Devices go to jobs in their turns, waiting ones before those that grow, as no job is
-# stopped
-# for another.
+# - It gives back the workers of its last step if its speed fell by more than `MAX_LOSS`.
+#
+# Constants are those of the code. Devices go to jobs in their turns, waiting ones before those that grow, because no job is
+# stopped for another.
 #
 # Differences: the published rules are for parameter servers, with cores and memory of each kind of node; for workers of
 # equal devices only those about the number of workers remain. They compare measured speeds; here all policies use the same
@@ -155,15 +155,16 @@ def _next_size(share: Share, index: int, left: int) -> int:
 #
 # w_i (S_i(k') l / (l + c) - S_i(k)) / (k' - k)
 #
-# with S_i(k) the throughput over that of the job's best candidate, and the throughput of a changed job less what the change
-# costs in the `INTERVAL_S` of the published code. The weight w_i favours jobs with little work left. `division.divide` is
+# with S_i(k) the throughput over that of the job's best candidate, and the throughput of a changed job reduced by the change's
+# cost in the `INTERVAL_S` of the published code. The weight w_i favours jobs with little work left. `division.divide` is
 # the same search for jobs of any settings.
 #
 # Differences: the paper's jobs have parameter servers, and candidates of cores and memory for each kind of node, by
-# NSGA-II; for workers of equal devices, candidates are numbers of workers, all of which are looked at. The exact weight was
-# not at hand: here it is the inverse of the seconds left at the job's best candidate. The first stage, a start near the
-# optimum by a history of jobs, is what a family's learned speeds give all policies here. It decides whenever it is asked:
-# leaving jobs alone for 60 to 600 s after a change made it worse on the workloads 1 and 2 of docs/lab/cluster_figures.md.
+# NSGA-II; for workers of equal devices, candidates are numbers of workers, and all are considered. The exact weight was
+# not available: here it is the inverse of the seconds left at the job's best candidate. The first stage, a start near the
+# optimum by a history of jobs, corresponds to a family's learned speeds, which all policies have here. It decides whenever it
+# is asked: leaving jobs alone for 60 to 600 s after a change made it worse on the workloads 1 and 2 of
+# docs/lab/cluster_figures.md.
 def dlrover_rm(share: Share) -> Ints:
     """Return the sizes."""
     if not len(share.jobs):
@@ -179,7 +180,7 @@ def dlrover_rm(share: Share) -> Ints:
     return share.sizes[by_hulls(np.where(share.filling, gains, -np.inf), share.sizes, share.num_devices)]
 
 
-"""Seconds over which usage is aggregated, so a job is left alone for as long after a change."""
+"""Seconds over which usage is aggregated, so a job is not changed again for as long after a change."""
 
 MARGIN = 1.15
 """Factor on usage."""
@@ -232,7 +233,7 @@ OPTIMUS_INTERVAL_S = 600.0
 # marginal gain of a device is Q / f(n) - Q / f(n + 1), and the largest takes it, until no gain is positive. The interval is
 # that of the paper.
 #
-# Differences: there are no parameter servers, so a job has one kind of task. The work left is known, as to every policy
+# Differences: jobs have no parameter servers, so a job has one kind of task. The work left is known, as to every policy
 # here; the paper fits a curve to the loss. Gains are weighed by a job's weight. Where the next size is slower, the gain is
 # the best mean gain per device of a larger step, as a speed that depends on nodes has steps; one device at a time would
 # stop there. The paper fits its own model of speed; here all policies have the same predictions. It decides every interval;
@@ -273,7 +274,7 @@ def _step(share: Share, seconds: Floats, numbers: Ints, index: int) -> tuple[flo
 
 @dataclass
 class _Job:
-    """A job, and the steps in which it takes devices: its speeds and sizes, those of 0 devices first."""
+    """A job, and the steps that it grows in: its speeds and sizes, those of 0 devices first."""
 
     index: int
     work: float  # steps left over the weight
@@ -298,15 +299,14 @@ class _Job:
         return self.speeds[self.at] + (gain / self.step if self.at else gain)
 
 
-# AFS: each device to the job that gains most by it, as far as that does not hold up a shorter one (Hwang et al., NSDI
-# 2021).
+# AFS: each device to the job that gains most by it, unless that delays a shorter one (Hwang et al., NSDI 2021).
 #
 # "Apathetic future share": of two jobs, the one that would end first is a, the other b. A further device for a until a
 # ends, and for b then, gives a smaller mean completion time than for b at once, if
 #
 # (p_a' - p_a) / p_a  >  (p_b' - p_b) / p_b'
 #
-# with the speeds p as they are and p' with the device, and what becomes of all other devices ignored. Devices are given one
+# with the speeds p as they are and p' with the device, ignoring the later use of all other devices. Devices are given one
 # by one; for each, jobs are compared pairwise, and the last winner gets it. Of two jobs without devices the shorter one
 # wins. This is AFS-L, the variant for known lengths.
 #
@@ -349,7 +349,7 @@ def _job(share: Share, index: int) -> _Job:
 
 
 def _preferred(one: _Job, other: _Job) -> _Job:
-    """Return the job to which the next device goes."""
+    """Return the job that receives the next device."""
     a, b = (one, other) if one.seconds < other.seconds else (other, one)
     if a.seconds == math.inf:
         return one if one.work / one.next_speed <= other.work / other.next_speed else other
@@ -365,7 +365,7 @@ EXPONENT = 0.6
 # heSRPT: the division with the least mean completion time where all jobs have the speedup k^p and are present from the
 # start.
 #
-# With the m present jobs in the order of their remaining sizes, the largest first, job i gets the share
+# With the m present jobs in the order of their remaining sizes, the largest first, job i receives the share
 #
 # theta_i = (i / m)^(1 / (1 - p)) - ((i - 1) / m)^(1 / (1 - p))
 #
@@ -471,7 +471,7 @@ def pollux(share: Share) -> Ints:
 
 
 def pollux_costs(share: Share) -> Floats:
-    """Return (r_j speedup_j)^p of each job at each size, the sum of which is to be small; infinite where it is not allowed."""
+    """Return (r_j speedup_j)^p of each job at each size; their sum is minimised. Infinite where a size is not allowed."""
     fair = np.clip(-(-share.num_devices // max(len(share.jobs), 1)), share.fewest, share.most)
     base = share.speeds_at(fair)
     speedups = share.speeds / np.where(base > 0, base, 1.0)[:, None]
@@ -572,6 +572,6 @@ def make_elastic(name: str, settings: PolicySettings | None = None) -> Policy:
     """Return the policy with that name.
 
     Raises:
-        ValueError: there is no such policy.
+        ValueError: the policy is unknown.
     """
     return make_policy(name, settings, ELASTIC_POLICIES)

@@ -1,4 +1,4 @@
-"""What a policy knows of simulated jobs, learned as they run. Pure."""
+"""A policy's knowledge of simulated jobs, learned while they run. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KEPT_WINDOWS = 8
 """Newest windows of a placement that count. For a fit they are merged, as a job's are while nothing changes."""
 
 FEW_PLACEMENTS = 4
-"""Number of placements up to which each new one is a reason to fit again. With more, it takes half as many more."""
+"""Up to this number of placements, each new one triggers a fit. Beyond it, half as many more are needed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class PerfectKnowledge:
             self._tables[name] = grid.table(speeds, np.zeros(len(speeds)))
 
     def ran(self, job: Job, devices: Sequence[Device]) -> None:
-        """Nothing is left to learn."""
+        """Nothing remains to be learned."""
 
     def scaling(self, job: Job) -> Scaling:
         return self._tables[job.family]
@@ -172,7 +172,7 @@ class _Learned:
 # Knowledge of the speed of elastic jobs: learned from noisy windows of the simulated run, or all of it.
 #
 # Jobs of one family share their knowledge, as jobs of one model share their history. Step times are fitted by the model
-# that plans real jobs (`perf`), which sees windows only at the placements on which jobs have run. Before the first window
+# that plans real jobs (`tuning`), which sees windows only at the placements that jobs have run on. Before the first window
 # of a family, all that is assumed is a speed that grows linearly up to one node and no further, with a wide spread.
 class LearnedKnowledge:
     """Learns the speed of each family from the windows of its jobs. Equal seeds and windows give equal knowledge."""
@@ -260,11 +260,11 @@ def run_elastic(
     """Simulate all jobs of a workload to their ends.
 
     Args:
-        every_s: seconds between decisions, beside those when a job comes or ends.
+        every_s: seconds between decisions, in addition to those when a job arrives or ends.
         seed: of the noise in windows.
         oracle: let the policy know the real speed of every job at every size.
     Raises:
-        SimulationError: the policy exceeds a limit, or leaves jobs waiting for ever.
+        SimulationError: the policy exceeds a limit, or leaves jobs waiting forever.
     """
     knowledge: PerfectKnowledge | LearnedKnowledge
     if oracle:

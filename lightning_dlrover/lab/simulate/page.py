@@ -92,7 +92,7 @@ def _completions(simulations: Sequence[Simulated]) -> Figure:
 
     figure, axes = _figure(3.8)
     longest_s = max(float(np.max(simulated.completions_s)) for simulated in simulations)
-    seconds, unit = (3600.0, "hours") if longest_s >= 7200 else (60.0, "minutes") if longest_s >= 120 else (1.0, "seconds")
+    seconds, unit = _unit(longest_s)
     groups: defaultdict[str, list[NDArray[np.float64]]] = defaultdict(list)
     for simulated in simulations:
         groups[simulated.policy].append(simulated.completions_s)
@@ -112,20 +112,26 @@ def _completions(simulations: Sequence[Simulated]) -> Figure:
     return figure
 
 
+def _unit(longest_s: float) -> tuple[float, str]:
+    """Return the unit of time that fits an axis: its seconds, and its name."""
+    return (3600.0, "hours") if longest_s >= 7200 else (60.0, "minutes") if longest_s >= 120 else (1.0, "seconds")
+
+
 def _costs(simulations: Sequence[Simulated]) -> Figure:
     figure, axes = _figure(3.8)
     rows = summarize(simulations)
+    seconds, unit = _unit(max(row.mean_s for row in rows))
     costs = sorted({row.cost for row in rows}, key=_cost_order)
     places = {cost: number for number, cost in enumerate(costs)}
     policies = list(dict.fromkeys(row.policy for row in rows))
     for colour, policy in zip(_colours(len(policies)), policies, strict=True):
         own = sorted((row for row in rows if row.policy == policy), key=lambda row: places[row.cost])
         x = [places[row.cost] for row in own]
-        axes.plot(x, [row.mean_s / 3600 for row in own], "o-", color=colour, linewidth=1.6, markersize=4, label=policy)
+        axes.plot(x, [row.mean_s / seconds for row in own], "o-", color=colour, linewidth=1.6, markersize=4, label=policy)
     axes.set_xticks(range(len(costs)), costs)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("cost of a resize")
-    axes.set_ylabel("mean JCT (hours)")
+    axes.set_ylabel(f"mean JCT ({unit})")
     axes.grid(axis="y")
     _legend(figure)
     return figure
@@ -136,7 +142,7 @@ def _use(simulations: Sequence[Simulated]) -> Figure:
     for colour, simulated in zip(_colours(len(simulations)), simulations, strict=True):
         edges, devices = _devices_over_time(simulated)
         axes.stairs(devices, edges / 3600, color=colour, linewidth=1.3, label=simulated.policy, baseline=None)
-    axes.axhline(simulations[0].num_devices, color=INK, linewidth=0.7, linestyle=":")
+    axes.axhline(simulations[0].num_devices, color=INK, linewidth=0.9, linestyle="--")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("time (hours)")
     axes.set_ylabel("devices in use")
@@ -147,6 +153,7 @@ def _use(simulations: Sequence[Simulated]) -> Figure:
 
 def _sizes(simulations: Sequence[Simulated]) -> Figure:
     from matplotlib.colors import LogNorm
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     figure, found = _figure(0.6 + 2.4 * len(simulations), len(simulations), sharex=True, squeeze=False)
     largest = max((span[3] for simulated in simulations for span in simulated.spans), default=2.0)
@@ -167,7 +174,10 @@ def _sizes(simulations: Sequence[Simulated]) -> Figure:
         axes.set_ylabel(f"jobs, {simulated.policy}")
         axes.set_yticks([])
     panels[-1].set_xlabel("time (hours)")
-    figure.colorbar(image, ax=panels, label="devices of the job", fraction=0.03)
+    bar = figure.colorbar(image, ax=panels, label="devices of the job", fraction=0.03)
+    bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    bar.ax.yaxis.set_minor_formatter(NullFormatter())
     return figure
 
 
@@ -198,7 +208,7 @@ def _devices_over_time(simulated: Simulated) -> tuple[NDArray[np.float64], NDArr
 
 
 def _cost_order(cost: str) -> float:
-    """Return the place of a shown cost on the axis: what is no number of seconds comes last."""
+    """Return the place of a shown cost on the axis: costs that are not a number of seconds come last."""
     number = cost.removesuffix(" s")
     return np.inf if number == cost else float(number)
 
@@ -264,7 +274,7 @@ def _facts(inputs: Inputs, simulations: Sequence[Simulated]) -> list[tuple[str, 
 
 
 def simulate_command(options: argparse.Namespace) -> int:
-    """Run the simulations that are not on record, print their figures and write the report."""
+    """Run the simulations without a stored result, print their figures and write the report."""
     work = read_work(options.work) if options.work is not None else {}
     inputs, traces = read_inputs(
         options.traces,

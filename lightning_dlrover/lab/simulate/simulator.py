@@ -1,4 +1,7 @@
-"""Simulate a cluster of jobs, event by event, and record the outcome. Pure."""
+"""Simulate a cluster of jobs, event by event, and record the outcome. Pure and deterministic.
+
+`simulate` runs one policy on `Arrival`s. `elastic_workload` makes the arrivals of a trace.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ class Fragility:
             workers hold the state.
         restart_s: seconds without a step after a loss.
         most_losses: the job fails at the next one.
-        fails_at_steps: it fails once it has made so many steps.
+        fails_at_steps: number of steps after which it fails.
     """
 
     checkpoint_s: float = 0.0
@@ -57,7 +60,7 @@ class Fragility:
 
 
 def draw_losses(nodes: Sequence[str], per_node_hour: float, rng: random.Random) -> Iterator[NodeLoss]:
-    """Yield losses in order of time, for ever: a Poisson process on each node.
+    """Yield losses in order of time, without end: a Poisson process on each node.
 
     Args:
         per_node_hour: mean number of losses of a node in an hour.
@@ -73,7 +76,7 @@ def draw_losses(nodes: Sequence[str], per_node_hour: float, rng: random.Random) 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time in which a job had the same devices."""
+    """A period that a job spent on the same devices."""
 
     job: str
     began_s: float
@@ -145,7 +148,7 @@ class SimulationOutcome:
 
     @property
     def utilisation(self) -> float:
-        """Fraction of the devices' time in which a job had them."""
+        """Fraction of the devices' time that jobs held them."""
         return self.busy_device_s / (self.num_devices * self.makespan_s) if self.makespan_s else 0.0
 
     @property
@@ -177,7 +180,7 @@ class Arrival:
     Args:
         job: as the policy sees it; while it runs, `steps_left` is kept where it is known.
         steps: until the job ends.
-        told: steps that policies are told of, over the real ones. A job that has made more has an unknown end.
+        told: ratio of the steps reported to policies to the real ones. A job that has made more has an unknown end.
         fragility: the consequences of lost nodes.
     """
 
@@ -272,7 +275,7 @@ class _Progress:
     changes: int = 0
 
     def told_left(self, left: float) -> float | None:
-        """Return the steps that a policy is told of, with so many left until the job ends or fails."""
+        """Return the steps reported to a policy, given the steps that remain until the job ends or fails."""
         if self.arrival.job.steps_left is None:
             return None
         told = left + self.beyond + (self.arrival.told - 1) * self.arrival.steps
@@ -287,8 +290,8 @@ def _progress(arrival: Arrival) -> _Progress:
 # Simulate a policy with one clock: jobs come, share devices and end.
 #
 # Event driven and deterministic. The policy is asked when a job comes or ends, and at fixed intervals where it wants to be.
-# It is the function that also decides on real devices. The truth gives each job's speed on its devices beside the jobs that
-# are there, and may know more than the policy does: of an elastic job, a policy knows only `Knowledge`. A job that starts
+# The same function also decides on real devices. The truth gives each job's speed on its devices, given the jobs that share
+# them, and may hold more than the policy sees: of an elastic job, a policy sees only `Knowledge`. A job that starts
 # or changes its devices makes no step for as long as that costs. New devices of a job with `join_s` idle until they have
 # joined.
 def simulate(
@@ -309,7 +312,7 @@ def simulate(
         knowledge: source of `Job.scaling` for the policy; None: jobs keep the one that they came with.
         losses: lost nodes in order of time, perhaps without an end.
     Raises:
-        SimulationError: a job could never run, the policy exceeds memory or places, or leaves jobs waiting for ever.
+        SimulationError: a job could never run, the policy exceeds memory or places, or leaves jobs waiting forever.
     """
     return _Simulation(arrivals, tuple(devices), policy, truth, costs or Costs(), every_s, knowledge, iter(losses)).run()
 
@@ -553,7 +556,7 @@ class _Simulation:
         return groups
 
     def _set_speeds(self, changed: set[str]) -> None:
-        """Ask the truth anew for all jobs on devices with other workers than before."""
+        """Ask the truth again for all jobs on devices with other workers than before."""
         affected = [run for run in self.running.values() if any(device.name in changed for device in run.devices)]
         everywhere = self._groups({device.name for run in affected for device in run.devices})
         for run in affected:
@@ -573,11 +576,11 @@ LENGTH_SPREAD = math.log(2)
 """Deviation of the logarithm of a wrong length: a third of all jobs are more than a factor of 2 off."""
 
 GUESS_STEPS_PER_S = 1.0
-"""Assumed steps/s of one device for a family of which nothing has been measured."""
+"""Assumed steps/s of one device for a family without any measurement."""
 
 
 Lengths: TypeAlias = Literal["known", "unknown", "wrong"]
-"""What policies know of the steps of a job: all, nothing, or the steps times a random factor (log-normal, `LENGTH_SPREAD`)."""
+"""A policy's knowledge of the steps of a job: all, nothing, or them times a random factor (log-normal, `LENGTH_SPREAD`)."""
 
 
 @dataclass(frozen=True)
@@ -669,14 +672,14 @@ def elastic_workload(
 ) -> ElasticWorkload:
     """Return the arrivals of submitted jobs, each with its work in steps.
 
-    A submission that names no application gets one of those with a usual batch that splits over its devices, drawn by its
-    name and the seed. Its work is the number of steps that it made in its duration on the devices that it had.
+    A submission that names no application is assigned one of those with a usual batch that splits over its devices, drawn by
+    its name and the seed. Its work is the number of steps that it made in its duration on the devices that it had.
 
     Args:
         start_s: seconds without a step when a job starts; one figure for all, or by application.
         change_s: the same when its devices change.
         joins: a running job makes steps until the workers on its new devices have started, which takes `start_s`.
-        lengths: what policies know of them, see `Lengths`.
+        lengths: the policies' knowledge of them, see `Lengths`.
         samples: work by application.
         seed: of drawn applications and lengths.
     Raises:

@@ -1,4 +1,4 @@
-"""All simulations of a study: run them, keep each as soon as it has ended, and summarize them."""
+"""A study's simulations: run them in parallel, store each result at once, and summarize them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from lightning_dlrover.tuning.cluster import Policy, PolicySettings
 FILE_NAME = "simulations.jsonl"
 BY_MODEL: Literal["by-model"] = "by-model"
 LIVE: Literal["live"] = "live"
-"""Costs of a resize that are no number of seconds."""
+"""Costs of a resize that are not a number of seconds."""
 FORMAT = 1
 
 
@@ -195,7 +195,7 @@ class Inputs:
     Args:
         samples: work by application.
         start_cost: of every job, at its first start and after a pause.
-        lengths: what policies know of them.
+        lengths: the policies' knowledge of them.
         digest: of everything that decides the results and is not in a question.
     """
 
@@ -281,7 +281,7 @@ def answer(inputs: Inputs, question: Question, make_policy: PolicyMaker) -> Simu
     """Run one simulation.
 
     Raises:
-        SimulationError: the policy exceeds a limit, or leaves jobs waiting for ever.
+        SimulationError: the policy exceeds a limit, or leaves jobs waiting forever.
         WorkloadError: an application's cost is not known.
     """
     workload = elastic_workload(
@@ -340,7 +340,7 @@ def _trace(path: Path, applications: Mapping[str, MeasuredApplication], cluster:
 
 @dataclass(frozen=True)
 class Row:
-    """Means over the simulations with one policy and one cost; each simulation counts alike.
+    """Means over the simulations with one policy and one cost; all simulations have the same weight.
 
     Args:
         unfairness: largest ratio of a job's JCT to its JCT alone with a fair share.
@@ -375,7 +375,7 @@ COLUMNS = (
 
 
 def summarize(simulations: Sequence[Simulated]) -> list[Row]:
-    """Return a row for each cost and policy, in the order in which they first appear."""
+    """Return a row for each cost and policy, in their order of first appearance."""
     groups: defaultdict[tuple[str, str], list[Simulated]] = defaultdict(list)
     for simulated in simulations:
         groups[simulated.shown_cost, simulated.policy].append(simulated)
@@ -396,7 +396,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def by_trace(simulations: Sequence[Simulated]) -> list[tuple[str, str, list[str]]]:
-    """Return cost, trace and the mean JCT of each policy as text, and policies in the order in which they first appear."""
+    """Return cost, trace and the mean JCT of each policy as text, and policies in their order of first appearance."""
     policies = list(dict.fromkeys(s.policy for s in simulations))
     groups: defaultdict[tuple[str, str], defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for simulated in simulations:
@@ -408,7 +408,7 @@ def by_trace(simulations: Sequence[Simulated]) -> list[tuple[str, str, list[str]
 
 
 def table_text(rows: Sequence[Row], width: int) -> str:
-    """Return the rows as a table of at most so many columns of text."""
+    """Return the rows as a table of limited width, in columns of text."""
     from rich.console import Console
     from rich.table import Table
 
@@ -444,17 +444,17 @@ def _hours(seconds: float) -> str:
     return f"{seconds / 3600:.2f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
 
 
-# Run the simulations of a study that are not on record yet, one after the other or several at a time.
+# Run the simulations of a study that have no stored result yet, one after the other or several at a time.
 
 END_WITHIN_S = 60.0
-"""Seconds within which a process ends that has no more to do, or was told to end. It needs a few milliseconds."""
+"""Seconds for an idle process to end, or one that was asked to. It needs a few milliseconds."""
 
 
 def registered_policy(name: str, seed: int) -> Policy:
     """Return a policy of the registry without a bound on waiting. That is a rule of ours for pools, which no paper has.
 
     Raises:
-        ValueError: there is no such policy.
+        ValueError: the policy is unknown.
     """
     return make_elastic(name, PolicySettings(max_wait_s=math.inf, seed=seed))
 
@@ -468,7 +468,7 @@ def run_study(
     processes: int = 1,
     ended: Callable[[Simulated], None] | None = None,
 ) -> list[Simulated]:
-    """Answer all questions, and return the answers in their order. Each answer is on record as soon as it is known.
+    """Answer all questions, and return the answers in their order. Each answer is stored as soon as it is known.
 
     Args:
         results: those of earlier runs are taken from there.
@@ -523,7 +523,7 @@ def _answers(inputs: Inputs, asked: Sequence[Question], make_policy: PolicyMaker
 
 
 def _join(processes: Sequence[SpawnProcess]) -> None:
-    """Wait until processes have ended that have no more to do, or were told to end.
+    """Wait until processes have ended that are idle or were asked to end.
 
     Raises:
         RuntimeError: some did not end in time, and were killed.

@@ -1,4 +1,8 @@
-"""Traces of jobs for a simulated cluster: arrivals, work, and measured speeds. Pure."""
+"""Traces of jobs for a simulated cluster: arrivals, work, and measured speeds. Pure.
+
+`read_trace` reads step times, `read_submissions` workloads, `read_work` the work of applications, `read_applications` their
+speeds.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +193,7 @@ MAX_COUNT = 10**9
 """Largest batch and number of devices of a job."""
 
 SHAKE_S = 60.0
-"""Seconds by which `shaken` moves an arrival at most, to either side."""
+"""Maximum shift of an arrival by `shaken`, in seconds, to either side."""
 
 
 class WorkloadError(ValueError):
@@ -221,20 +225,18 @@ _Row: TypeAlias = Mapping[str, str | None]
 
 # Workloads: jobs as their users submitted them, from the lines of a trace.
 #
-# Two forms are read, told apart by their columns:
+# Two formats are read, recognised by their columns:
 #
-# - Pollux's artefact (Qiao et al., OSDI 2021): `time` (s), `application`, `num_replicas`, `batch_size`, and perhaps `name`.
-#   The
-#   work and the speed of an application are not in the trace.
+# - Pollux's artefact (Qiao et al., OSDI 2021): `time` (s), `application`, `num_replicas`, `batch_size`, and optionally
+#   `name`. The work and the speed of an application are not in the trace.
 # - ElasticFlow's traces (Gu et al., ASPLOS 2023): `job_id`, `submission_time` (s), `duration` (s, with the devices that the
-#   job
-#   had), `num_gpu`. The application is not in the trace.
+#   job had), `num_gpu`. The application is not in the trace.
 def read_submissions(lines: Iterable[str], source: str, applications: Collection[str], num_devices: int) -> list[Submission]:
     """Return the jobs of a trace in order of time; jobs without a name are named after application and line.
 
     Args:
         source: the trace's name, for messages.
-        applications: those whose speed is known.
+        applications: names of those with a known speed.
         num_devices: of the cluster.
     Raises:
         WorkloadError: with source and line.
@@ -371,7 +373,7 @@ class WorkError(ValueError):
 
 # Work of an application: a fixed number of samples, the same for all policies. Traces do not hold it.
 #
-# A job trains as many epochs as in Pollux's artefact (`simulator/applications.py` in github.com/petuum/adaptdl, branch
+# A job trains as many epochs as in Pollux's artefact (simulator/applications.py in github.com/petuum/adaptdl, branch
 # osdi21-artifact) on a data set of the size that its validation traces imply. That artefact lets the number of steps depend
 # on how much a batch teaches; here a global batch never changes, so an epoch is an epoch.
 def read_work(path: Path) -> dict[str, int]:
@@ -402,7 +404,7 @@ def read_work(path: Path) -> dict[str, int]:
 
 
 Placement = tuple[int, ...]
-"""Devices on each node, none of them 0, in the order in which the nodes form a ring."""
+"""Devices on each node, none of them 0, in the order of the nodes in the ring."""
 
 PLACEMENTS, SCALABILITY = "-placements.csv", "-scalability.csv"
 
@@ -539,7 +541,7 @@ def even_placement(num_devices: int, num_nodes: int) -> Placement:
 # A folder holds two files for each application. `NAME-placements.csv` was measured on a few nodes with every number of
 # devices on each, `NAME-scalability.csv` on more nodes with the devices spread evenly. The global batch is fixed, so a
 # worker's local batch depends on the number of workers. A local batch above the largest measured one is accumulated in
-# several passes, of which only the last one synchronises.
+# several passes, and only the last one synchronises.
 def read_applications(folder: Path) -> dict[str, MeasuredApplication]:
     """Read the step times of all applications in a folder, by name.
 

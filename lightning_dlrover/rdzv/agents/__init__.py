@@ -1,1 +1,1 @@
-"""TorchElastic's side: rendezvous handler, rounds of agents, their c10d store."""
+"""The elastic agents of torchrun: rendezvous handler, rounds of agents, their c10d store."""

@@ -1,4 +1,8 @@
-"""The TorchElastic rendezvous backend `etcd-v3`, selected with `torchrun --rdzv-backend=etcd-v3`."""
+"""The TorchElastic rendezvous backend `etcd-v3`, selected with `torchrun --rdzv-backend=etcd-v3`.
+
+Defines the handler that torchrun calls, its configuration from `--rdzv-conf`, and the records of an agent and of its run.
+`rounds.py` decides which agents form a round.
+"""
 
 from __future__ import annotations
 
@@ -229,7 +233,7 @@ class Registration:
         self.lease: Lease | None = None
         self._client = client
         self._lease_ttl_s = lease_ttl_s
-        self._revision = 0  # revision of our record's last write; 0: there is no record
+        self._revision = 0  # revision of our record's last write; 0: no record exists
 
     @property
     def is_lost(self) -> bool:
@@ -312,7 +316,7 @@ class RunRecords:
             raise RendezvousStateError(f"run {self._run_id!r}: {error}") from error
 
     def known(self, entries: Mapping[str, KeyValue]) -> Known:
-        """Return the view of an agent whose mirror holds these entries. Raises as `read` does."""
+        """Return the view of an agent with these entries in its mirror. Raises the errors of `read`."""
         coordinator = entries.get(self._keys.agent_coordinator)
         return Known(
             round=self.read(AgentRound, entries.get(self._keys.agent_round)),
@@ -347,7 +351,7 @@ class RunRecords:
             raise RendezvousTimeoutError(f"run {self._run_id!r} could not be closed in time: {error}") from error
 
     def remove_leftovers(self) -> None:
-        """Remove what killed workers have left in this host's memory, if the job will never continue."""
+        """Remove the leftovers of killed workers from this host's memory, if the job will never continue."""
         try:
             is_over = self._journal.is_over()
         except RecordError:
@@ -358,7 +362,7 @@ class RunRecords:
     def delete_own_workers(self) -> None:
         """Remove the records of this agent's workers, which have ended: their leases would last a while."""
         here = worker_name_of(socket.gethostname())
-        # First their addresses, which tell the others that a worker without a record may live.
+        # First their addresses: an address shows the others that a worker without a record may be alive.
         for worker_id, address in readable_folder(self._client, AddressRecord, self._keys.addresses, here).items():
             if address.agent_id == self._agent_id:
                 self._client.delete(self._keys.addresses + worker_id)
@@ -377,7 +381,7 @@ class RunRecords:
         Runs in the last agent, and possibly in several that leave at once. If all were killed before, the records expire.
         """
         keys = self._keys
-        is_last = none_under(keys.agents)  # an agent may register at any time, and keeps what it then writes
+        is_last = none_under(keys.agents)  # an agent may register at any time, and its later writes must stay
         if self._client.txn([is_last], [DeletePrefix(keys.store), DeletePrefix(keys.agents_left)]).succeeded:
             self._client.txn([is_last, absent(keys.agent_coordinator)], [Delete(keys.agent_notice)])
             if is_live and self.why_over():
@@ -389,7 +393,7 @@ BACKEND = "etcd-v3"
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5  # seconds between polls; the mirror wakes us, so this only bounds the cost of a missed wake-up
-_WORD_TTL_S = 5.0  # minimum lifetime of an agent's sign-off in seconds; a dead coordinator may have to be replaced meanwhile
+_WORD_TTL_S = 5.0  # minimum lifetime of an agent's sign-off in seconds; a dead coordinator may have to be replaced first
 _CHECK_S = 20.0  # seconds between checks for changes that the mirror missed; with many agents more checks would load etcd
 
 
@@ -457,15 +461,18 @@ class _RoundDeadline:
                     is_reported = True
 
 
-# Plain scripts get TorchElastic's contract: a change of membership restarts all workers. Once workers that can be re-formed
-# in process have registered (`JobRecord.live`), they handle joins and leaves. Agents then only start and end their own
-# workers, and never restart those of others. The agent that coordinates (`rounds.py`) decides with `rounds.py` which agents
-# form a round. Each agent watches three keys and writes its own record.
 class EtcdRendezvousHandler(RendezvousHandler):
-    """One elastic agent's part in the rendezvous. Used by the agent's main thread only."""
+    """One elastic agent's part in the rendezvous. Used by the agent's main thread only.
+
+    Plain scripts get TorchElastic's contract: a change of membership restarts all workers. Once workers that can be re-formed
+    in process have registered (`JobRecord.live`), they handle joins and leaves. Agents then only start and end their own
+    workers, and never restart those of others. The agent that coordinates decides with `rounds.py` which agents
+    form a round. Each agent watches three keys and writes its own record.
+    """
 
     def __init__(self, config: HandlerConfig) -> None:
-        """
+        """Connect to etcd, and prepare this agent's record.
+
         Raises:
             RendezvousConnectionError: etcd does not respond at the endpoint.
         """
@@ -564,7 +571,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 return bool(self._known().over)
 
     def set_closed(self) -> None:
-        """Refuse further agents; those inside go on.
+        """Refuse further agents; those inside continue.
 
         Raises:
             RendezvousConnectionError: etcd could not be reached within `close_timeout`.
@@ -573,10 +580,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._run.close("closed by an agent", self._config.close_timeout_s)
 
     def num_nodes_waiting(self) -> int:
-        """Number of agents for which this one should restart its workers.
+        """Number of agents that this one should restart its workers for.
 
-        Counts agents that wait while there is room, and agents that were lost while enough others are left. Always 0 in a live
-        job. Sends no request to etcd."""
+        Counts agents that wait although the job has room, and agents that were lost while enough others are left. Always 0 in
+        a live job. Sends no request to etcd."""
         if self._mirror is None:
             return 0
         self._stay_registered()
@@ -594,7 +601,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return waiting + (counts.num_lost if counts.num_inside >= limits.min_nodes else 0)
 
     def shutdown(self) -> bool:
-        """Leave while the others go on. Closes the run only if all of its workers have succeeded."""
+        """Leave while the others continue. Closes the run only if all of its workers have succeeded."""
         if self._is_shut_down:
             return True
         self._is_shut_down = True

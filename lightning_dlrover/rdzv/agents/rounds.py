@@ -1,4 +1,8 @@
-"""Rounds of elastic agents: decided by pure functions, and formed by the agent that watches all others."""
+"""Rounds of elastic agents: decided by pure functions, and formed by the agent that watches all others.
+
+`next_notice` and `members_of_next_round` decide from an `AgentView`, without a clock or etcd. `AgentCoordinator` runs the
+election and writes their decisions.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from lightning_dlrover.rdzv.job.records import AgentNotice, AgentRecord, AgentRo
 # its members is gone or waits for a later one. A round is written first, and confirmed once all its members have entered
 # it. Before that no member has started workers, so if one dies the round is void and another takes its place. Both
 # decisions are level triggered and use only the records: the next coordinator continues where the last one stopped. Clocks
-# and etcd stay in the coordinator below and in `rendezvous.py`.
+# and etcd stay in `AgentCoordinator` and `rendezvous.py`.
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ def members_of_next_round(view: AgentView, limits: Limits, last_call_is_over: bo
         return []
     if view.returning and view.is_confirmed and view.round is not None and not set(waiting) & set(view.round.agents):
         return []  # all may be cut off while their workers train; a member that waits itself would show that these do not
-    # If only members of the round before go on, there are no newcomers to hold the round open for.
+    # If only members of the previous round continue, no newcomer needs the round to be held open.
     has_newcomers = view.round is None or not set(waiting) <= set(view.round.agents)
     if len(waiting) < limits.max_nodes and has_newcomers and not last_call_is_over:
         return []
@@ -144,14 +148,14 @@ def next_notice(view: AgentView, term: int) -> AgentNotice:
         master_port=port,
         round_number=view.round_number,
         num_agents=len(view.agents),
-        num_inside=len(inside) + len(view.returning),  # there is no room for others while these may come back
+        num_inside=len(inside) + len(view.returning),  # their places stay reserved while they may come back
         # Those that may come back may not have finished: the last agent to finish would close the run, and remove its store.
         num_unfinished=sum(view.agents[agent].record.state != "finished" for agent in inside) + len(view.returning),
         num_waiting=len(waiting),
         num_members_waiting=len(set(waiting).intersection(view.round.agents)) if view.round is not None else 0,
         live=view.job is not None and view.job.live,
         signed_off=[] if over else sorted(signed_off),
-        num_lost=0 if over else len(view.missing - view.returning),  # in a run that is over no agent counts as lost
+        num_lost=0 if over else len(view.missing - view.returning),  # once the run is over, no agent counts as lost
         over=over,
     )
 
@@ -173,7 +177,7 @@ def _has_entered(view: AgentView, agent_id: str) -> bool:
 
 
 def waits(view: AgentView) -> dict[str, str]:
-    """Describe each agent's wait for people; empty while its workers run."""
+    """Describe each agent's wait in words; empty while its workers run."""
     waiting, running = candidates(view), participants(view)
     found = {}
     for agent, seen in view.agents.items():
@@ -200,7 +204,7 @@ _IDLE_S = 5.0  # seconds between looks; changes wake the coordinator, so this on
 _RETRY_S = 0.2
 # Minimum seconds between two notices of changed counts, per agent to notify: at most 1000 notifications per second.
 _REST_PER_AGENT_S = 0.001
-_RETURN_LEASES = 2.0  # lifetimes of a lease for which a member that is cut off from etcd is given time to come back
+_RETURN_LEASES = 2.0  # lifetimes of a lease that a member cut off from etcd has to come back
 
 
 class RecordReader:
@@ -243,7 +247,7 @@ class RecordReader:
 
 # Coordinate the elastic agents: one of them watches all others, forms their rounds and publishes a notice for them.
 #
-# `agent_rounds.py` decides the content of a write; this module decides which agent may write it. The coordinator is the
+# The functions above decide the content of a write; this class decides which agent may write it. The coordinator is the
 # agent that created the election key. The key expires with its agent's lease, and then another agent takes over. Each write
 # is fenced on the key and on the value that it replaces, so a coordinator that was declared dead cannot change anything.
 # All other agents watch three small keys. A change therefore costs a job of n agents one write and n notifications, and
@@ -262,7 +266,8 @@ class AgentCoordinator:
         on_error: Callable[[RecordError], None],
         on_begin: Callable[[], object],
     ) -> None:
-        """
+        """Create a coordinator that is not in office yet. `campaign` starts its candidacy.
+
         Args:
             last_call_s: seconds that a round with enough agents waits for more.
             on_begin: called by the first coordinator of a run without a controller.
@@ -284,7 +289,7 @@ class AgentCoordinator:
         self._thread: threading.Thread | None = None
         self._enough_since: float | None = None
         self._told_at = 0.0
-        # Members whose lease has ended, and when this agent first saw that in office.
+        # Members with an expired lease, and when this agent, in office, first saw it.
         self._missing_since: dict[str, float] = {}
 
     def campaign(self, watched: Mirror, lease: Lease, num_agents: int) -> None:
@@ -336,7 +341,7 @@ class AgentCoordinator:
         """Coordinate for as long as the election key is ours.
 
         Args:
-            return_s: seconds that a member whose lease has ended gets to come back.
+            return_s: seconds in which a member may come back after its lease has expired.
         """
         logger.debug("agent %s coordinates", self._agent_id)
         self._enough_since = None

@@ -1,5 +1,6 @@
-"""c10d's key-value store on etcd for agents, gloo and NCCL, and stores that answer where an agent would otherwise wait without
-end.
+"""c10d's key-value store on etcd, for agents, gloo and NCCL; and stores that keep an agent from waiting forever.
+
+`EtcdStore` serves any run. `RoundStore` and `LiveAgentStore` answer for agents that have joined or left a live job.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class EtcdStore(Store):
     """
 
     def __init__(self, client: EtcdClient, prefix: str, timeout: timedelta = timedelta(seconds=300)) -> None:
-        """
+        """Open a store under one prefix.
+
         Args:
             client: shared client; this store does not close it.
             prefix: folder of keys for this store alone, such as ``/dlrover/run/store/7/``.
@@ -369,7 +371,7 @@ class RoundAgent(Protocol):
         """Wait until all living members have finished, or until waiting has no point."""
 
 
-# Stores for elastic agents that respond where an agent would otherwise wait in vain.
+# Stores for elastic agents, which answer requests that would otherwise wait until their timeout.
 #
 # TorchElastic's agent exchanges ranks, and meets the others at its end, in the store of *its* round. In a live job the set
 # of nodes changes under a running agent. A late agent would wait 300 s for ranks that running agents do not write again,
@@ -377,7 +379,7 @@ class RoundAgent(Protocol):
 class RoundStore(EtcdStore):
     """The store of a normal round: etcd, except where an agent would wait for a dead one.
 
-    If no agent is left to assign ranks, provisional ones are used. Workers that start with them are restarted at once, in a
+    If no remaining agent can assign ranks, provisional ones are used. Workers that start with them are restarted at once, in a
     round without the dead. The exit barrier uses the agents' records, and dead agents have none.
     """
 
@@ -420,7 +422,7 @@ class RoundStore(EtcdStore):
         """Wait for the values of all paths and return them; only the present ones if the round has broken up.
 
         Raises:
-            DistStoreError: the round goes on, but a value is missing after the store's timeout.
+            DistStoreError: the round continues, but a value is missing after the store's timeout.
         """
         awaited = set(paths)
         deadline = time.monotonic() + self.timeout.total_seconds()
@@ -459,7 +461,8 @@ class LiveAgentStore(Store):
     """
 
     def __init__(self, num_workers_before: int, on_local_world_size: Callable[[int], None], timeout_s: float = 300.0) -> None:
-        """
+        """Create the store of an agent that joins a live job.
+
         Args:
             num_workers_before: number of workers of agents that are already alive, and first global rank of ours.
         """
@@ -499,7 +502,7 @@ class LiveAgentStore(Store):
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        pass  # no exit barrier: the job's other agents may go on for hours
+        pass  # no exit barrier: the job's other agents may continue for hours
 
     @property
     def timeout(self) -> timedelta:

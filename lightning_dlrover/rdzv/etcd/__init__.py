@@ -1,1 +1,1 @@
-"""Connections to etcd, and the embedded server."""
+"""etcd: client, connections, mirror of a prefix, health, and the embedded server."""

@@ -1,4 +1,8 @@
-"""A small typed client for etcd v3: keys, transactions, leases and elections."""
+"""A small typed client for etcd v3: keys, transactions, leases and elections.
+
+Decides when to retry and when to give up, not what a key means: `rdzv/job/records.py` defines the keys. `mirror.py` keeps a
+live copy of a prefix.
+"""
 
 from __future__ import annotations
 
@@ -228,8 +232,6 @@ class _Child(Protocol):
     def close(self, timeout_s: float) -> None: ...
 
 
-# A small typed client for etcd v3: keys, transactions and leases.
-#
 # Decides when to retry and when to give up. The meaning of the keys is defined in `job/records.py` and above. A live copy
 # of a prefix is in `mirror.py`.
 class EtcdClient:
@@ -278,7 +280,7 @@ class EtcdClient:
         """Return the revision of the read, and all keys under a prefix that were written after another revision, in order.
 
         Args:
-            per_answer: maximum number of keys in one answer. With several answers, keys that are written meanwhile may be
+            per_answer: maximum number of keys in one answer. With several answers, keys that are written between them may be
                 among them, and the revision is that of the first answer. 0: all keys in one.
         """
         first, revision, found = prefix.encode(), 0, []
@@ -286,7 +288,7 @@ class EtcdClient:
             request = etcdrpc.RangeRequest(
                 key=first,
                 range_end=range_end(prefix),
-                min_mod_revision=newer_than + 1 if newer_than else 0,  # with a condition etcd reads all keys for each answer
+                min_mod_revision=newer_than + 1 if newer_than else 0,  # given a condition, etcd reads all keys for each answer
                 limit=per_answer,
             )
             response = self.caller.call(f"read prefix {prefix!r}", "KV", "Range", request)
@@ -342,7 +344,7 @@ class EtcdClient:
         Costs a request for each of them at most, and one for many that hold few keys.
 
         Args:
-            after: the first ones up to this name are left out.
+            after: names up to this one are skipped.
             most: maximum number of names; None: all.
         """
         names: list[str] = []
@@ -398,7 +400,7 @@ class EtcdClient:
         return int(self.caller.call(f"delete prefix {prefix!r}", "KV", "DeleteRange", request).deleted)
 
     def trim_prefix(self, prefix: str, most: int) -> int:
-        """Delete the first keys under a prefix so that `most` are left; return the number deleted. Reads no values."""
+        """Delete the first keys under a prefix so that `most` remain; return the number deleted. Reads no values."""
         excess = self.count(prefix) - most
         if excess <= 0:
             return 0
@@ -468,7 +470,7 @@ class EtcdClient:
 
         All clients that call this for a prefix share one lease. Its id is derived from the prefix, so no client is responsible
         for creating it or for cleaning up. The first write creates it, and every living client refreshes it. At least two
-        thirds of `ttl_s`, as set by the first client, are left when the last one ends.
+        thirds of `ttl_s`, as set by the first client, remain when the last one ends.
         """
         self._shared_lease.use(prefix, ttl_s)
 
@@ -498,9 +500,9 @@ def candidacy_delay_s(num_candidates: int) -> float:
     return random.SystemRandom().uniform(0.0, num_candidates * PER_CANDIDATE_S)
 
 
-# Elect the holder of a key: when to stand, how to take the key, and what shows that it is still held and fences its writes.
+# Elect the holder of a key: when to stand, how to take the key, and the proof that it is still held, which fences writes.
 #
-# Workers and agents elect their coordinators, and `job/tenure.py` controllers, brains and places in a pool. The key is
+# Workers and agents elect their coordinators, and `job/journal.py` controllers, brains and places in a pool. The key is
 # bound to its holder's lease. Its create revision is the holder's term: it changes with every loss of the key, so a write
 # that is fenced on it and arrives late is refused.
 @dataclass(frozen=True)
@@ -545,7 +547,7 @@ def make_password(file: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    # Whole or not at all, as the next `dlrover run` keeps what it finds.
+    # Written completely or not at all, because the next `dlrover run` keeps an existing file.
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     with open(unfinished, "w", opener=lambda path, flags: os.open(path, flags | os.O_EXCL, 0o600)) as written:
         written.write(secrets.token_hex(32) + "\n")

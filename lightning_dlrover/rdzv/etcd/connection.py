@@ -1,4 +1,8 @@
-"""Requests to etcd over gRPC: the channels, and retries through lost connections and elections until they time out."""
+"""Requests to etcd over gRPC: the channels, and retries through lost connections and elections until they time out.
+
+It holds the stubs of etcd's services, the conversion of keys, conditions and operations, and the channels. `client.py` builds
+the typed client on top.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,7 @@ def range_end(prefix: str) -> bytes:
     raw = prefix.encode()
     if not raw:
         raise ValueError("an empty prefix would mean every key in etcd")
-    return raw[:-1] + bytes([raw[-1] + 1])  # UTF-8 never holds 0xff, so there is no carry
+    return raw[:-1] + bytes([raw[-1] + 1])  # UTF-8 never contains 0xff, so no carry occurs
 
 
 def key_value(kv: Any) -> KeyValue:
@@ -190,7 +194,7 @@ class WatchStream:
                     _wait_without_polling(self._call)
                 yield response
         finally:
-            self.cancel()  # else a thread of gRPC's waits for a further request for ever
+            self.cancel()  # else a thread of gRPC's waits for a further request forever
 
     def cancel(self) -> None:
         self._requests.put(None)
@@ -202,7 +206,7 @@ def _wait_without_polling(call: Any) -> None:
 
     gRPC's Python wakes a waiting reader ten times a second, so that signal handlers run in time if it is the main thread. A
     worker reads several watches for as long as it trains, in other threads, and each wake-up interrupts its training. A release
-    of gRPC without the private names goes on as before.
+    of gRPC without the private names behaves as before.
     """
     condition = getattr(getattr(call, "_state", None), "condition", None)
     if isinstance(condition, threading.Condition):
@@ -322,7 +326,7 @@ def _tls_credentials(config: EtcdConfig) -> grpc.ChannelCredentials | None:
 RETRY_PAUSE_S = 0.05
 """Seconds between two attempts of a request."""
 
-# Seconds between two writes to a full etcd, at first and at most. Each one makes etcd agree on its alarm anew.
+# Seconds between two writes to a full etcd, at first and at most. Each one makes etcd agree on its alarm again.
 _FULL_PAUSES_S = (0.1, 1.0)
 _NEEDS_ROOM = ("Put", "Txn", "LeaseGrant")
 _LONGEST_PAUSE_S = 0.4  # between two attempts; the threads of a thousand workers would overrun an etcd that is coming back
@@ -415,7 +419,7 @@ class Caller:
 
     def _refuse_after_fork(self, action: str) -> None:
         if is_cut_off_by_fork():
-            # gRPC's threads are in the parent. A call would wait in vain for them, or for a lock that one of them held.
+            # gRPC's threads exist only in the parent. A call would wait forever for them, or for a lock that one of them held.
             raise EtcdError(
                 f"cannot {action} in etcd at {self.config.endpoints}: process {os.getpid()} was forked while its parent was "
                 "connected to etcd, and gRPC does not survive that. Start it with the method 'spawn' or 'forkserver', or shut "
@@ -541,7 +545,7 @@ class Caller:
 
 
 def full_text(endpoint: str) -> str:
-    """Describe a full etcd for people, with the next move."""
+    """Describe a full etcd in one sentence, with the next move."""
     return (
         f"etcd at {endpoint} is full: its database has reached its quota (NOSPACE), so it takes no writes. "
         "Make room: etcdctl compact REVISION, etcdctl defrag, etcdctl alarm disarm; "

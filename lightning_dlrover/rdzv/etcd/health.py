@@ -1,4 +1,7 @@
-"""The condition of an etcd server: read it, judge it, warn about it when a job starts, and wait while it is full."""
+"""The condition of an etcd server: read it, judge it, warn about it when a job starts, and wait while it is full.
+
+`inspect` reads an `EtcdCondition`, `judge` returns findings about it, and `warn_of_troubles` logs them at a job's start.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from lightning_dlrover.rdzv.etcd.types import (
 
 # Warn about releases of etcd with known faults.
 
-# Oldest release of each line in which a user's permissions on a prefix hold (CVE-2026-33413, -33343, -44283).
+# Oldest release of each line that enforces a user's permissions on a prefix (CVE-2026-33413, -33343, -44283).
 FIXED_VERSIONS = ((3, 4, 44), (3, 5, 30), (3, 6, 11))
 
 
@@ -77,7 +80,7 @@ _ERRORS_FIELD = 8  # number of `errors` in StatusResponse, which the stubs of `p
 class Clock:
     """A server's clock against ours."""
 
-    ahead_s: float  # how far it is ahead; the middle of the interval in which the difference lies
+    ahead_s: float  # how far it is ahead; the middle of the interval that contains the difference
     uncertain_s: float  # half of that interval
 
 
@@ -232,7 +235,7 @@ def _page(config: EtcdConfig, path: str) -> tuple[str, str]:
         return "", ""
 
 
-# Decide what of an etcd server's condition is trouble, and name the next move.
+# Judge an etcd server's condition: find problems, and name the next move for each.
 
 MANY_REVISIONS = 200_000
 """Number of writes after which to warn about an etcd that was never compacted: it then holds some hundred MiB, and grows."""
@@ -264,7 +267,7 @@ def judge(endpoint: str, condition: EtcdCondition, many_revisions: int = MANY_RE
 
 
 def judge_server(endpoint: str, condition: EtcdCondition, many_revisions: int = MANY_REVISIONS) -> list[Finding]:
-    """Return the findings about release, size and compaction, which are alike for all users; see `judge`."""
+    """Return the findings about release, size and compaction, which are the same for all users; see `judge`."""
     [(host, _)] = parse_endpoints(endpoint)
     return [_release(host, condition.version), _size(condition), _compaction(condition, many_revisions)]
 
@@ -322,9 +325,8 @@ logger = logging.getLogger(__name__)
 _TIMEOUT_S = 2.0  # seconds for each of a dozen requests; a server that is slower has troubles of its own
 
 
-# Warn once, when a job starts, about troubles of its etcd. Nothing waits for this, and it fails nothing.
-#
-# `health.py` decides what is trouble, as for `dlrover doctor`.
+# Warn once, when a job starts, about problems of its etcd. Nothing waits for this, and an error here fails nothing.
+# `judge` finds the problems, as for `dlrover doctor`.
 def warn_of_troubles(config: EtcdConfig, warn: Callable[[str], None]) -> threading.Thread:
     """Ask each endpoint in a thread for release, size, quota and compaction, and call `warn` at most once. Returns at once."""
 

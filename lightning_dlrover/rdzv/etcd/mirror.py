@@ -1,4 +1,4 @@
-"""A live copy of the keys under a prefix."""
+"""A live copy of the keys under a prefix, kept current by one watch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_dlrover.rdzv.etcd.types import EtcdError, KeyValue
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_SUSPECT_S = 1.0  # seconds by which a watch may be late when etcd notifies many clients of one change
+_SUSPECT_S = 1.0  # seconds that a watch may be late when etcd notifies many clients of one change
 
 
 class Mirror:
@@ -34,7 +34,7 @@ class Mirror:
         on_change: Callable[[], None] | None = None,
         check_interval_s: float = 2.0,
     ) -> None:
-        """Load the prefix; raises what `EtcdClient.get_prefix` raises.
+        """Load the prefix. Raises the errors of `EtcdClient.get_prefix`.
 
         Args:
             on_change: called from the mirror's own thread after each update of the copy; must not block for long.
@@ -91,7 +91,7 @@ class Mirror:
 
         Raises:
             TimeoutError: there was no result within `timeout_s`.
-            EtcdError: the mirror was closed meanwhile.
+            EtcdError: the mirror was closed before.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -115,7 +115,7 @@ class Mirror:
 
         Raises:
             TimeoutError: it does not within `timeout_s`.
-            EtcdError: etcd does not answer, or the mirror was closed meanwhile.
+            EtcdError: etcd does not answer, or the mirror was closed before it did.
         """
         revision, *found = self._client.newest_in(self.prefix, timeout_s)
         truth = tuple(found)

@@ -1,4 +1,7 @@
-"""A private etcd on this machine, for a laptop, a test or a job without a configured endpoint."""
+"""A private etcd on this machine, for a laptop, a test or a job without a configured endpoint.
+
+`EmbeddedEtcd` is the server. `OwnedFolder` is a temporary folder that is removed even if its owner was killed.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ class OwnedFolder:
 
 def _remove_orphans(prefix: str, root: Path | None) -> None:
     for file in (root or Path(tempfile.gettempdir())).glob(f"{prefix}*/{_OWNER_FILE}"):
-        # Another user's folder, or one that is being removed at this moment, is left alone.
+        # Skip another user's folder, and one that is being removed at this moment.
         with contextlib.suppress(OSError), file.open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(file.parent, ignore_errors=True)
@@ -130,7 +133,7 @@ _PEER_SOCKET = "peer.sock:0"
 _LITTLE_BYTES = 2 << 20  # free bytes below which space is short; etcd's first files take some 130 KB, and grow at once
 
 # Runs between fork and etcd, and costs 15 ms. A `preexec_fn` would run inside this process' copy, where the locks of other
-# threads (including gRPC's) may be held for ever.
+# threads (including gRPC's) may be held forever.
 _LAUNCHER = """
 import ctypes, os, signal, sys
 parent, *command = sys.argv[1:]
@@ -147,7 +150,7 @@ class EtcdServerError(RuntimeError):
 
 # Not a replacement for a shared etcd: one node, loopback by default, and the bundled release is old (see docs).
 #
-# etcd admits whoever reaches its ports. Its port for other members of a cluster accepts writes as well, so it is always a
+# etcd admits every client that reaches its ports. Its peer port accepts writes as well, so it is always a
 # Unix socket in a folder of mode 0700. The one for clients is too if the server is private; a TCP port on loopback is open
 # to all users of the machine.
 class EmbeddedEtcd:
@@ -170,7 +173,8 @@ class EmbeddedEtcd:
         superseded_s: float = 300.0,
         private: bool = False,
     ) -> None:
-        """
+        """Configure the server. `start`, or a `with` block, starts it.
+
         Args:
             private: listen on a Unix socket in a folder of this user's alone; `host` and `port` are ignored.
             data_dir: folder that is kept after `stop()`; None creates a temporary one that `stop()` removes.
@@ -226,7 +230,7 @@ class EmbeddedEtcd:
         """Start and wait until etcd answers.
 
         Raises:
-            EtcdServerError: there is no binary, the port is in use, or etcd ended or did not respond within `start_timeout_s`.
+            EtcdServerError: no binary was found, the port is in use, or etcd ended or did not respond within `start_timeout_s`.
         """
         if self.is_running():
             return self
@@ -300,7 +304,7 @@ class EmbeddedEtcd:
         return "".join(texts)
 
     def _keep_log(self) -> Path:
-        """Move the log beside the data folder, which is often removed with the server, and return its path."""
+        """Move the log next to the data folder, which is often removed with the server, and return its path."""
         assert self.data_dir is not None
         kept = [self.data_dir.with_name(f"{self.data_dir.name}.log")]
         if self._has_own_data:  # elsewhere if the usual folder for temporary files holds no sockets
@@ -403,7 +407,7 @@ class EmbeddedEtcd:
 
 
 def _root_of_sockets() -> Path | None:
-    """Return a folder for temporary files whose path leaves room for a socket's name; None: the usual one."""
+    """Return a folder for temporary files with a path short enough for a socket's name; None: the usual one."""
     num_bytes = len(f"/{_PREFIX}12345678/{_CLIENT_SOCKET}")
     usual = tempfile.gettempdir()
     if can_hold_sockets(os.path.abspath(usual), num_bytes):

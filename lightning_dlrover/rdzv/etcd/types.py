@@ -1,4 +1,4 @@
-"""What every user of etcd shares, without gRPC: errors, connection settings, and the parts of a transaction."""
+"""Types shared by all users of etcd: errors, connection settings, and the parts of a transaction. Does not import gRPC."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class UnreadablePasswordError(EtcdUnavailableError):
     """The password file cannot be read at this moment."""
 
 
-# Endpoints that are Unix sockets, ``unix:/path``: reachable on this host only, and by no user whom its folder keeps out.
+# Endpoints that are Unix sockets, ``unix:/path``: reachable on this host only, and only by users who may enter its folder.
 
 MAX_PATH_BYTES = 107
-"""Maximum length of a socket's path. Linux has room for 108 bytes, the last of which is zero."""
+"""Maximum length of a socket's path. Linux has room for 108 bytes, including the final zero."""
 
 # Commas separate endpoints, and gRPC reads the path as part of a URL.
 _PATH = r"/[A-Za-z0-9_./:@+~=-]+"
@@ -72,7 +72,7 @@ def socket_path(endpoint: str) -> str | None:
 
 
 def can_hold_sockets(folder: str, num_further_bytes: int) -> bool:
-    """Whether a socket whose name takes that many bytes in this folder can be an endpoint."""
+    """Whether a socket with a name of that many bytes in this folder can be an endpoint."""
     return re.fullmatch(_PATH, folder) is not None and len(folder) + num_further_bytes <= MAX_PATH_BYTES
 
 
@@ -266,7 +266,7 @@ class Delete:
 
 @dataclass(frozen=True)
 class DeletePrefix:
-    key: str  # of all keys that begin with it
+    key: str  # prefix of the keys
 
 
 @dataclass(frozen=True)

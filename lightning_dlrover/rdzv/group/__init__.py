@@ -1,1 +1,1 @@
-"""Process groups that are formed and replaced within running workers."""
+"""`World`: the process groups of a job's rounds, formed and replaced within running workers."""

@@ -28,7 +28,7 @@ class Timeouts:
     wait_timeout_s: float = 600.0  # limit on waiting for enough workers; ignored while the job has a controller
     form_timeout_s: float = 120.0  # limit on forming a round; members may be saving a checkpoint before they enter it
     start_timeout_s: float = 60.0  # limit on waiting for announced workers before the job starts without them
-    regroup_timeout_s: float = 120.0  # limit on waiting for a broken round's survivors before others go on without them
+    regroup_timeout_s: float = 120.0  # limit on waiting for a broken round's survivors before others continue without them
     collective_timeout_s: float = 1800.0  # limit on one collective of the training script
     etcd_timeout_s: float = 5.0  # limit on etcd's response to one request
 

@@ -1,4 +1,4 @@
-"""Why a worker's round is broken, what it reports of that and of its progress, and how it leaves or undoes a growth."""
+"""Failures of a round: tell a lost peer from a script error, report it, leave on request, and undo a growth that fails."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MAX_ATTEMPTS = 8
 
 
 def is_group_failure(error: BaseException) -> bool:
-    """Whether `error` was raised by a collective whose peer is gone, and not by the user's own code.
+    """Whether a lost peer, and not the user's own code, made a collective raise `error`.
 
     Example:
         >>> is_group_failure(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
@@ -154,7 +154,7 @@ MANY = 100
 
 
 class Reports:
-    """Reports of one worker's waits and errors for people.
+    """Readable reports of one worker's waits and errors.
 
     Args:
         worker: has the round that this worker formed last.
@@ -194,7 +194,7 @@ class Reports:
         waits_for = waits_for or f"waits for {what}"
         first = self._first_failure()
         log.warning(
-            "run %s: worker %s %s%s",
+            "run %s: worker %s: %s%s",
             self._run_id,
             worker_id,
             waits_for,
@@ -262,7 +262,7 @@ class JobStanding:
         self.is_recorded = True
         self._has_finished = False  # True once this worker itself has recorded the end
         self._has_stepped = False  # True once this worker knows that the job has made a step
-        self._has_ended = False  # True once this worker has written or read that nothing is left to train
+        self._has_ended = False  # True once this worker has written or read that training is complete
         self._announcement: tuple[str, int, str] | None = None  # fingerprint, global batch and data, until the record has them
 
     # --- admission ---------------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ class JobStanding:
         return self._has_finished or (job is not None and job.phase == "finished")
 
     def ask_whether_finished(self) -> bool:
-        """Read from etcd whether nothing is left to train, in a later `fit` either; the view lags by the delay of a watch.
+        """Read from etcd whether training is complete, later `fit` calls included; the view lags by the delay of a watch.
 
         While etcd is unavailable, the view decides.
         """
@@ -421,7 +421,7 @@ AGENT_GRACE_S = 30.0
 
 
 class DrainOnSigterm:
-    """Makes SIGTERM drain this worker, which hands over and leaves, beside the script's own handler of the signal.
+    """Make SIGTERM drain this worker, in addition to the script's own handler. A drained worker hands over and leaves.
 
     Args:
         wait_timeout_s: limit on trying to write the request; `AGENT_GRACE_S` if the agent has ended.
@@ -444,7 +444,7 @@ class DrainOnSigterm:
             self.keep()
 
     def keep(self) -> None:
-        """Listen again if the script has set a handler meanwhile. Call it from the main thread, now and then."""
+        """Listen again if the script has replaced the handler. Call it from the main thread, now and then."""
         if self._is_listening and (found := signal.getsignal(signal.SIGTERM)) != self._handle:
             self._of_script = found
             signal.signal(signal.SIGTERM, self._handle)
@@ -467,7 +467,7 @@ class DrainOnSigterm:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _leave(self) -> None:
-        # While etcd is unavailable training goes on, and a change of membership waits.
+        # While etcd is unavailable training continues, and a change of membership waits.
         membership = self._membership
         began, is_explained = time.monotonic(), False
         deadline = began + self._wait_timeout_s
@@ -525,7 +525,7 @@ TRIAL_STEPS = 20
 """Steps after a growth within which an error of the script undoes it."""
 
 MAX_CHARS = 300
-"""Maximum length of a reason on record."""
+"""Maximum length of a recorded reason."""
 
 
 @dataclasses.dataclass
@@ -534,30 +534,31 @@ class _Growth:
     first_step: int | None = None  # first step after it
 
 
-# Undo a growth with which the script cannot continue.
-#
-# A script may be right with n workers and wrong with more: it gathers shares of one size, or a share has a single sample,
-# or a joiner's host is broken. A job that has trained must not end by that. So for some steps after workers have joined, an
-# error of the script is taken as theirs: they are dismissed, and the others form the next round without them and make the
-# step again. An error there is the script's own.
-#
-# open        a planned round with joiners has formed
-# -> over     `TRIAL_STEPS` steps were made, or no joiner is left
-# -> failed   a step has failed on this worker; if it fails once more, the growth before is undone, too, if it is still open
-# -> over     the step was made; or it has failed without any joiners, so the number of workers is not to blame
-#
-# Each worker follows this by itself, in its main thread. Several may find the failure; what each of them writes is the
-# same.
 class Growth:
-    """One worker's view of the job's newest growths."""
+    """One worker's view of the job's newest growths.
+
+    Undo a growth after which the script fails.
+
+    A script may be right with n workers and wrong with more: it gathers shares of one size, or a share has a single sample,
+    or a joiner's host is broken. A job that has trained must not end by that. So for some steps after workers have joined, an
+    error of the script is taken as theirs: they are dismissed, and the others form the next round without them and make the
+    step again. An error there is the script's own.
+
+        open        a planned round with joiners has formed
+        -> over     `TRIAL_STEPS` steps were made, or no joiner remains
+        -> failed   a step has failed on this worker; if it fails once more, the growth before is undone, too, if still open
+        -> over     the step was made; or it has failed without any joiners, so the number of workers is not to blame
+
+    Each worker runs this in its own main thread. Several may find the failure; all of them write the same.
+    """
 
     def __init__(self, membership: Membership, run_id: str) -> None:
         self._membership = membership
         self._run_id = run_id
         self._open: list[_Growth] = []  # oldest first
-        self._size = self._round = 0  # of the newest round
-        self._step = 0  # next step, as far as this worker knows
-        self._failed: list[int] = []  # numbers of workers with which a step has failed, until it is made
+        self._size = self._round = 0  # size and number of the newest round
+        self._step = 0  # next step, in this worker's view
+        self._failed: list[int] = []  # world sizes at which the present step has failed, until it succeeds
         self._failed_step = 0
 
     def formed(self, formation: Formation) -> None:
@@ -589,7 +590,7 @@ class Growth:
             self._acquit()
             return False
         reason = self._reason(error)
-        # Indented, so that nobody takes it for the error that has ended this process.
+        # Indented, so that it is not mistaken for the error that has ended this process.
         trace = textwrap.indent("".join(traceback.format_exception(error)), "  | ")
         log.error("run %s: %s; the job goes back to %s\n%s", self._run_id, reason, counted(self._former, "worker"), trace)
         if not self._put_on_record(reason):
@@ -641,7 +642,7 @@ class Growth:
             shared.event(GrowthFailed(self._size, former, self._membership.worker_id, reason), f"goes back: {reason}")
 
     def _acquit(self) -> None:
-        """Let the job grow to all sizes again with which the present step has failed: fewer workers have failed in it, too."""
+        """Allow growth to the sizes at which the present step has failed: it has failed with fewer workers, too."""
         sizes, self._failed = {str(size) for size in self._failed}, []
         if not sizes:
             return

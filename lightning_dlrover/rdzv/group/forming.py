@@ -1,4 +1,7 @@
-"""Form a round's process groups: find members that are dead or out of reach, reach the round's store, connect all others."""
+"""Form a round's process groups: detect dead and unreachable members, reach the round's store, connect the rest.
+
+`Forming` makes one attempt to form a round. Deciding on the next round is the coordinator's task (`rdzv/membership`).
+"""
 
 from __future__ import annotations
 
@@ -190,7 +193,7 @@ class Reach:
         return UnreachableError(text, self.silent(contacts))
 
     def silent(self, members: Sequence[str], timeout_s: float = 1.0) -> list[str]:
-        """Return the members whose port neither accepts nor refuses a connection from here."""
+        """Return the members that neither accept nor refuse a connection from here."""
         me, lost = self._membership.worker_id, set(self._membership.view.lost)
         records = self._membership.workers.of(w for w in members if w != me and w not in lost)
         return silent_workers(records.values(), timeout_s)
@@ -249,7 +252,7 @@ CONNECT_TIMEOUT_S = 0.5
 """Seconds for the first attempt to reach the store of a round."""
 
 MAX_CONNECT_TIMEOUT_S = 30.0
-"""Seconds for an attempt after several that timed out, each of which gets twice the time of the one before.
+"""Seconds for an attempt after several that timed out. Each attempt has twice the time of the previous one.
 
 Torch looks up the name of the store's address first, which takes 10 s or more if the name server does not answer.
 """
@@ -270,7 +273,7 @@ FORM_PROBE_S = 0.1
 """Seconds between two looks for dead workers while a round is formed."""
 
 STORE_MARGIN_S = 10.0
-"""Seconds by which the store of a round waits longer for the hellos than this worker does."""
+"""Seconds that the store of a round waits for hellos beyond this worker's own wait."""
 
 CHECK_S = 0.02
 """Seconds between two checks whether a round of up to `FEW` workers is void while others are awaited; longer for more."""
@@ -282,13 +285,12 @@ class ErrorReporter(Protocol):
     def report_error(self, error: BaseException) -> None: ...
 
 
-# Form a round's process groups: reach the round's store, exchange hellos, connect all members.
-#
-# Groups of gloo connect in a moment, after the hellos. Communicators of other backends take longer:
-# `rdzv/transport/process_groups.py` connects them as soon as the round is known, for a planned round while the former one
-# still trains.
 class Forming:
     """Connect one worker to the other members of a round.
+
+    Groups of gloo connect in a moment, after the hellos. Communicators of other backends take longer:
+    `rdzv/transport/process_groups.py` connects them as soon as the round is known, for a planned round while the former one
+    still trains.
 
     Args:
         device: device of the communicators that connect early; None: they connect at their first collective.
@@ -314,7 +316,7 @@ class Forming:
         self._device = device
         self._early = slow_to_connect(backend) if device is not None else {}
         self._reporter = reporter
-        self._communicators: Communicators | None = None  # of the newest round that this worker knows to be in
+        self._communicators: Communicators | None = None  # those of the newest known round with this worker
         self._communicators_lock = threading.Lock()
         self._former: RoundEnd | None = None  # end of the groups before
         self._can_meet = can_meet
@@ -652,11 +654,11 @@ class Forming:
         """Return the result of `run`, which waits for other workers in a thread of its own.
 
         Torch waits for a dead member as long as for a slow one. Gloo does so for several times the timeout of a collective, and
-        while it waits for the other side to connect there is no socket to shut down. So the thread is abandoned if the round
+        while it waits for the other side to connect, it has no socket to shut down. So the thread is abandoned if the round
         becomes void.
 
         Args:
-            workers: workers that are waited for, among whom this worker looks for dead ones.
+            workers: awaited workers; this worker looks for dead ones among them.
             contacts: those of them that it has to connect to.
             check: raises an error if the round is void.
             too_late: describes the wait, once it has lasted until `deadline`.

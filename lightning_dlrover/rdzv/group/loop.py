@@ -2,7 +2,7 @@
 
 `steps` is all that a loop of plain PyTorch needs; `World.steps` calls it. Its two parts also serve other loops, such as
 Lightning's in `lightning_dlrover/live/training.py`. `Pace` chooses the steps between which the workers vote on their round.
-`handover` decides which worker sends the job's state to which one after a round has formed.
+`handover` decides, after a round has formed, which worker sends the job's state and which ones receive it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
-    """A model, optimizer, scheduler, or anything else whose state a joiner needs."""
+    """A model, optimizer, scheduler, or any other object with state that a joiner needs."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -111,7 +111,7 @@ class Pace:
         self._step_end = now
 
     def round_to_switch_to(self, place: int) -> int | None:
-        """Between two steps, return the round that all workers switch to here, or None to go on. Equal on all workers.
+        """Between two steps, return the round that all workers switch to here, or None to continue. Equal on all workers.
 
         Raises:
             WorldError: the current round has ended; `recover`.
@@ -223,7 +223,7 @@ class Step:
         rank, size: this worker's place in the current round, and how many workers there are.
         round_is_new: True at this worker's first attempt in a round: wrap the model, create sub-groups.
         is_last: set it on all workers to end the loop with this step.
-        was_made: valid after the block; False if a worker was lost meanwhile, so that the step must be attempted again.
+        was_made: valid after the block; False if a worker was lost in it, so that the step must be attempted again.
 
     Example:
         >>> import torch

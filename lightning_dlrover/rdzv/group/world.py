@@ -1,4 +1,7 @@
-"""The process group of a job's current round, formed and re-formed inside one worker process."""
+"""The process group of a job's current round, formed and re-formed inside one worker process.
+
+`World` is the public interface: it enters and leaves a job, and carries the groups from one round to the next.
+"""
 
 from __future__ import annotations
 
@@ -129,20 +132,20 @@ class LoneWorld:
         return 0
 
     def start(self) -> Formation:
-        """Form a group of one worker, in which the user's collectives work as usual."""
+        """Form a group of one worker, so that the user's collectives work as usual."""
         round_ = RoundRecord(1, [self.worker_id], "start with 1 worker", "start", planned=True)
         dist.init_process_group(self.backend, store=HashStore(), rank=0, world_size=1)
         self._formation = Formation(round_, {self.worker_id: b""}, 0)
         return self._formation
 
     def guard(self, replica: DistributedDataParallel) -> None:
-        pass  # there is no peer to lose
+        pass  # a lone worker has no peer to lose
 
     def wait_for_device(self, device: torch.device) -> None:
         pass  # gradients need no reduction
 
     def listen_for_sigterm(self) -> None:
-        pass  # there is no peer that would go on
+        pass  # a lone worker has no peer that would continue
 
     def resign(self) -> None:
         pass
@@ -389,8 +392,8 @@ class World:
             state of joiners travel through groups of gloo in any case.
         device: device on which this worker computes. With it, NCCL connects before a round needs it, and a worker that is lost
             before that blocks no other. None: the only GPU that is visible, if there is only one.
-        can_meet: returns whether workers with these hellos can go on together; the result must be the same on all of them. If
-            they cannot, the joiners wait for another round.
+        can_meet: returns whether workers with these hellos can continue together; the result must be the same on all of them.
+            If they cannot, the joiners wait for another round.
 
     Raises:
         ValueError: nothing is known of the backend, or a variable in the environment would end the survivors of a loss.
@@ -530,7 +533,7 @@ class World:
             log.info("worker %s leaves: %s", self.worker_id, left_out)
             raise SystemExit(left_out.exit_code) from left_out
         except JobClosedError as error:
-            # The job ended before this worker was started or restarted, which is no failure of the worker.
+            # The job ended before this worker was started or restarted, so the worker has not failed.
             log.warning("%s", error)
             raise SystemExit(0) from error
 
@@ -581,7 +584,7 @@ class World:
         """Leave the current group and form round `number` (or a newer one that replaced it).
 
         Raises:
-            LeftOutError: the round goes on without this worker.
+            LeftOutError: the round continues without this worker.
         """
         self._all_leave = True
         try:
@@ -633,7 +636,7 @@ class World:
     def finish(self, num_steps: int, fit: int = 1) -> None:
         """Record that all steps are made and every worker has the state of the last one. The job does not change after this.
 
-        Every worker calls this before it goes on, so that the first one to exit is not mistaken for a loss.
+        Every worker calls this before it continues, so that the first one to exit is not mistaken for a loss.
         """
         self.standing.finish(num_steps, fit)
 
@@ -813,7 +816,7 @@ class World:
         return (newest if newest > self.formation.round.number else None), -opposite
 
     def connect(self, target: RoundRecord, name: str, workers: Sequence[str]) -> dist.ProcessGroupGloo:
-        """Form a further group beside that of a round, with `workers` as its ranks. All of them must call this.
+        """Form a group in addition to the round's, with `workers` as its ranks. All of them must call this.
 
         They are all or some members of the round that this worker formed last, or these and workers that the round left out.
         The group ends with the round: when the round breaks, every pending operation of the group fails.
@@ -846,7 +849,7 @@ class World:
             self._device_wait.close()
             self._forming.abandon()
         self._forming.ended(self._sockets.destroy_group(self._all_leave))
-        self._all_leave = False  # a round that does not form after the switch is nobody's agreement
+        self._all_leave = False  # if the next round does not form after the switch, it was not agreed on
 
     def _round_of_waits(self) -> tuple[int, bool]:
         self._failures.raise_mismatch()
@@ -873,7 +876,7 @@ def _drop_default_group() -> None:
 
 
 def _only_device(backend: str) -> torch.device | None:
-    """Return the device of a backend's communicators if there is no choice."""
+    """Return the device of a backend's communicators if only one is possible."""
     if "cuda" in slow_to_connect(backend):
         return torch.device("cuda", 0) if torch.cuda.device_count() == 1 else None
     return torch.device("cpu")

@@ -1,1 +1,1 @@
-"""The records of a job."""
+"""A job's records in etcd, their keys, its history, and its folders on a host."""

@@ -1,7 +1,7 @@
-"""The lines of a job's history by kind: what each one holds, and its form in `EventRecord.data`.
+"""The events of a job's history by kind: the fields of each, and their form in `EventRecord.data`.
 
-Workers of a newer release may write kinds that this one does not know, and fields beside the known ones. Both are kept in etcd
-and in the run folder as they are; a reader gets an `UnknownEvent`, or the fields that it knows.
+Workers of a newer release may write unknown kinds, and unknown fields of known kinds. Both are kept unchanged in etcd and in
+the run folder; a reader receives an `UnknownEvent`, or the known fields.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_dlrover.rdzv.job.records import EventRecord
 
 @dataclass(frozen=True)
 class Event:
-    """One line of the history, apart from its time and its sentence for people. A field that is None is not written."""
+    """One line of the history, without its time and its message. A field that is None is not written."""
 
     KIND: ClassVar[str]
 
@@ -79,7 +79,7 @@ class WorkerFailed(Event):
 
 @dataclass(frozen=True)
 class GrowthFailed(Event):
-    """A step has failed soon after workers had joined, so the job goes on without them."""
+    """A step has failed soon after workers had joined, so the job continues without them."""
 
     KIND = "undo"
     num_workers: int
@@ -248,7 +248,7 @@ class MemoryShort(Event):
 
 @dataclass(frozen=True)
 class NodeMemoryShort(Event):
-    """A node was killed for want of memory."""
+    """A node was killed because it ran out of memory."""
 
     KIND = "memory"
     act: str
@@ -284,7 +284,7 @@ class StateRolledBack(Event):
 
 @dataclass(frozen=True)
 class ValuesLost(Event):
-    """Values of a training epoch lack what lost workers had added to them."""
+    """Values of a training epoch lack the contributions of lost workers."""
 
     KIND = "values"
     round: int
@@ -312,7 +312,7 @@ class FitFinished(Event):
 
 @dataclass(frozen=True)
 class StreamOpened(Event):
-    """A training loader of a `fit` that reads a stream: what its rows and their order follow from. Written once per fit."""
+    """A training loader of a `fit` that reads a stream, and what determines its rows and their order. Written once per fit."""
 
     KIND = "stream"
     fit: int
@@ -335,7 +335,7 @@ class StreamOpened(Event):
     cycle: int
     block_rows: int
     seed: int | None = None  # seed of epoch 0; None: rows are not shuffled
-    # First row of each shard and the row after the last, of a source whose rows come and go.
+    # First row of each shard and the row after the last, of a source with a changing set of rows.
     ranges: dict[str, list[int]] | None = None
     grows: bool | None = None  # True: these are the rows of one epoch, and each has a record of its own
 
@@ -349,7 +349,7 @@ class RowsSkipped(Event):
     number: int  # index of the training loader
     shard: int  # index of the file or partition
     file: str  # its name on this worker's host
-    ranges: list[list[int]]  # first row and the row after the last; none: further rows are not on record
+    ranges: list[list[int]]  # first row and the row after the last; none: further rows were not recorded
     reason: str  # reason of the first ones
 
 
@@ -362,7 +362,7 @@ class SequenceOpened(Event):
     number: int  # number of the training loader, from 0
     dataset: str  # its class
     is_stateful: bool  # whether it has a state that joiners get
-    max_catch_up_s: float  # seconds that a joiner has to read what others have read
+    max_catch_up_s: float  # seconds that a joiner has to catch up with the others' reading
 
 
 @dataclass(frozen=True)
@@ -399,7 +399,7 @@ class SnapshotLost(Event):
     KIND = "snapshot"
     round: int
     batch: int
-    lost: list[str]  # workers whose parts no worker has
+    lost: list[str]  # workers with parts that no worker has
 
 
 # --- encoding -----------------------------------------------------------------------------------------------------------------
@@ -427,7 +427,7 @@ def record_of(event: Event, text: str, at: float | None = None) -> EventRecord:
     """Return the record of an event.
 
     Args:
-        text: sentence for people.
+        text: the message, one sentence.
         at: seconds since the epoch; None: now.
     """
     kind = event.kind if isinstance(event, UnknownEvent) else event.KIND
@@ -445,14 +445,14 @@ def content_of(record: EventRecord) -> Event:
         return UnknownEvent(record.data, record.kind)
     if issubclass(types[0], PlannerEvent):
         return types[0](record.data)
-    # Several events may share a kind. The first one whose required fields are all there is meant.
+    # Several events may share a kind. The first one with all its required fields present is used.
     meant = next((known for known in types if _required(known) <= record.data.keys()), types[0])
     fields = {f.name: record.data[f.name] for f in dataclasses.fields(meant) if f.name in record.data}
     return from_fields(meant, fields, f"an event of kind {record.kind!r}")
 
 
 def events_of(records: Iterable[EventRecord], event_type: type[E]) -> Iterator[tuple[EventRecord, E]]:
-    """Yield the events of one type with their records. Those that cannot be read are left out."""
+    """Yield the events of one type with their records. Unreadable ones are skipped."""
     kinds = {kind for kind, types in _TYPES.items() if any(issubclass(known, event_type) for known in types)}
     for record in records:
         if record.kind in _TYPES and record.kind not in kinds:

@@ -1,6 +1,4 @@
-"""Where a job's data is on a host: its snapshots, and the run folder and etcd that a command uses unless its options name
-others.
-"""
+"""Folders of a job on a host: its snapshots, and the default run folder and etcd of a command."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, Keys
 
 # Where the snapshots of jobs are on a host, and how a process that holds none of them removes those of a job that is over.
 #
-# A worker that was killed leaves its files behind. If it was the last one on its host, the agent beside it removes them, or
-# its `dlrover run` on this machine.
+# A worker that was killed leaves its files behind. If it was the last one on its host, its agent removes them, or its
+# `dlrover run` on this machine.
 
 ROOT = Path("/dev/shm")
 

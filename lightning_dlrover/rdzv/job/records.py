@@ -1,6 +1,6 @@
 """The job's records in etcd: frozen dataclasses, their keys and their JSON form.
 
-Records are data only. `rounds.py` and `membership.py` decide which process may write which record. Values read from etcd are
+Records are data only. The modules of `rdzv/membership` decide which process may write which record. Values read from etcd are
 untrusted input: `decode` either returns a valid record or raises `RecordError` naming the key.
 """
 
@@ -113,7 +113,7 @@ class AgentRecord:
     round_number: int = 0  # agent round it takes part in; waiting: it joins only a later round
     address: str = ""  # address of this host for other nodes
     port: int = 0  # running: free port for the workers' MASTER_PORT if this agent is node rank 0
-    since: float = 0.0  # start of this state, seconds since the epoch; for people, never compared
+    since: float = 0.0  # start of this state, seconds since the epoch; only displayed, never compared
     min_nodes: int = 0  # waiting: minimum number of nodes; without them it gives up after `join_timeout_s`
     join_timeout_s: float = 0.0
 
@@ -129,14 +129,14 @@ class AgentRound:
     agents: list[str]  # agent ids; the index is the node rank
     state: Literal["complete", "closed"]  # closed: no further round will be formed under this run id
     written_by: str = ""  # id of the writing agent
-    reason: str = ""  # one sentence for people
+    reason: str = ""  # one readable sentence
     created_at: float = 0.0
 
 
 @dataclass(frozen=True)
 class AgentNotice:
     """Summary of all elastic agents in a few numbers. Key `agent_notice`, written by the agents' coordinator, fenced on its
-    election key. The counts hold while that coordinator is in office; the confirmation holds for ever."""
+    election key. The counts hold while that coordinator is in office; the confirmation holds forever."""
 
     term: int  # create revision of the writer's election key
     confirmed_round: int = 0  # newest agent round that all its members have entered together
@@ -173,7 +173,7 @@ class WorkerRecord:
     round_number: int = 0
     fingerprint: str = ""  # digest of the model's parameter names and shapes; empty until the model is built
     version: str = ""  # release of lightning_dlrover
-    since: float = 0.0  # start of this state, seconds since the epoch; for people, never compared
+    since: float = 0.0  # start of this state, seconds since the epoch; only displayed, never compared
     # Workers that this one could not reach, at most MAX_UNREACHABLE. After round `round_number` did not form: other members of
     # it. While this worker is `ready`: members of the current round.
     unreachable: list[str] = field(default_factory=list)
@@ -183,8 +183,8 @@ class WorkerRecord:
 class AddressRecord:
     """Where a worker's process is reached. Key `addresses/{worker_id}`, bound to no lease of the worker.
 
-    A worker whose lease has ended may live, cut off from etcd. Its address stays until the worker leaves, its process is found
-    dead, or a round goes on without it.
+    A worker with an expired lease may be alive, cut off from etcd. Its address stays until the worker leaves, its process is
+    found dead, or a round continues without it.
     """
 
     worker_id: str
@@ -200,20 +200,20 @@ class RoundRecord:
 
     number: int
     members: list[str]  # worker ids; the index is the global rank
-    reason: str  # one sentence for people
+    reason: str  # one readable sentence
     kind: Literal["start", "grow", "shrink", "replace", "loss", "retry", "undo", "stop"]  # undo: without its newest joiners
     planned: bool  # False: the step in flight cannot complete, and members abandon it at once
     store_address: str = ""  # address of rank 0's TCPStore
     store_port: int = 0
     convener: str = ""
-    created_at: float = 0.0  # seconds since the epoch; for people and pictures, never compared
+    created_at: float = 0.0  # seconds since the epoch; only displayed, never compared
     apart_attempts: int = 0  # consecutive earlier rounds that did not form because members could not reach each other
     hosts: list[int] = field(default_factory=list)  # each member's host as a number, from 0 in the order of ranks
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What a worker must know of the others' records. Key `notice`, written by the coordinator, fenced on its election key.
+    """What a worker needs of the others' records. Key `notice`, written by the coordinator, fenced on its election key.
 
     So only one worker of a job follows all records, and a change costs the others one small notice.
     """
@@ -241,18 +241,18 @@ class JobRecord:
     version: str  # release of lightning_dlrover
     workers_per_node: int = 1  # workers that come and go together, with their node
     fingerprint: str = ""  # fingerprint of the model
-    data: str = ""  # fingerprint of the training data, as far as they can be compared
+    data: str = ""  # fingerprint of the comparable part of the training data
     global_batch_size: int = 0  # samples per step; 0 until the first round has determined it
     start_workers: int = (
         0  # a DataLoader's batch_size times this is its global batch: workers at the start, or a pool job's MIN
     )
-    lane_workers: int = 0  # workers for which the rows of streams are laid out: the most that the job could have at its start
+    lane_workers: int = 0  # number of workers that stream rows are laid out for: the job's maximum at its start
     started_from: str = ""  # newest checkpoint that the user has chosen by `ckpt_path`
     created_at: float = 0.0
     message: str = ""  # reason for the failure
     unjoinable: str = ""  # reason why the state cannot be handed over to joiners; empty if it can
     has_stepped: bool = False  # True once a step was made
-    # Numbers of workers with which a step has failed that fewer workers have made, and why. No round grows to one of them.
+    # World sizes at which a step failed that fewer workers completed, and why. No round grows to one of them.
     failed_sizes: dict[str, str] = field(default_factory=dict)
     # A script may train several times. `phase` describes the first time, the only one that workers can join.
     fits_begun: int = 0  # number of the newest `fit`; 0: none after the first
@@ -260,7 +260,7 @@ class JobRecord:
 
     @property
     def sizes_not_tried(self) -> frozenset[int]:
-        """The numbers of workers to which no round grows."""
+        """World sizes that no round grows to."""
         return frozenset(int(size) for size in self.failed_sizes if size.isdecimal())
 
     @property
@@ -302,7 +302,7 @@ class PlanRecord:
     binding: bool  # False: the number of workers is only a recommendation, because no controller can carry it out
     decision_id: int = 0
     created_at: float = 0.0
-    # Settings that every worker applies by itself, whether the plan is binding or not. None: the worker keeps its own.
+    # Settings that every worker applies on its own, whether the plan is binding or not. None: the worker keeps its own.
     loader_workers: int | None = None  # loader workers per worker; 0: the worker prepares its batches itself
     intra_op_threads: int | None = None  # threads per worker; 0: one for each of its cores
     prefetch_factor: int | None = None  # batches that each loader worker prepares ahead; 0 without loader workers
@@ -324,6 +324,11 @@ class PlanRecord:
             return "pool"
         return "user" if self.source == "user" else "planner"
 
+    @property
+    def stated_reason(self) -> str:
+        """The reason, after whose it is. That of a pool begins with the pool's name already."""
+        return self.reason if self.owner == "pool" else f"{self.source}: {self.reason}"
+
 
 @dataclass(frozen=True)
 class DrainRecord:
@@ -332,7 +337,7 @@ class DrainRecord:
     worker_id: str
     reason: str
     once_replaced: bool = False  # True: leave only when a replacement, which the controller starts, can take the place
-    failed_round: int = 0  # round in which a step has failed by this worker: the next one goes on without it; 0: none
+    failed_round: int = 0  # round in which this worker made a step fail: the next one excludes it; 0: none
 
 
 @dataclass(frozen=True)
@@ -351,7 +356,7 @@ class StacksRequest:
     number: int
     asked_by: str
     reason: str
-    at: float  # seconds since the epoch; for people, never compared
+    at: float  # seconds since the epoch; only displayed, never compared
 
 
 @dataclass(frozen=True)
@@ -379,7 +384,7 @@ class ControllerRecord:
     target: str  # local, slurm, kubernetes
     apps: dict[str, str] = field(default_factory=dict)  # node name -> TorchX app handle
     run_dir: str = ""
-    held_up: str = ""  # reason why planned nodes are not added, for people
+    held_up: str = ""  # readable reason why planned nodes are not added
 
 
 @dataclass(frozen=True)
@@ -431,17 +436,17 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class ProgressRecord:
-    """How far the job has trained, for people. Key `progress`, written by rank 0 every few seconds, bound to its lease."""
+    """Progress of the job, for display. Key `progress`, written by rank 0 every few seconds, bound to its lease."""
 
     step: int  # optimizer steps so far, as Lightning counts them
-    epoch: int  # from 0
+    epoch: int  # first epoch: 0
     batch: int  # batches of this epoch so far
     num_workers: int
-    samples_per_s: float  # of all workers
+    samples_per_s: float  # all workers together
     max_epochs: int | None = None  # None: unlimited
-    num_batches: int | None = None  # in an epoch; None: unknown
+    num_batches: int | None = None  # batches of an epoch; None: unknown
     seconds_left: float | None = None  # until the end of training at this rate, without validation; None: unknown
-    loss: str = ""  # of rank 0's share of the newest batch, as it may be `nan`; empty: the script returns none
+    loss: str = ""  # loss of rank 0's share of the newest batch, text because of `nan`; empty: the script returns none
     at: float = 0.0  # seconds since the epoch
 
 
@@ -472,7 +477,7 @@ class PlacesRecord:
 
 @dataclass(frozen=True)
 class SnapshotRecord:
-    """A snapshot of sharded tables that counts, one of the newest. Key `snapshot`; for people only."""
+    """A snapshot of sharded tables that counts, one of the newest. Key `snapshot`; only displayed."""
 
     round: int
     batch: int

@@ -1,1 +1,1 @@
-"""Who trains: rounds of workers, agreed through etcd."""
+"""The membership protocol: which workers train in a round, agreed through etcd."""

@@ -1,4 +1,8 @@
-"""The worker that coordinates a job's rounds: its election, what it reads of the job, what it decides and announces."""
+"""Coordinate a job's rounds, as the worker that was elected to: read the job's records, decide writes, announce changes.
+
+`Coordinator` decides, without clocks, threads or connections. The rest of the file reads the records and carries the decisions
+out.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,7 @@ MAX_BURIED = 50
 """Addresses removed in one transaction. etcd allows 128 conditions and 128 operations (--max-txn-ops)."""
 
 MAX_GUARDED = 100
-"""Missing members of whose absence a round makes sure."""
+"""Missing members that a round requires to be absent."""
 
 
 @dataclass(frozen=True)
@@ -69,22 +73,24 @@ class Write:
         return all(compare.holds(entries.get(compare.key)) for compare in self.compare)
 
 
-# Decide a worker's writes on behalf of the job: elections, rounds, notices and burials.
-#
-# Each write is one transaction, and the decisions need no clock, thread or connection. `Coordinator.candidacy` reads the
-# shared records. In office, `Coordinator.next_write` reads one copy of all the job's records and returns this worker's next
-# write, if any. The caller knocks at the ports of missing members before, runs the write and reads again. A copy must show
-# etcd at a single revision. The number of the next round and the revision that guards it must come from the same moment, or
-# an old decision could overwrite a new round.
-#
-# Three things keep rounds unique even if messages are lost, late or repeated:
-#   - the fence: a round is written only while the election key is the one under which it was decided;
-#   - the guard: a round replaces only the very revision of the round that it follows;
-#   - a worker decides only on a copy that shows its own election, and hence every round of the coordinators before it.
-#
-# A round that leaves missing members out is written only while none of them has registered again.
 class Coordinator:
-    """One worker's part in the election, and its decisions while it holds office."""
+    """One worker's part in the election, and its decisions while it holds office.
+
+    Decide a worker's writes on behalf of the job: elections, rounds, notices and burials.
+
+    Each write is one transaction, and the decisions need no clock, thread or connection. `Coordinator.candidacy` reads the
+    shared records. In office, `Coordinator.next_write` reads one copy of all the job's records and returns this worker's next
+    write, if any. The caller knocks at the ports of missing members before, runs the write and reads again. A copy must show
+    etcd at a single revision. The number of the next round and the revision that guards it must come from the same moment, or
+    an old decision could overwrite a new round.
+
+    Three things keep rounds unique even if messages are lost, late or repeated:
+      - the fence: a round is written only while the election key is the one under which it was decided;
+      - the guard: a round replaces only the very revision of the round that it follows;
+      - a worker decides only on a copy that shows its own election, and hence every round of the coordinators before it.
+
+    A round that leaves missing members out is written only while none of them has registered again.
+    """
 
     def __init__(self, keys: Keys, worker_id: str, lease_id: int, timeouts: RoundTimeouts) -> None:
         self._keys = keys
@@ -95,7 +101,7 @@ class Coordinator:
         self._situation: tuple[object, float] | None = None  # workers or agents that are awaited, and since when
         self._cut_off_s: float | None = None  # time at which etcd was last unreachable
         self._missing_since: dict[str, float] = {}  # missing members, and when this worker first saw in office that they are
-        self._renewed: set[str] = set()  # those of them whose time began again because another one has returned
+        self._renewed: set[str] = set()  # members whose wait began again because another one has returned
         self._answers: dict[str, Answer] = {}  # the last responses of their ports
         self._noted: tuple[JobView, int, bytes] | None = None  # last notice with the view and the term that it follows from
 
@@ -105,7 +111,7 @@ class Coordinator:
         return election is not None and election.value == self._worker_id.encode()
 
     def candidacy(self, entries: Entries, is_vacant: bool = False) -> Write | None:
-        """Return this worker's next write for an election in which it is not in office, or None.
+        """Return this worker's next write for an election while it is not in office, or None.
 
         Args:
             entries: the shared records.
@@ -149,7 +155,7 @@ class Coordinator:
         if self._situation is None or situation != self._situation[0]:
             self._situation = (situation, now_s)
         # The outage that separated us from etcd may still separate those that seem to be lost. And a round that cannot be read
-        # is no reason to begin with another first one.
+        # does not justify beginning with another first one.
         is_back = self._cut_off_s is None or now_s - self._cut_off_s >= self._timeouts.return_s
         may_decide = (is_back or not view.lost) and (view.round is not None or self._keys.round not in entries)
         may_decide = may_decide and not self.awaits_return(view, now_s)
@@ -161,7 +167,7 @@ class Coordinator:
         if proposal is not None:
             # Workers that a round leaves out must see in the same moment whether they were asked to leave.
             puts = (Put(self._keys.round, encode(proposal)), Put(self._keys.notice, told))
-            # Nobody has returned that this copy does not show yet, not even to be cut off again: that writes the address.
+            # No worker has returned without showing in this copy, not even to be cut off again: returning writes the address.
             away = (self._unchanged(entries, self._keys.addresses + worker) for worker in view.missing[:MAX_GUARDED])
             return Write("round", (fence, self._unchanged(entries, self._keys.round), *away), puts, proposal)
         last = entries.get(self._keys.notice)
@@ -171,7 +177,7 @@ class Coordinator:
         return self._forget(left, entries) if left else None
 
     def awaits_return(self, view: JobView, now_s: float) -> list[str]:
-        """Return the missing members for whom the next round still waits."""
+        """Return the missing members that the next round still waits for."""
         timeouts = self._timeouts
         limit_s = timeouts.return_s if view.holders else max(timeouts.return_s, timeouts.start_s)
         waiting = may_return(view, self._answers)
@@ -205,7 +211,7 @@ class Coordinator:
         self._renewed = set()
 
     def was_cut_off(self, now_s: float) -> None:
-        """Note that etcd is, or was until now, unreachable. Leases of healthy workers may have expired meanwhile."""
+        """Note that etcd is, or was until now, unreachable. Leases of healthy workers may have expired."""
         self.interrupt()
         self._cut_off_s = now_s
 
@@ -232,7 +238,7 @@ def burial(record: KeyValue, election: KeyValue | None, keys: Keys) -> list[Writ
     return writes
 
 
-# All records of a job, followed by its coordinator, and records of single workers, read when they are needed.
+# All records of a job, mirrored by its coordinator; and records of single workers, read on demand.
 
 log = logging.getLogger(__name__)
 
@@ -242,10 +248,10 @@ GETS_PER_REQUEST = 100
 """Records read in one transaction: etcd refuses more than 128 operations."""
 
 MAX_KNOWN = 2000
-"""Workers of which one worker remembers the records, in addition to those that it asks for."""
+"""Number of records that a worker remembers, in addition to those that it asks for."""
 
 ABSENT_S = 1.0
-"""Seconds for which a worker without a record is not asked for again. It may register again after an outage of etcd."""
+"""Seconds until a worker without a record is asked for again. It may register again after an outage of etcd."""
 
 
 class JobMirror:
@@ -265,7 +271,7 @@ class JobMirror:
         self._view_since = 0.0
 
     def look(self) -> tuple[Mapping[str, KeyValue], JobView, float]:
-        """Return all records at one revision, the view that they give, and the seconds for which it has not changed.
+        """Return all records at one revision, the view that they give, and the seconds since it last changed.
 
         Opens the mirror if it is closed.
 
@@ -299,7 +305,7 @@ class JobMirror:
 
 
 class WorkerRecords:
-    """Records of single workers. What does not change during a worker's life is read once: its address, host and agent.
+    """Records of single workers. Their constant parts are read once: address, host and agent.
 
     Args:
         mirror: knows whether etcd answers. If not, nothing waits for it.
@@ -359,7 +365,7 @@ class WorkerRecords:
         return [entry for key in keys if (entry := self._client.get(key)) is not None]
 
     def of(self, worker_ids: Iterable[str]) -> dict[str, WorkerRecord]:
-        """Return what is constant in the records of `entries` that can be read."""
+        """Return the constant parts of the readable records in `entries`."""
         records = {worker: self._decode(worker, entry) for worker, entry in self.entries(worker_ids).items()}
         return {worker: record for worker, record in records.items() if record is not None}
 
@@ -481,7 +487,7 @@ MAX_KNOCKS = 200
 """Ports of missing members at which this worker knocks at once. Each takes an open file, and the script may need many."""
 
 ANSWER_S = 0.3
-"""Maximum seconds for which a missing member's port may take to answer."""
+"""Maximum seconds to wait for an answer of a missing member's port."""
 
 SIGHT_S = 5.0
 """Maximum seconds until a write of this worker shows up in its copy of the records."""
@@ -520,9 +526,9 @@ class Office:
         self._reached = reached
         self._knocked_at = -KNOCK_S
         self._num_knocks = 0
-        self._told_of: list[str] = []  # missing members whose return the log says is awaited
+        self._told_of: list[str] = []  # missing members that the log names as awaited
         self._job_mirror = JobMirror(client, keys, on_change, decoder)
-        self._stands_at: float | None = None  # time of this worker's candidacy, while there is no coordinator
+        self._stands_at: float | None = None  # time of this worker's candidacy, while the job has no coordinator
         self._holder_is_checked_at = time.monotonic() + CHECK_S
         self._is_refused = False  # whether etcd was full at this worker's last write
 
@@ -564,12 +570,12 @@ class Office:
             return
         if announcement is not None:
             self._announcer.made(announcement)
-        # The next decision must see this write, or it would be repeated in vain.
+        # The next decision must see this write, or it would repeat it without effect.
         with contextlib.suppress(TimeoutError):
             self._job_mirror.wait_for(lambda now: None if write.may_succeed(now) else True, SIGHT_S)
 
     def _knock(self, view: JobView) -> None:
-        """Find out which missing members live, and say that the next round waits for them."""
+        """Detect which missing members are alive, and log that the next round waits for them."""
         if view.missing and time.monotonic() - self._knocked_at >= KNOCK_S:
             first = self._num_knocks % len(view.missing) if len(view.missing) > MAX_KNOCKS else 0
             turn = [*view.missing[first:], *view.missing[:first]][:MAX_KNOCKS]
@@ -585,7 +591,7 @@ class Office:
         self._told_of = awaited
 
     def _judged(self, view: JobView, worker_id: str, answer: Answer) -> Answer:
-        # A refusal from another host may come from a firewall as long as that address was never reached. If nobody else holds
+        # A refusal from another host may come from a firewall as long as that address was never reached. If no other holds
         # the state, such a network could not carry the job anyway.
         is_proof = not view.holders or worker_id in self._reached or view.addresses[worker_id].host == socket.gethostname()
         return answer if answer != "refuses" or is_proof else "silent"
@@ -593,7 +599,7 @@ class Office:
     def _find_room(self, shared: Entries) -> None:
         """Write the notice again as it is, until etcd takes it.
 
-        Healthy workers whose leases expired while etcd was full can register again from then on, and need time for that. A
+        Healthy workers with leases that expired while etcd was full can register again from then on, and need time for it. A
         round would come too early for them if it were the first write.
         """
         last = shared.get(self._keys.notice)
@@ -604,7 +610,7 @@ class Office:
 
     @property
     def is_about_to_stand(self) -> bool:
-        """Whether this worker waits for a moment before it stands for coordinator, so that not all do at once."""
+        """Whether this worker pauses before it stands for coordinator. Without the pause all would stand at once."""
         return self._stands_at is not None
 
     def step_down(self, timeout_s: float = 0.0) -> None:

@@ -1,7 +1,7 @@
 """The worker's side of the membership protocol.
 
 `Member` decides when its worker enters a round, gives one up, regroups with its peers, waits, leaves, or must stop because the
-others went on without it. Its `MemberBackend` forms and severs process groups and transports the records. The methods are
+others continued without it. Its `MemberBackend` forms and severs process groups and transports the records. The methods are
 coroutines so that the same code runs in two places. In a process each await blocks until it is done (`run_blocking`). In the
 simulation of tests/rdzv/simulation an await lets time pass for all workers.
 """
@@ -61,7 +61,7 @@ class WorldError(RuntimeError):
 
 
 class LeftOutError(WorldError):
-    """The round goes on without this worker because it was drained or not needed.
+    """The round continues without this worker, which was drained or not needed.
 
     Example:
         >>> from lightning_dlrover.rdzv.job.records import RoundRecord
@@ -101,7 +101,7 @@ class VoidRoundError(Exception):
 
 
 class CannotMeetError(Exception):
-    """The members of a round are at places in the script from which they cannot go on together."""
+    """The members of a round are at places in the script that do not allow them to continue together."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class MemberBackend(Protocol):
     async def until(
         self, found: Callable[[WorkerView], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> T:
-        """Return `found` of the view as soon as it is not None. Meanwhile the dead among `probe` are buried.
+        """Return `found` of the view as soon as it is not None. Until then, bury the dead among `probe`.
 
         Raises:
             TooLateError: the wait for `what` timed out.
@@ -191,7 +191,7 @@ class Member:
         self.number = 0  # round that is formed or being formed
         self.forming = False
         self.admitting = False  # waits at the training loop's entrance, without the job's state
-        self.dismissed = False  # a planned round goes on without this worker
+        self.dismissed = False  # a planned round continues without this worker
         self._backend = backend
         self._fingerprint = ""
 
@@ -289,7 +289,7 @@ class Member:
         # A worker that left the job hands over its tables to this round. If it dies, it may have been the coordinator.
         suspects = list(dict.fromkeys([*broken.members, *self._backend.view.leavers]))
         newest = self._backend.view.round
-        if newest is None or newest.number <= broken.number:  # else a coordinator has seen what became of the round
+        if newest is None or newest.number <= broken.number:  # else a coordinator has seen the outcome of the round
             await self._backend.bury_the_dead(suspects)
             if self.worker_id in broken.members:
                 await self._backend.write("ready" if self.admitting else "reforming", broken.number, unreachable=unreachable)
@@ -298,7 +298,7 @@ class Member:
             if view.job is not None and view.job.is_over:
                 if self.admitting or view.job.phase == "finished":
                     # The others ended before the switch that was to admit this worker, or made the last step although this
-                    # worker lost a peer in it. Nothing is left to do.
+                    # worker lost a peer in it. Nothing remains to be done.
                     raise LeftOutError(RoundRecord(0, [], f"the job has {view.job.phase}", "stop", planned=True))
                 raise WorldError(f"round {broken.number} broke after the job has {view.job.phase}: no other will be formed")
             if view.round and view.round.number > broken.number:
@@ -325,7 +325,7 @@ class Member:
         return newest.number > number or any(w != self.worker_id for w in view.given_up)
 
     def will_never_form(self, view: WorkerView, number: int) -> bool:
-        """Whether waiting for round `number` is in vain: it is void, or members have ended with the job."""
+        """Whether waiting for round `number` is useless: it is void, or members have ended with the job."""
         is_over = view.job is not None and view.job.is_over
         return self.is_void(view, number) or (is_over and bool(view.lost))
 
@@ -338,7 +338,7 @@ class Member:
     def must_cut_off(self, view: WorkerView, number: int, forming: bool, evicted: bool) -> bool:
         """Whether the group of round `number` cannot complete any more collectives, so that no thread may wait for one.
 
-        The round has ended without an agreement, another member has given it up, or the others go on without this worker.
+        The round has ended without an agreement, another member has given it up, or the others continue without this worker.
         """
         newest = view.round
         if newest is None or number == 0:
@@ -354,7 +354,7 @@ def _sends_away(round_: RoundRecord) -> bool:
 
 
 def run_blocking(course: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine whose awaits all block until they are done."""
+    """Return the result of a coroutine in which every await blocks until it is done."""
     try:
         course.send(None)
     except StopIteration as done:

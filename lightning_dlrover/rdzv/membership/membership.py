@@ -1,4 +1,4 @@
-"""Run the membership protocol against etcd, as one worker of a job."""
+"""Run the membership protocol against etcd, as one worker of a job: register, follow the records, campaign, leave."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ def enter_job(journal: Journal, config: MembershipConfig) -> None:
 
 
 def refuse_loopback(config: MembershipConfig, workers: Iterable[WorkerRecord]) -> None:
-    """
+    """Refuse loopback addresses in a job whose workers run on several hosts.
+
     Raises:
         MembershipError: the workers run on several hosts, and one of them has an address that others cannot reach.
     """
@@ -155,28 +156,29 @@ GONE_CHECK_S = 0.3
 """Seconds between two checks whether a worker has ended that no notice will name."""
 
 MAX_SILENT_LEASES = 2.5
-"""Lifetimes of its lease for which a worker that etcd does not answer is still sure of its place."""
+"""Lifetimes of its lease that a worker without an answer from etcd is still sure of its place."""
 
 MAX_BURIED = 1000
 """Buried workers that one worker remembers."""
 
 NUM_SAMPLED = 8
-"""Oldest workers whose addresses a new one compares with its own."""
+"""Number of oldest workers that a new one compares its address with."""
 
 
-# Run the membership protocol of `rounds.py` and `coordinator.py` against etcd, as one worker of a job.
-#
-# Holds the worker's own record, mirrors the records of the others, and takes part in the election of the coordinator. It is
-# independent of process groups: `world.py` forms them for the rounds that appear here.
-#
-# One thread per worker (`_run`) does all background work. It decodes the mirror's changes, notifies the listener,
-# coordinates while it holds the election key, and writes queued events. The calling thread writes only the worker's own
-# record and burials.
-#
-# A worker mirrors the shared records and its own one. Only the coordinator mirrors the records of all workers
-# (`coordinator.py`), so a change costs the others the same in a job of any size.
 class Membership:
     """One worker's view of the job, and its turn as coordinator.
+
+    Run the membership protocol of `rounds.py` and `coordinator.py` against etcd, as one worker of a job.
+
+    Holds the worker's own record, mirrors the records of the others, and takes part in the election of the coordinator. It is
+    independent of process groups: `world.py` forms them for the rounds that appear here.
+
+    One thread per worker (`_run`) does all background work. It decodes the mirror's changes, notifies the listener,
+    coordinates while it holds the election key, and writes queued events. The calling thread writes only the worker's own
+    record and burials.
+
+    A worker mirrors the shared records and its own one. Only the coordinator mirrors the records of all workers
+    (`coordinator.py`), so a change costs the others the same in a job of any size.
 
     Args:
         client: a connected client; its owner closes it.
@@ -280,7 +282,7 @@ class Membership:
                     step()
             self.own.lease.revoke()
         except EtcdError as error:
-            # The lease expires by itself. An error at the worker's exit would turn a finished job into a failed one.
+            # The lease expires anyway. An error at the worker's exit would turn a finished job into a failed one.
             log.warning("run %s: could not sign off: %s", self._config.run_id, error)
         if not self._thread.is_alive():
             self._office.step_down(timeout_s)
@@ -353,7 +355,7 @@ class Membership:
 
         Raises:
             TimeoutError: the wait for `what` timed out; the message names the workers or agents that are missing.
-            EvictedError: the job went on without this worker meanwhile.
+            EvictedError: the job has continued without this worker.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -378,7 +380,7 @@ class Membership:
         """Wait until none of these workers is registered.
 
         Args:
-            purpose: what they are expected to do before they end, for the error's text: "to ...".
+            purpose: their expected action before they end, for the error's text: "to ...".
 
         Raises:
             TimeoutError: one of them is still registered after `timeout_s`.
@@ -394,7 +396,7 @@ class Membership:
                     self._changed.wait(GONE_CHECK_S)
 
     def _missing(self) -> str:
-        """Describe the missing workers for people."""
+        """Describe the missing workers in words."""
         try:
             missing = awaited(self.all_records()) if self._mirror.healthy else []
         except EtcdError:
@@ -413,7 +415,7 @@ class Membership:
         """
         for worker_id, entry in self.workers.entries(worker_ids).items():
             if len(self._buried) >= MAX_BURIED:
-                self._buried.clear()  # only the text of a round's line tells them apart
+                self._buried.clear()  # they differ only in the text of a round's line
             self._buried.add(worker_id)
             log.info("run %s: worker %s is gone (its port refuses connections)", self._config.run_id, worker_id)
             for write in burial(entry, self._client.get(self.keys.coordinator), self.keys):
@@ -445,10 +447,10 @@ class Membership:
             log.debug("run %s: could not bury the dead: %s", self._config.run_id, error)
 
     def is_still_in_force(self) -> bool:
-        """Return whether no round can have begun without this worker, whose own group of workers is intact.
+        """Return whether no round can have begun without this worker, provided that its group of workers is intact.
 
         After the end of this worker's lease such a round waits for it for two leases or longer: `may_return` in `rounds.py`.
-        Asks etcd only if it answers, and has said that the lease has ended.
+        Asks etcd only if etcd answers, and has reported that the lease has ended.
         """
         own = self.own
         if own.evicted or not own.lease.lost.is_set():
@@ -493,7 +495,7 @@ class Membership:
             view = dataclasses.replace(view, leaver=self.worker_id)
         self._view = view
         if self._own_mirror is not None:
-            with contextlib.suppress(EtcdFullError):  # it registers again once there is room, and follows the others meanwhile
+            with contextlib.suppress(EtcdFullError):  # it registers again once etcd has room, and follows the others until then
                 self.own.check(self._own_mirror.get(self.own.key))
         with self._changed:
             self._changed.notify_all()

@@ -1,4 +1,8 @@
-"""The membership protocol as pure functions: the next round of a job, decided from a view of its records."""
+"""The membership protocol as pure functions: the next round of a job, decided from a view of its records.
+
+`next_round` decides from a `JobView`; `worker_view_of` and `notice_of` give a worker's `WorkerView`. Probing ports is the only
+input or output here.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +54,8 @@ def dead_beside(
         me: this worker; need not be in the ring.
         workers: the ring.
         probers: workers that probe this ring, too. Only their answers count.
-        knock: connects to workers; leaves out those whose answer proves nothing to this worker.
-        num_answers: answers after which to stop; more of them make up for probers that cannot tell whether others are dead.
+        knock: connects to workers; skips those with an answer that proves nothing to this worker.
+        num_answers: answers after which to stop; more of them make up for probers that cannot decide whether others are dead.
     """
     first = workers.index(me) + 1 if me in workers else 0
     ring = [w for w in (*workers[first:], *workers[:first]) if w != me]
@@ -81,7 +85,7 @@ def silent_workers(records: Iterable[WorkerRecord], timeout_s: float = 1.0) -> l
 def answers(records: Iterable[WorkerRecord | AddressRecord], timeout_s: float) -> dict[str, Answer]:
     """Connect to each worker's port, and return the responses within `timeout_s` by worker id.
 
-    Workers for which this process cannot open a socket are left out.
+    Workers are skipped if this process cannot open a socket for them.
     """
     named: dict[int, Answer] = {0: "accepts", errno.ECONNREFUSED: "refuses"}
     return {worker_id: named.get(code, "silent") for worker_id, code in _knock(records, timeout_s).items()}
@@ -100,7 +104,7 @@ def _knock(records: Iterable[WorkerRecord | AddressRecord], timeout_s: float) ->
             try:
                 sock = socket.socket(family, socket.SOCK_STREAM)
             except OSError:
-                continue  # this process has no room for another open file, which says nothing about the worker
+                continue  # this process is at its limit of open files, which proves nothing about the worker
             sock.setblocking(False)
             code = sock.connect_ex(target)
             if code in (errno.EINPROGRESS, errno.EWOULDBLOCK):
@@ -136,12 +140,12 @@ def _knock(records: Iterable[WorkerRecord | AddressRecord], timeout_s: float) ->
 # A worker takes part while its record exists. The record is removed when the worker's lease expires, when its agent reports
 # that the process has ended, or when its port is found to refuse connections. Only the last two prove that the process is
 # gone, and remove the worker's address as well. A member without a record but with an address is missing: it may be cut off
-# from etcd, hold the job's state, and come back. `may_return` tells for whom the coordinator waits then.
+# from etcd, hold the job's state, and come back. `may_return` decides which of them the coordinator waits for.
 
 MORE = "waits for more workers"
 
 MAX_STARTS = 64
-"""Groups of workers that reach each other, of which the largest one is chosen."""
+"""Groups of workers that reach each other; the largest one is chosen."""
 
 
 @dataclass(frozen=True)
@@ -155,9 +159,9 @@ class JobView:
     agents: Mapping[str, AgentRecord] = field(default_factory=dict)
     drains: Set[str] = frozenset()  # ids of workers asked to leave
     replacements: Set[str] = frozenset()  # ids of workers asked to leave once another worker can replace them
-    # Those of `drains` by which a step has failed, and the round of that step: they are in no further round.
+    # Members of `drains` that made a step fail, and the round of that step: no further round includes them.
     dismissals: Mapping[str, int] = field(default_factory=dict)
-    addresses: Mapping[str, AddressRecord] = field(default_factory=dict)  # also of workers whose lease has ended
+    addresses: Mapping[str, AddressRecord] = field(default_factory=dict)  # also of workers with an expired lease
 
     # In a job of a thousand workers the coordinator reads these after each change, so they are computed once.
 
@@ -173,7 +177,7 @@ class JobView:
 
     @cached_property
     def missing(self) -> list[str]:
-        """Members whose lease has ended, while nothing shows that their process has."""
+        """Members with an expired lease, but without proof that their process has ended."""
         return [w for w in self.lost if w in self.addresses]
 
     @cached_property
@@ -275,7 +279,7 @@ class JobView:
         return list(groups.values())
 
     def with_requests_to_nodes(self) -> JobView:
-        """Return the view in which a request to one worker, to leave or to be replaced, holds for all workers of its node.
+        """Return the view with each request to one worker, to leave or to be replaced, applied to all workers of its node.
 
         A node gives nothing back before its last worker has left. A dismissal holds for one worker alone: it has failed a step.
         """
@@ -290,15 +294,15 @@ class JobView:
 
 @dataclass(frozen=True)
 class RoundTimeouts:
-    """Seconds to wait for missing workers before the round goes on without them."""
+    """Seconds to wait for missing workers before the round continues without them."""
 
-    # Wait until all announced workers have registered or are ready, and for missing members if nobody else holds the state.
+    # Wait until all announced workers have registered or are ready, and for missing members if no other worker holds the state.
     start_s: float = 60.0
     regroup_s: float = 120.0  # wait until all survivors have detected the broken round; they may be saving a checkpoint
     leave_s: float = 120.0  # wait until workers that a round has left out have handed over and ended
-    # Wait until members that live, but whose leases have ended, have registered again. Two leases suffice for cuts that short.
+    # Wait until living members with expired leases have registered again. Two leases suffice for cuts that short.
     return_s: float = 10.0
-    apart_attempts: int = 2  # consecutive rounds that may fail because members cannot reach each other; then some are left out
+    apart_attempts: int = 2  # consecutive rounds that may fail because members cannot reach each other; then some are excluded
 
 
 def awaited(view: JobView) -> list[str]:
@@ -318,13 +322,13 @@ def awaited(view: JobView) -> list[str]:
 
 
 def may_return(view: JobView, answers: Mapping[str, Answer]) -> list[str]:
-    """Return the missing members for whom the next round waits for a while, because they may hold the state that it needs.
+    """Return the missing members that the next round waits for a while for, because they may hold the state that it needs.
 
-    While others hold it, a member whose host does not answer is not worth their time. If nobody does, the next round throws the
-    state away.
+    While others hold it, a member with an unresponsive host is not worth their time. If no other holds it, the next round
+    throws the state away.
 
     Args:
-        answers: responses of the missing members' ports, as far as they are known.
+        answers: known responses of the missing members' ports.
     """
     if view.holders:
         return [w for w in view.missing if answers.get(w, "accepts") == "accepts"]
@@ -334,7 +338,8 @@ def may_return(view: JobView, answers: Mapping[str, Answer]) -> list[str]:
 def _keepers_of_state(view: JobView) -> list[str]:
     """Return agents that may keep the state of a stopped job in their host's memory for workers that are not there yet.
 
-    A round without these workers would begin the job anew: the state is read only in a round in which no worker has one.
+    A round without these workers would restart the job from scratch: the state is read only in a round in which no worker has
+    one.
     """
     if view.round is None or view.round.kind != "stop":
         return []
@@ -369,7 +374,7 @@ def cause(view: JobView, successor: RoundRecord) -> dict[str, list[str]]:
 
 
 def waits(view: JobView) -> dict[str, str]:
-    """Describe each worker's wait for people; empty for a worker that trains."""
+    """Describe each worker's wait in words; empty for a worker that trains."""
     is_about_to = next_round(view, 0.0) is not None
     return {worker: _wait_of(view, worker, is_about_to) for worker in view.workers}
 
@@ -452,13 +457,13 @@ def next_round(view: JobView, waited_s: float, timeouts: RoundTimeouts = RoundTi
     """Return the round that should follow the current one, or None if it should stay or others are awaited.
 
     Args:
-        waited_s: seconds for which `awaited(view)` has not changed.
+        waited_s: seconds since `awaited(view)` last changed.
         timeouts: limits on `waited_s`.
     """
     if view.job is None or view.job.is_over:
         return None
     if view.job.unfinished_fit:  # no worker can join any more: a joiner would be in the script's first `fit`
-        # The job cannot return to its minimum number of workers either, so the survivors go on.
+        # The job cannot return to its minimum number of workers either, so the survivors continue.
         job = replace(view.job, min_workers=1)
         view = replace(view, job=job, workers={w: view.workers[w] for w in view.survivors})
         if not view.survivors:
@@ -499,7 +504,7 @@ def _first(view: JobView, waited_s: float, timeouts: RoundTimeouts) -> RoundReco
 
 
 def _after_failure(view: JobView, waited_s: float, timeouts: RoundTimeouts) -> RoundRecord | None:
-    """The step in flight cannot complete: go on with all survivors.
+    """The step in flight cannot complete: continue with all survivors.
 
     Spares are not admitted here. They can receive the state only between two steps, in the planned round that follows.
     """
@@ -540,7 +545,7 @@ def _after_failure(view: JobView, waited_s: float, timeouts: RoundTimeouts) -> R
 
 
 def _are_enough(view: JobView, stay: list[str]) -> bool:
-    """Whether the job can go on with `stay` and the spares that the planned round after that will admit.
+    """Whether the job can continue with `stay` and the spares that the planned round after that will admit.
 
     The minimum does not apply if all of them leave: they finish the step in flight, so that the state can be kept for their
     successors.
@@ -590,7 +595,7 @@ def _planned(view: JobView, waited_s: float, timeouts: RoundTimeouts) -> RoundRe
         return None  # they must not see a newer round, unless the script keeps them for good
     members = view.round.members
     if any(view.dismissals.get(worker) == number for worker in members):
-        return None  # whoever has dismissed them is about to report this round as broken, or to die
+        return None  # the worker that dismissed them is about to report this round as broken, or to die
     joiners = _joiners(view)
     leaving = _leaving(view, len(joiners))
     staying = [w for w in members if w not in leaving]
@@ -618,14 +623,14 @@ def _joiners(view: JobView) -> list[str]:
 
 
 def _lacks_neighbours(view: JobView, joiners: Sequence[str]) -> bool:
-    """Whether other workers of the joiners' node, of which no worker trains yet, are still to come."""
+    """Whether a joiner's node, none of its workers training yet, still has workers to come."""
     if view.job is None or len(joiners) >= view.job.workers_per_node:
         return False
     return view.nodes[joiners[0]] not in {view.nodes[w] for w in view.survivors}
 
 
 def _most(view: JobView, num_staying: int, num_joiners: int) -> int:
-    """Return the most workers that the next round may have, without growing to a number with which a step has failed."""
+    """Return the most workers that the next round may have, without growing to a size at which a step has failed."""
     assert view.job is not None
     assert view.round is not None
     for size in range(min(view.cap, num_staying + num_joiners), num_staying, -1):
@@ -635,13 +640,13 @@ def _most(view: JobView, num_staying: int, num_joiners: int) -> int:
 
 
 def _why(view: JobView, added: list[str], gone: list[str]) -> str:
-    """Describe for people why a planned round follows. The plan's own reason is given only for changes that the plan caused."""
+    """Describe in words why a planned round follows. The plan's own reason is given only for changes that the plan caused."""
     asked = [w for w in gone if w in view.drains or (added and w in view.replacements)]
     others = [w for w in gone if w not in asked]
     texts = [f"{', '.join(added)} joined" if added else "", f"{', '.join(others)} left" if others else ""]
     by_plan = "; ".join(text for text in texts if text)
     if by_plan and view.plan and view.plan.binding:
-        by_plan += f" ({view.plan.source}: {view.plan.reason})"
+        by_plan += f" ({view.plan.stated_reason})"
     by_request = f"{', '.join(asked)} left when asked to" if asked else ""
     return "; ".join(text for text in (by_plan, by_request) if text)
 
@@ -727,14 +732,14 @@ def _numbered(hosts: list[str]) -> list[int]:
 
 
 MAX_NAMED = 2
-"""Workers that a notice names where readers ask only whether there is another one beside themselves."""
+"""Number of workers that a notice names where readers only need to find one other than themselves."""
 
 
-# What each worker of a job sees: the shared records, and what the coordinator's notice says of the other workers.
+# A worker's view of the job: the shared records, and the coordinator's notice about the other workers.
 #
-# Only the coordinator follows the records of all workers. It writes what the others must know into one notice: with each
+# Only the coordinator follows the records of all workers. It publishes the facts that the others need in one notice: with each
 # round, and whenever the notice would change. So a change costs a job of n workers a few writes and n notifications each,
-# instead of n writes of which each notifies n workers.
+# instead of n writes that each notify n workers.
 @dataclass(frozen=True)
 class WorkerView:
     """One worker's view of its job."""
@@ -743,7 +748,7 @@ class WorkerView:
     round: RoundRecord | None = None
     plan: PlanRecord | None = None
     notice: Notice | None = None
-    term: int = 0  # create revision of the election key; 0: there is no coordinator
+    term: int = 0  # create revision of the election key; 0: no coordinator
     leaver: str = ""  # id of the worker that looks, once it has asked to leave itself
 
     @property
@@ -800,7 +805,7 @@ class WorkerView:
 
 
 def notice_of(view: JobView, term: int) -> Notice:
-    """Return the notice that tells the other workers what `view` shows.
+    """Return the notice for the other workers about `view`.
 
     Args:
         term: create revision of the coordinator's election key.
@@ -821,7 +826,7 @@ def notice_of(view: JobView, term: int) -> Notice:
 
 
 def worker_view_of(view: JobView) -> WorkerView:
-    """Return the view of workers whose coordinator sees `view`."""
+    """Return the workers' view if their coordinator sees `view`."""
     return WorkerView(view.job, view.round, view.plan, notice_of(view, 0))
 
 

@@ -1,5 +1,6 @@
-"""The records that a worker reads and writes: its own, those that all workers share, and the queue of writes that nothing
-waits for.
+"""Records that a worker reads and writes: its own, the shared ones, requests to workers, and a queue for deferred writes.
+
+`SharedRecords` holds the shared ones. The coordinator's own reads and writes are in `coordinator.py`.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def ask_for_stacks(journal: Journal, asked_by: str, reason: str, after: int | No
 
 
 def read_stacks(journal: Journal) -> dict[str, StacksRecord]:
-    """Return each worker's newest stack trace. Records that cannot be read are left out."""
+    """Return each worker's newest stack trace. Unreadable records are skipped."""
     return readable_folder(journal.client, StacksRecord, journal.keys.stacks)
 
 
@@ -141,7 +142,7 @@ class Outbox:
         """Carry out a change now, or queue it while etcd is unavailable. Return whether it was carried out.
 
         Raises:
-            what `write` raises, except `EtcdUnavailableError`.
+            any error of `write`, except `EtcdUnavailableError`.
         """
         if not self._changes:  # otherwise etcd was unavailable a moment ago, and training should not wait for it again
             try:
@@ -165,7 +166,7 @@ class Outbox:
                     write()
                 except EtcdUnavailableError:
                     raise
-                except (EtcdError, RecordError, MembershipError) as error:  # another attempt would fail alike
+                except (EtcdError, RecordError, MembershipError) as error:  # another attempt would fail in the same way
                     log.error("%s is not recorded: %s", name, error)
                 if self._changes.get(name) is write:
                     del self._changes[name]
@@ -321,7 +322,7 @@ class OwnRecord:
                 self._modified = done.revision
 
     def _come_back(self) -> bool:
-        """Register again after the lease has expired, provided that the others did not go on without this worker meanwhile.
+        """Register again after the lease has expired, provided that the others have not continued without this worker.
 
         This happens when etcd was unreachable from all workers for longer than a lease. Each new round is guarded by the
         revision of the one before, and so is this write: it fails unless the job's newest round still includes this worker. A
@@ -365,7 +366,7 @@ class OwnRecord:
             if self._record is not None:
                 self._record = None
                 # No transaction: a full etcd takes none, but it deletes.
-                self._client.delete(self.address_key)  # first: without it nobody waits for this worker
+                self._client.delete(self.address_key)  # first: without it no worker waits for this one
                 self._client.delete(self.key)
                 self._client.delete(self._keys.drains + self._worker_id)
                 election = self._client.get(self._keys.coordinator)
@@ -393,11 +394,12 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-# The records that all workers of a job share, as one worker reads and writes them.
-#
-# The mirror answers what it holds without a request. Writes that no worker waits for go through the outbox.
 class SharedRecords:
     """A job's history, plan, checkpoints, searches, nodes, requests and figures.
+
+    The records that all workers of a job share, as one worker reads and writes them.
+
+    Reads of mirrored keys need no request. Writes that no worker waits for go through the outbox.
 
     Args:
         mirror: mirror of the job's shared records.
@@ -428,7 +430,7 @@ class SharedRecords:
         """Update the job record now, or once etcd is available. Return whether it was done.
 
         Args:
-            name: what is recorded, for people. A change that waits under the same name is replaced.
+            name: subject of the write, in words. A waiting change under the same name is replaced.
         """
         return self.outbox.change(name, lambda: self.update_job(change))
 

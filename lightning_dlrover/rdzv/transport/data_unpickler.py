@@ -1,8 +1,8 @@
-"""Keep torch's own collectives of objects from running what another worker has sent.
+"""Keep torch's own object collectives from executing data sent by another worker.
 
 `torch.distributed.all_gather_object` and its relatives unpickle whatever arrives. Torch's checkpoints of several files,
-torchrec, torchmetrics and scripts call them. In a worker of a job they accept what `transfer` accepts, and name the class that
-they refuse.
+torchrec, torchmetrics and scripts call them. In a worker of a job they accept the same types as `transfer`, and the error for
+any other names its class.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The c10d process groups of a round: connect their communicators, sever, abort and end them."""
+"""The c10d process groups of a round: connect their communicators, sever, abort and end them.
+
+`Traits` describe a backend, `Communicators` connect ahead of a round, `DeviceWait` checks results, and `RoundEnd` ends groups.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from lightning_dlrover.rdzv.transport import torch_names
 from lightning_dlrover.rdzv.transport.torch_names import PrefixStore, Store, TCPStore
 from lightning_dlrover.rdzv.transport.waits import AWAKE_S
 
-# Know how the collectives of each c10d backend behave, and refuse settings under which a lost worker would end the others.
+# Properties of the collectives of each c10d backend, and a refusal of settings under which a lost worker would end the others.
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def with_gloo(backend: str) -> str:
     Raises:
         ValueError: the behaviour of a backend is not known.
     """
-    backend = backend.lower()  # as torch takes it
+    backend = backend.lower()  # torch's own spelling
     for name in _names(backend):
         if name not in _KNOWN:
             raise ValueError(
@@ -83,7 +86,7 @@ def has_gloo_for_cpu(backend: str) -> bool:
 
 
 def names_by_device(backend: str) -> dict[str, str]:
-    """Return the backend of each device type; `""` stands for all devices."""
+    """Return the backend of each device type; `""` means all devices."""
     pairs = [part.rpartition(":") for part in backend.split(",")]
     return {device: name for device, _, name in pairs}
 
@@ -95,7 +98,7 @@ def _names(backend: str) -> list[str]:
 def prepare_environment(environ: MutableMapping[str, str]) -> None:
     """Make NCCL leave a lost worker to us: its watchdog would end each survivor before the membership knows of the loss.
 
-    torch's agent sets `TORCH_NCCL_ASYNC_ERROR_HANDLING=1` in every worker, so that value says nothing about the user's wish.
+    torch's agent sets `TORCH_NCCL_ASYNC_ERROR_HANDLING=1` in every worker, so that value does not show the user's choice.
 
     Raises:
         ValueError: the user has chosen a value that would end survivors.
@@ -121,13 +124,13 @@ _HARMLESS: Mapping[str, frozenset[str]] = {
     "TORCH_NCCL_DESYNC_DEBUG": _OFF,  # it and the next one switch the watchdog on, whatever TORCH_NCCL_ASYNC_ERROR_HANDLING is
     "TORCH_DISTRIBUTED_DEBUG": frozenset(("", "off", "info")),
 }
-"""Values of torch's variables with which a worker survives the loss of another one (torch/csrc/distributed/c10d, NCCLUtils)."""
+"""Values of torch's variables that let a worker survive the loss of another (torch/csrc/distributed/c10d, NCCLUtils)."""
 
 _NEEDED: Mapping[str, str] = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog neither aborts groups nor throws
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # nothing ends the process while the watchdog waits for an abort
     # After an error the watchdog gives this monitor time to write a dump: four times as long, 60 s by default, for each
-    # collective in flight. Whoever drops the group waits for that.
+    # collective in flight. The thread that drops the group waits for that.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     # After each error the watchdog writes to the store of rank 0, so that all write a dump. After a loss of rank 0 each attempt
     # fails, and the watchdog collects a C++ traceback for each collective in flight.
@@ -138,13 +141,13 @@ _NEEDED: Mapping[str, str] = {
 log = logging.getLogger(__name__)
 
 STUCK_S = 30.0
-"""Seconds for an abort. A worker whose device does not return from one cannot take part in any further round."""
+"""Seconds for an abort. If its device does not return from one, a worker cannot take part in any further round."""
 
 CLOSE_S = 10.0
 """Seconds for a planned shutdown, which waits for the other members. The groups are aborted after that."""
 
 EXIT_STUCK = 70
-"""Exit code of a worker whose device does not let go of a lost round."""
+"""Exit code of a worker if its device does not let go of a lost round."""
 
 
 _ended_last: list[Sequence[Any]] = []
@@ -175,7 +178,7 @@ class RoundEnd:
 
     Args:
         groups: returns the groups of the round, the newest first. Called once, by the thread that ends them.
-        what: names the round in messages.
+        what: name of the round in messages.
         report: publishes the error that ends this worker, if an abort is stuck. None: such an abort is left behind, as no
             kernel of these groups can hold up another round.
     """
@@ -197,7 +200,7 @@ class RoundEnd:
         self._begin(self._shut_down, CLOSE_S, self._abort_instead)
 
     def wait(self, timeout_s: float = STUCK_S) -> None:
-        """Wait until the groups are gone, so that their memory is free and no kernel of theirs is left.
+        """Wait until the groups are gone, so that their memory is free and no kernel of theirs remains.
 
         Raises:
             GroupStuckError: they are not gone in time.
@@ -218,7 +221,7 @@ class RoundEnd:
             finally:
                 self._ended.set()
                 before, _ended_last[:] = list(_ended_last), [groups]
-                del before  # in this thread, whose destructors release the interpreter's lock
+                del before  # in this thread: the destructors release the interpreter's lock
 
         def watch() -> None:
             if not self._ended.wait(limit_s):
@@ -279,7 +282,7 @@ def wait_for_device(device: torch.device) -> None:
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
-# Keep what an aborted collective of an asynchronous backend, such as NCCL, has left in memory away from the weights.
+# Keep the results of an aborted collective of an asynchronous backend, such as NCCL, away from the weights.
 #
 # The host does not wait for such a collective. Only the stream does, and it continues after an abort as after a success,
 # with arbitrary gradients in the buffers. So the host waits for the stream before results are used, and checks whether the
@@ -287,7 +290,7 @@ def wait_for_device(device: torch.device) -> None:
 class DeviceWait:
     """Wait for a device, and end the round if the wait lasts longer than a collective may.
 
-    Nothing else limits it: gloo ends such a wait by itself, but the watchdog that would do so for NCCL is off (`backends`).
+    Nothing else limits it: gloo ends such a wait on its own, but the watchdog that would do so for NCCL is off (`backends`).
 
     Args:
         end_round: ends the round's collectives, so that the stream continues. Called from another thread.
@@ -356,7 +359,7 @@ class CommunicatorError(WorldError):
 # NCCL open its channels then, and not at the first collective.
 #
 # That thread starts no collective. Members may begin collectives of two communicators in different orders, and wait for
-# each other for ever on a device that cannot run both at once (NCCL's user guide, "Using multiple NCCL communicators
+# each other forever on a device that cannot run both at once (NCCL's user guide, "Using multiple NCCL communicators
 # concurrently"). One small reduction follows once the former round's groups are out of use.
 #
 # connecting -> connected | failed    the thread
@@ -369,7 +372,7 @@ class Communicators:
     Args:
         names: backends to connect, by device type.
         open_store: connects to the round's store; may wait.
-        former: end of the groups before, whose abort is awaited first: its kernels would hold up the reduction.
+        former: end of the previous groups. Their abort is awaited first: its kernels would hold up the reduction.
         timeout: limit of a collective.
     """
 
@@ -392,7 +395,7 @@ class Communicators:
         self._backends: dict[str, Any] = {}
         self._lock = threading.Lock()
         self.is_abandoned = False
-        self.end: RoundEnd | None = None  # of those that were abandoned
+        self.end: RoundEnd | None = None  # end of the abandoned communicators
         self._error: BaseException | None = None
         self._is_done = threading.Event()
         self._began = time.monotonic()
@@ -446,7 +449,7 @@ class Communicators:
                 )
 
     def abandon(self, reason: str = "the round was given up") -> None:
-        """Abort what is connected or connecting, and end all waits for it with an error. Never blocks."""
+        """Abort connected and connecting communicators, and end all waits for them with an error. Never blocks."""
         with self._lock:
             self.is_abandoned = True
             self._error = self._error or CommunicatorError(reason)
@@ -454,7 +457,7 @@ class Communicators:
         self._is_done.set()
         if backends:
             # No abort reaches a communicator that still connects (pytorch issue 103264), and in non-blocking mode it may wait
-            # for that. So an abort that is stuck says nothing about the device, and the thread is left behind.
+            # for that. So a stuck abort proves nothing about the device, and the thread is left behind.
             self.end = RoundEnd(lambda: list(backends.values()), f"round {self.round.number}", None)
             self.end.abort()
 
@@ -484,7 +487,7 @@ class Communicators:
         with self._lock:
             if self.is_abandoned:
                 raise CommunicatorError("the round was given up")
-            self._backends[name] = backend  # from here on it can be aborted
+            self._backends[name] = backend  # it can be aborted after this line
         backend.eager_connect_single_device(self._device)
 
 
@@ -533,16 +536,16 @@ class RoundSockets:
     Args:
         member: holds the round that is formed or being formed; this class changes it under the lock.
         server: this worker's store. Others may be connected to it for a newer round than the severed one.
-        timeout_s: timeout of the groups, by which gloo's sockets are recognised.
+        timeout_s: timeout of the groups, which identifies gloo's sockets.
     """
 
     def __init__(self, member: Member, server: StoreServer, timeout_s: float) -> None:
         self.are_severed = False
-        self.end: RoundEnd | None = None  # of the round's groups, if their backend is abortable; set while they are in use
+        self.end: RoundEnd | None = None  # end of the round's groups, if their backend is abortable; set while they are in use
         self._member = member
         self._server = server
         self._timeout_s = timeout_s
-        self._store_port = 0  # of the round's store
+        self._store_port = 0  # port of the round's store
         self._connects_late = False  # gloo opens sockets during the round, too
         self._lock = threading.Lock()
         self._sockets: list[tuple[int, int]] = []  # (fd, inode) of the group's connections
@@ -606,7 +609,7 @@ class RoundSockets:
             self.sever(number)
 
     def sever(self, number: int, quietly: bool = False) -> None:
-        """Shut down the connections of round `number`, unless the main thread has gone on to another round meanwhile."""
+        """Shut down the connections of round `number`, unless the main thread has already moved to another round."""
         with self._lock:
             if number != self._member.number:
                 return
@@ -678,7 +681,7 @@ class RoundSockets:
 def protect_forks() -> None:
     """Prevent forked children, such as loader workers, from collecting process groups that their parent has abandoned.
 
-    A group's destructor waits for its threads, which do not exist in the child, so it would hang for ever.
+    A group's destructor waits for its threads, which do not exist in the child, so it would hang forever.
     """
     os.register_at_fork(after_in_child=gc.freeze)
 
@@ -712,7 +715,7 @@ def inet_sockets() -> dict[int, int]:
     """Return the connected or listening sockets of this process: inode by file descriptor."""
     found: dict[int, int] = {}
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the socket was closed meanwhile
+        with contextlib.suppress(OSError):  # the socket was closed concurrently
             status = os.stat(int(name))
             if stat.S_ISSOCK(status.st_mode):
                 found[int(name)] = status.st_ino
@@ -729,4 +732,4 @@ def shut_down(fd: int, inode: int) -> bool:
                 sock.shutdown(socket.SHUT_RDWR)
             return True
     except OSError:
-        return False  # closed meanwhile
+        return False  # closed concurrently

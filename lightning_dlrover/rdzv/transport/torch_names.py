@@ -83,7 +83,7 @@ def check() -> None:
 
 
 def replace_unpickler(unpickler: type) -> None:
-    """Set the class by which torch's collectives of objects read what arrives."""
+    """Set the class that torch's object collectives use to unpickle messages."""
     module: Any = dist.distributed_c10d
     module._unpickler = unpickler
 

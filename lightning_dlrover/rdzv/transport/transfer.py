@@ -1,5 +1,7 @@
-"""Move a job's state between workers as data: objects with large tensors, a module's buffers, and the state that outlives a
-worker on its host.
+"""Move a job's state between workers as data, never as code: objects with large tensors, buffers, state kept on a host.
+
+`pack`, `send`, `receive` and `broadcast` move objects between workers. `HostStateCache` keeps a job's state while an agent
+replaces its workers.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ def pack(obj: Any) -> Packed:
 
 
 def send(obj: Any, to_rank: int) -> None:
-    """Send an object, or the result of `pack`, to one worker of the default group, which must call `receive` meanwhile.
+    """Send an object, or the result of `pack`, to one worker of the default group, which must call `receive` at the same time.
 
     Tensors arrive on the CPU. The caller must not change them until this returns.
     """
@@ -246,7 +248,7 @@ _HEAD_BYTES = 512
 class _Kind(enum.Enum):
     JSON = b"j"
     DATA = b"d"
-    DEVICE_DATA = b"g"  # with tensors that the source has on a device of its own
+    DEVICE_DATA = b"g"  # data with tensors on a device of the source
     ERROR = b"e"
 
 
@@ -327,7 +329,7 @@ def loads(data: bytes, classes: Sequence[type] = (), names: Collection[str] = ()
 
 
 def write(packed: Packed, file: BinaryIO) -> None:
-    """Write the result of `pack`, one tensor after the other, so that little memory is needed beside the file."""
+    """Write the result of `pack`, one tensor after the other, so that little memory is needed besides the file."""
     file.write(len(packed.body).to_bytes(8, "little"))
     file.write(packed.body)
     for tensor in packed.tensors:
@@ -372,7 +374,7 @@ def outline(packed: Packed, classes: Sequence[type] = (), names: Collection[str]
 
 
 def needed_names(obj: Any, classes: Sequence[type] = ()) -> frozenset[str]:
-    """Return the names with which a receiver decodes an object, see `names_in`. Shows that it can be sent and received.
+    """Return the names that a receiver needs to decode an object, see `names_in`. Shows that it can be sent and received.
 
     Raises:
         TransferError: it cannot be serialized, or a receiver would refuse it.
@@ -384,13 +386,13 @@ def needed_names(obj: Any, classes: Sequence[type] = ()) -> frozenset[str]:
 
 
 def resolved(names: Collection[str]) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """Return the objects of these names for `torch.serialization.safe_globals`; names not loaded here are left out."""
+    """Return the objects of these names for `torch.serialization.safe_globals`; names not loaded here are skipped."""
     found = ((loaded(name), name) for name in names)
     return [(obj, name) for obj, name in found if obj is not None]
 
 
 def _packed(obj: Any, inline_bytes: int | None = INLINE_BYTES) -> tuple[bytes, list[torch.Tensor]]:
-    """Serialize the object without its large tensors; return these beside it, in the order of `_replaced`."""
+    """Serialize the object without its large tensors; return both, the tensors in the order of `_replaced`."""
     large: list[torch.Tensor] = []
 
     def outline(tensor: torch.Tensor) -> torch.Tensor:
@@ -494,8 +496,8 @@ MAX_COPIED_BYTES = 64 << 20
 class BufferCopies:
     """Copies of a module's buffers on their devices, from before a computation that a loss may interrupt.
 
-    The forward pass writes buffers: a repeated one would count its batch twice, and what an aborted collective returned would
-    stay. The copies keep their memory from step to step. Buffers above `MAX_COPIED_BYTES` are left out, with one warning.
+    The forward pass writes buffers: a repeated one would count its batch twice, and results of an aborted collective would
+    stay. The copies keep their memory from step to step. Larger buffers than `MAX_COPIED_BYTES` are skipped, with one warning.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -566,7 +568,7 @@ class HostStateError(RuntimeError):
 
 # Keep the state of a job in this host's memory while an elastic agent replaces its group of workers.
 #
-# An agent of several workers ends all of them when one fails. If no worker of another node goes on, the leaving workers
+# An agent of several workers ends all of them when one fails. If no worker of another node continues, the leaving workers
 # write the state into a folder in shared memory. The agent's next group of workers reads it.
 #
 # The folder belongs to the agent, so it holds the state of only one job. It is removed when the agent ends. The folder of a
@@ -586,7 +588,7 @@ class HostStateCache:
         """Replace the kept state; return the bytes written.
 
         Raises:
-            HostStateError: there is no room; the former state stays.
+            HostStateError: not enough room; the former state stays.
         """
         self._remove_unfinished()
         unfinished = self._file.with_suffix(f".{os.getpid()}")
@@ -619,7 +621,7 @@ class HostStateCache:
                     unfinished.unlink()
 
     def step(self) -> int | None:
-        """Return the optimizer steps made before the state was written; None: there is no state."""
+        """Return the optimizer steps made before the state was written; None: no state exists."""
         try:
             with self._file.open("rb") as file:
                 return int(json.loads(file.readline(1000))["step"])
@@ -645,7 +647,7 @@ class HostStateCache:
 
 
 def newest(steps: Sequence[int | None]) -> tuple[int, int]:
-    """Return the largest step of the states on the members' hosts, and its rank; -1 if there is no state."""
+    """Return the largest step of the states on the members' hosts, and its rank; -1 if none has a state."""
     step = max((step for step in steps if step is not None), default=-1)
     return step, steps.index(step) if step >= 0 else 0
 
@@ -666,7 +668,7 @@ def resume(
     If a receiver cannot load the state, all members remove theirs: the next group of workers would end like this one.
 
     Args:
-        source: rank whose host has the state.
+        source: rank on the host that has the state.
         receivers: ranks that call `load` with the state.
         gather: returns the values of all members, by rank.
         is_failure: whether an error means that the round is broken, so that the state may still be whole.

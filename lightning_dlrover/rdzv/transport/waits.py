@@ -1,4 +1,7 @@
-"""Wait for gloo's collectives, and end the waits, sockets and groups of a round that is over; messages along a tree."""
+"""Wait for gloo's collectives, and end the waits, sockets and groups of a round that is over; messages along a tree.
+
+gloo cannot abort a collective, so this file bounds its waits, silences broken sockets, and reduces numbers along a `Tree`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dlrover.rdzv.membership.member import RoundEndedError
 from lightning_dlrover.rdzv.transport import torch_names
 
-# The limit of open files: raised as far as this user may, and named where it is reached.
+# The limit of open files: raised to this user's maximum, and named in errors when it is reached.
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ MAX_VISITED = 10_000
 """Objects of a batch that are looked at. A batch of more is estimated too low."""
 
 _TEXTS = ("Too many open files", "received 0 items of ancdata")
-"""What an error of a loader worker, or of its batch on the way, says where no file can be opened."""
+"""Parts of error messages of a loader worker, or of its batch in transit, when no more files can be opened."""
 
 
 def raise_limit() -> None:
@@ -78,7 +81,7 @@ def files_of(batch: Any) -> int:
 
 
 def warn_of_batches(batch: Any, num_workers: int, prefetch_factor: int) -> None:
-    """Name the limit of open files before it is reached, if batches in preparation may take all that is left of it.
+    """Name the limit of open files before it is reached, if batches in preparation may use up the rest of it.
 
     Where a loader worker reaches it, torch drops the batch, and the training process waits for it.
 
@@ -128,7 +131,7 @@ EPOLL_CTL_MOD = 3
 
 
 class _Event(ctypes.Structure):
-    """`struct epoll_event`, whose data gloo takes for a pointer. Python's own `epoll` would overwrite it."""
+    """`struct epoll_event`. Gloo uses its data as a pointer, which Python's own `epoll` would overwrite."""
 
     _pack_ = 1 if platform.machine() == "x86_64" else 0
     _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
@@ -137,8 +140,8 @@ class _Event(ctypes.Structure):
 # Keep gloo's thread for sockets from spinning on those that were shut down.
 #
 # Gloo removes a broken connection from its epoll when it reads the end of its data. It never reads that of a connection
-# whose message it had received in part when the operation failed: the memory for the rest is gone. Epoll then reports the
-# socket again and again, which takes a whole core until the group is destroyed, or for ever if that hangs. Here such
+# that had delivered a message only in part when the operation failed: the memory for the rest is gone. Epoll then reports the
+# socket again and again, which takes a whole core until the group is destroyed, or forever if that hangs. Here such
 # sockets are made to be reported once more, and then no longer. They stay registered, as gloo removes them itself when the
 # group is destroyed.
 def silence(sockets: Iterable[tuple[int, int]]) -> int:
@@ -147,7 +150,7 @@ def silence(sockets: Iterable[tuple[int, int]]) -> int:
     Call it only while nothing else closes them: a socket that reuses the number of a closed one would be silenced in its place.
 
     Args:
-        sockets: (fd, inode) pairs of connections that were shut down. Closed ones are left out.
+        sockets: (fd, inode) pairs of connections that were shut down. Closed ones are skipped.
     """
     dead = {fd for fd, inode in sockets if _inode(fd) == inode}
     if not dead:
@@ -171,7 +174,7 @@ def _registered() -> list[tuple[int, int, int]]:
     """Return the file descriptors in all epolls of this process: (epoll, fd, data)."""
     found = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # closed concurrently
             if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
                 text = Path(f"/proc/self/fdinfo/{name}").read_text()
                 pairs = re.findall(r"^tfd:\s*(\d+)\s.*?data:\s*([0-9a-f]+)", text, re.MULTILINE)
@@ -203,7 +206,7 @@ _timer: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nul
 
 
 def end_waits_with(round_: weakref.WeakMethod[Callable[[], Round]], *, all_waits: bool = True) -> None:
-    """Make waits that Python code begins without a timeout fail once the round in which they began is over.
+    """Make waits that Python code begins without a timeout fail once the round of their begin is over.
 
     Args:
         round_: returns the number of this process's round, and whether its group was severed so long ago that gloo has woken
@@ -343,7 +346,7 @@ def guard_replica(replica: DistributedDataParallel) -> None:
     group: Any = replica.process_group
     size, is_divided = group.size(), replica.gradient_as_bucket_view  # dividing and multiplying round differently
     torch_names.replace_buffer_broadcast(replica, functools.partial(broadcast_buffers, group))
-    its_replica = weakref.ref(replica)  # a strong reference would form a cycle with the reducer and live for ever
+    its_replica = weakref.ref(replica)  # a strong reference would form a cycle with the reducer and live forever
     pending: list[Any] = []
 
     def await_all() -> None:
@@ -401,7 +404,7 @@ def let_go(groups: Sequence[object], sockets: Sequence[tuple[int, int]], after: 
     kept = list(groups)
 
     def drop() -> None:
-        time.sleep(AWAKE_S)  # until gloo has closed those that it closes by itself
+        time.sleep(AWAKE_S)  # until gloo has closed those that it closes on its own
         silence(sockets)
         after.wait()
         kept.clear()
@@ -434,7 +437,7 @@ class RoundGroups:
             is_severed: whether the round was severed, so that an operation of its groups may never end.
             sockets: (fd, inode) pairs of its connections, see `waits.let_go`.
         """
-        # This thread must not hold the last reference to a group, see `waits`. Models were wrapped anew when this round was
+        # This thread must not hold the last reference to a group, see `waits`. Models were wrapped again when this round was
         # formed, so the groups of the round before are no longer referenced.
         if dist.is_initialized() and not is_last:
             self._drop()
@@ -444,7 +447,7 @@ class RoundGroups:
             self._keeping.append(let_go(former, sockets, self._are_unused))
 
     def drop_early(self) -> None:
-        """Drop the groups of the round before. Call it after a few steps of this one: the models are wrapped anew by then.
+        """Drop the groups of the previous round. Call it after a few steps of this one: by then the models are wrapped again.
 
         Each group of a large world has a thread that wakes up a hundred times a second.
         """
@@ -471,7 +474,7 @@ TAG = 0x444C52
 
 
 class Reduction:
-    """Numbers on their way. Offers what callers need of torch's `Work`."""
+    """A reduction in progress. Offers the part of torch's `Work` that callers need."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self.numbers = numbers
@@ -493,8 +496,8 @@ class Reduction:
 # Gloo's own reduction among n workers is a ring of 2 (n - 1) messages, one after the other, for each number. Along a tree
 # of `ARITY` branches the longest way has 2 log(n) messages, and all numbers travel in each.
 #
-# The messages travel in the round's own group, beside its collectives: gloo never mixes messages and collectives. Another
-# group would need another device of gloo's, whose thread wakes up a hundred times a second.
+# The messages travel in the round's own group, like its collectives: gloo never mixes the two. Another group would need
+# another device of gloo's, and its thread wakes up a hundred times a second.
 class Tree:
     """One worker's place in the tree of its round. Reductions run in a thread of its own, one after the other.
 

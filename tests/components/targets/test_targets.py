@@ -102,6 +102,20 @@ def replace_agent(monkeypatch: pytest.MonkeyPatch, folder: Path, shell: str) -> 
     monkeypatch.setattr(elastic, "_python", lambda image: str(agent))
 
 
+def test_no_folder_of_a_failed_or_cancelled_node_holds_a_file_that_names_a_success(
+    make_target: MakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_agent(monkeypatch, tmp_path, "[ -e first ] && exec sleep 60; touch first; exit 3")
+    monkeypatch.chdir(tmp_path)
+    target = make_target("")
+    failed = target.start("node1")
+    eventually(lambda: target.status(failed) == "failed", "the node to fail", 60)
+    target.cancel([target.start("node2")])
+    target.close()
+    assert len(list((tmp_path / "logs").glob("*/node*"))) == 2
+    assert list((tmp_path / "logs").rglob("SUCCESS")) == []
+
+
 @pytest.mark.parametrize("code, status", [(0, "succeeded"), (3, "failed")])
 def test_node_outlives_the_files_torchx_cannot_write(
     make_target: MakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, status: str

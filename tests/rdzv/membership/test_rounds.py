@@ -362,6 +362,13 @@ def test_plan_is_not_the_reason_of_a_drained_worker(
     assert proposal.reason == reason
 
 
+def test_a_round_planned_by_a_pool_names_the_pool_once() -> None:
+    plan = PlanRecord(1, "brain", "pool ads: 2 -> 1 workers", binding=True)
+    proposal = next_round(view("01", plan=plan), 0.0)
+    assert proposal is not None
+    assert proposal.reason == "w1 left (pool ads: 2 -> 1 workers)"
+
+
 def test_the_only_worker_hands_over_to_its_replacement_before_it_leaves() -> None:
     proposal = next_round(view("0", others="1", drains=frozenset({"w0"})), 0.0)
     assert proposal is not None

@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.private_names import MissingNamesError, missing_names
-from lightning_dlrover.rdzv import group as room
+from lightning_dlrover.rdzv import desync, group, transport
 from lightning_dlrover.rdzv.desync import MESSAGES, OPERATIONS
 from lightning_dlrover.rdzv.transport import torch_names
 from lightning_dlrover.rdzv.transport.process_groups import num_begun_in
@@ -64,7 +65,8 @@ def test_replaced_operation_exists(name: str) -> None:
 def test_other_files_use_no_private_name_of_torch() -> None:
     own = ast.parse(inspect.getsource(torch_names))
     private = {n.attr for n in ast.walk(own) if isinstance(n, ast.Attribute) and n.attr.startswith("_")} | {"_C"}
-    for file in Path(room.__path__[0]).glob("*.py"):
+    rooms = [Path(each.__path__[0]).glob("*.py") for each in (group, transport)]
+    for file in chain(*rooms, [Path(str(desync.__file__))]):
         if file.name != "torch_names.py":
             tree = ast.parse(file.read_text())
             attributes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
