@@ -360,7 +360,7 @@ def _add_history(commands: Commands) -> None:
     texts = {
         "list": "list jobs",
         "show": "show the measurements of a job",
-        "export": "write measurements as a file for `python -m lightning_dlrover.tuning evaluate`",
+        "export": "write measurements as a file for `dlrover lab evaluate`",
         "remove": "forget jobs, such as one that was measured on a faulty machine",
     }
     num_jobs = {"show": None, "export": "*", "remove": "+"}

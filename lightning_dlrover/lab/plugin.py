@@ -136,9 +136,46 @@ class SimulateCommand:
         return simulate_command(options)
 
 
+class EvaluateCommand:
+    """`dlrover lab evaluate`."""
+
+    summary = "fit the step-time model to some measurements, predict others, and print the errors"
+
+    def add_options(self, command: argparse.ArgumentParser) -> None:
+        command.description = (
+            "Fit the step-time model, its prior alone and boosted trees alone to the --train files, predict the --test files, "
+            "and print mean absolute percentage errors of the step time and the share of samples inside the 90 % interval. "
+            "Exit code: 0, or 2 for a bad file."
+        )
+        for name, text in (("--train", "measured windows to learn from"), ("--test", "measured windows to predict")):
+            command.add_argument(
+                name,
+                type=Path,
+                action="append",
+                required=True,
+                metavar="FILE",
+                help=f"{text}: CSV or JSON lines; may be repeated",
+            )
+        command.add_argument(
+            "--history",
+            type=Path,
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar="FILE",
+            help="measured windows of other jobs on the same hardware, one file a job: the model learns the hardware's share "
+            "of a step from them (default: none)",
+        )
+
+    def run(self, options: argparse.Namespace) -> int:
+        from lightning_dlrover.lab.evaluate import evaluate_command
+
+        return evaluate_command(options)
+
+
 LAB = CommandGroup(
-    "studies: measure a DLRM on this machine, or replay traces of jobs on a simulated cluster",
-    {"characterize": CharacterizeCommand(), "simulate": SimulateCommand()},
+    "studies: measure a DLRM on this machine, replay traces of jobs on a simulated cluster, or test the step-time model",
+    {"characterize": CharacterizeCommand(), "simulate": SimulateCommand(), "evaluate": EvaluateCommand()},
 )
 CHARACTERIZE = FormerCommand("characterize", "lab characterize", CharacterizeCommand())
 SIMULATE = FormerCommand("simulate", "lab simulate", SimulateCommand())

@@ -315,7 +315,7 @@ class JobHistory:
 
 
 def export_windows(history: JobHistory, jobs: Sequence[JobEntry], form: Literal["csv", "jsonl"], output: IO[str]) -> int:
-    """Write the windows of `jobs` in the format of `perf evaluate`. Return their number."""
+    """Write the windows of `jobs` in the format of `dlrover lab evaluate`. Return their number."""
     names = [f.name for f in dataclasses.fields(StepProfile)]
     table = csv.DictWriter(output, names, lineterminator="\n")
     if form == "csv":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from measured_windows import window, written
 
-from lightning_dlrover.lab.evaluate import main
+from lightning_dlrover.cli.main import main
 from lightning_dlrover.lab.simulate.traces import TraceError, read_trace
 from lightning_dlrover.tuning import configuration_of
 
@@ -93,7 +93,7 @@ def rows(sizes: range) -> str:
 
 def test_command_prints_errors_of_three_models_and_the_coverage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train, test = written(tmp_path, rows(range(1, 8)), "a.csv"), written(tmp_path, rows(range(8, 10)), "b.csv")
-    assert main(["evaluate", "--train", str(train), "--test", str(test)]) == 0
+    assert main(["lab", "evaluate", "--train", str(train), "--test", str(test)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     values = {name: float(value) for name, value in (pair.split("=") for pair in last.split())}
     assert list(values) == ["mape", "prior_mape", "trees_mape", "coverage"]
@@ -103,7 +103,7 @@ def test_command_prints_errors_of_three_models_and_the_coverage(tmp_path: Path, 
 
 def test_command_names_the_fault_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = written(tmp_path, rows(range(1, 4)), "a.csv"), written(tmp_path, "step_time\n1\n", "b.csv")
-    assert main(["evaluate", "--train", str(good), "--test", str(bad)]) == 2
+    assert main(["lab", "evaluate", "--train", str(good), "--test", str(bad)]) == 2
     assert "b.csv:2 has no num_workers" in capsys.readouterr().err
-    assert main(["evaluate", "--train", str(tmp_path / "none.csv"), "--test", str(good)]) == 2
+    assert main(["lab", "evaluate", "--train", str(tmp_path / "none.csv"), "--test", str(good)]) == 2
     assert "cannot read" in capsys.readouterr().err

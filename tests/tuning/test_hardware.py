@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from measured_windows import TRACES, needs_traces, window, written
 
-from lightning_dlrover.lab.evaluate import evaluate, main
+from lightning_dlrover.cli.main import main
+from lightning_dlrover.lab.evaluate import evaluate
 from lightning_dlrover.lab.simulate.traces import read_trace
 from lightning_dlrover.tuning import Columns, Population, StepTimeModel, configuration_of, population_of, prior
 from lightning_dlrover.tuning.prior import EXPOSED, PhysicalPrior
@@ -178,7 +179,7 @@ def placements(scale: float, sizes: Sequence[str] = ("1", "2", "4", "11", "22", 
 def test_command_reads_one_file_for_each_other_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train, test = written(tmp_path, placements(1.0, ("1", "2", "11")), "a.csv"), written(tmp_path, placements(1.0), "b.csv")
     others = [str(written(tmp_path, placements(scale), f"{scale}.csv")) for scale in (0.5, 2.0, 3.0)]
-    arguments = ["evaluate", "--train", str(train), "--test", str(test)]
+    arguments = ["lab", "evaluate", "--train", str(train), "--test", str(test)]
     assert main(arguments) == 0
     without = capsys.readouterr().out.splitlines()
     assert main([*arguments, "--history", *others[:2], "--history", others[2]]) == 0
@@ -200,5 +201,5 @@ def test_command_names_the_fault_of_a_file_of_the_history(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
     good, bad = written(tmp_path, placements(1.0), "a.csv"), written(tmp_path, text, "bad.csv")
-    assert main(["evaluate", "--train", str(good), "--test", str(good), "--history", str(good), str(bad)]) == 2
+    assert main(["lab", "evaluate", "--train", str(good), "--test", str(good), "--history", str(good), str(bad)]) == 2
     assert said in capsys.readouterr().err
