@@ -82,7 +82,7 @@ class Place:
 
     @property
     def dawdle(self) -> Path:
-        """A file that exists while a test waits for workers that a busy machine starts slowly."""
+        """A file that exists since a test waits for workers that a busy machine starts slowly."""
         return Path(self.folder) / "dawdle"
 
     @property
@@ -107,7 +107,10 @@ class Place:
 
 
 DAWDLE_S = 1.0
-"""Seconds of a step while a test waits for workers."""
+"""Least seconds of a step while a test waits for a change of workers."""
+
+DAWDLE_SHARE = 0.4
+"""A step's part of the time that the test has waited: half a minute uses up about a dozen steps of a short job."""
 
 
 class Recorder:
@@ -124,10 +127,13 @@ class Recorder:
 
     def pace(self, seconds: float) -> None:
         """Make a step slow, so that the test has time for its changes. Steps are fast once the test lets the job hurry."""
-        if os.path.exists(self._dawdle):
-            time.sleep(max(seconds, DAWDLE_S))
-        elif seconds and not os.path.exists(self._hurry):
-            time.sleep(seconds)
+        try:
+            waited_s = time.time() - os.stat(self._dawdle).st_mtime
+        except FileNotFoundError:
+            if seconds and not os.path.exists(self._hurry):
+                time.sleep(seconds)
+        else:
+            time.sleep(max(seconds, DAWDLE_S, DAWDLE_SHARE * waited_s))
 
     def moment(self, name: str) -> None:
         """Die here if the test has armed this worker for the moment `name`."""
