@@ -47,7 +47,7 @@ DEADLINE_S = 60.0
 POLL_S = 0.02
 """Seconds between looks at a job. Each reads the records of all its workers."""
 
-PATIENCE_S = 0.2
+PATIENCE_S = 0.3
 """Seconds in which an idle machine makes most changes of a job's workers."""
 
 _PROCESSES = threading.Lock()  # multiprocessing polls all processes whenever it starts one, and its polling is not thread-safe
@@ -221,7 +221,7 @@ class Job:
     def wait_for_world(self, size: int, since: int | None = None, patience_s: float = PATIENCE_S) -> int:
         """Wait until `size` workers have completed a step; return its number.
 
-        The longer that takes, the longer the steps take, or the job would end before a busy machine has made the change.
+        If that takes long, steps take longer, or the job would end before a busy machine has made the change.
 
         Args:
             patience_s: seconds until then; 0 where workers have little time to join.

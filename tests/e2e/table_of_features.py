@@ -34,7 +34,7 @@ from toy_job import Recorder, Rows, ToyModel, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
 
-NUM_ROWS, NUM_VAL_ROWS, BATCH_SIZE = 160, 40, 8
+NUM_ROWS, NUM_VAL_ROWS, BATCH_SIZE = 320, 40, 8  # enough steps to outlast four changes that a busy machine makes slowly
 STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE
 
 

@@ -50,9 +50,9 @@ def test_no_other_user_reads_or_writes_a_local_job(open_dlrover: Dlrover, tmp_pa
 
     found = attempts_of_a_stranger(list(open_dlrover.processes()), sockets, ports, paths)
     assert set(found.sockets.values()) == {"refused"}, found.sockets
-    assert set(found.reads.values()) == {"refused"}, found.reads
-    assert set(found.writes.values()) == {"refused"}, found.writes
-    ended = {"ENOENT", "ESRCH"}  # a loader worker, in between
+    ended = {"ENOENT", "ESRCH"}  # a file or a loader worker, in between
+    assert set(found.reads.values()) - ended == {"refused"}, found.reads
+    assert set(found.writes.values()) - ended == {"refused"}, found.writes
     assert set(found.secrets_of_processes.values()) - ended == {"refused"}, found.secrets_of_processes
     assert found.command_lines
     assert_ports_are_those_of_workers(found)

@@ -106,11 +106,8 @@ class Place:
         }
 
 
-DAWDLE_S = 1.0
-"""Least seconds of a step while a test waits for a change of workers."""
-
-DAWDLE_SHARE = 0.4
-"""A step's part of the time that the test has waited: half a minute uses up about a dozen steps of a short job."""
+DAWDLE_S = 0.6
+"""Seconds of a step while a test waits for a change of workers. Some changes take a dozen steps, so more would cost as many."""
 
 
 class Recorder:
@@ -127,13 +124,10 @@ class Recorder:
 
     def pace(self, seconds: float) -> None:
         """Make a step slow, so that the test has time for its changes. Steps are fast once the test lets the job hurry."""
-        try:
-            waited_s = time.time() - os.stat(self._dawdle).st_mtime
-        except FileNotFoundError:
-            if seconds and not os.path.exists(self._hurry):
-                time.sleep(seconds)
-        else:
-            time.sleep(max(seconds, DAWDLE_S, DAWDLE_SHARE * waited_s))
+        if os.path.exists(self._dawdle):
+            time.sleep(max(seconds, DAWDLE_S))
+        elif seconds and not os.path.exists(self._hurry):
+            time.sleep(seconds)
 
     def moment(self, name: str) -> None:
         """Die here if the test has armed this worker for the moment `name`."""
