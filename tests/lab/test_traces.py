@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from measured_windows import window, written
+from windows import window, written
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.lab.simulate.traces import TraceError, read_trace

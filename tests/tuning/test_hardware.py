@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from measured_windows import TRACES, needs_traces, window, written
+from windows import TRACES, needs_traces, window, written
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.lab.evaluate import evaluate

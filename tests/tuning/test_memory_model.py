@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from measured_windows import window
+from windows import window
 
 from lightning_dlrover.tuning import MemoryModel, StepProfile, configuration_of
 

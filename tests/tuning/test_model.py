@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from measured_windows import TRACES, needs_traces, window
+from windows import TRACES, needs_traces, window
 
 from lightning_dlrover.tuning.prior import PhysicalPrior
 from lightning_dlrover.tuning.samples import Columns, StepProfile, configuration_of

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from measured_windows import window
+from windows import window
 
 from lightning_dlrover.tuning import Columns, configuration_of
 from lightning_dlrover.tuning.population import MAX_CONFIGURATIONS, JobResidualGP, ResidualGP, Residuals, variances_of
