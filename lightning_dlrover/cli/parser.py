@@ -23,7 +23,7 @@ from lightning_dlrover.cli.options import (
     flag,
     option_of,
 )
-from lightning_dlrover.cli.plugins import Command, add_hook_options, command_plugins
+from lightning_dlrover.cli.plugins import Command, add_hook_options, add_plugin_options, command_plugins
 from lightning_dlrover.plugins import PluginError
 
 if TYPE_CHECKING:
@@ -86,10 +86,7 @@ def _add_plugins(commands: Commands, given: Sequence[str] | None) -> list[Plugin
             listed: dict[str, Any] = {"help": text.replace("%", "%%"), "description": text} if text else {}
             parser = commands.add_parser(plugin.name, **listed)
             parser.set_defaults(plugin=plugged)
-            try:
-                plugged.add_options(parser)
-            except Exception as error:  # a plugin may raise any error
-                raise plugin.error(f"its options: {type(error).__name__}: {error}") from error
+            add_plugin_options(plugin, plugged, parser)
         except PluginError as error:
             if is_alone and plugin.name == command:
                 raise

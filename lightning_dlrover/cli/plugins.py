@@ -73,6 +73,18 @@ def command_plugins(taken: Collection[str]) -> list[Plugin]:
     return plugins(COMMANDS, taken)
 
 
+def add_plugin_options(plugin: Plugin, plugged: Command | RunHook, parser: argparse.ArgumentParser) -> None:
+    """Add the options of a plug-in's object.
+
+    Raises:
+        PluginError: it raises any error, such as one about an option that exists.
+    """
+    try:
+        plugged.add_options(parser)
+    except Exception as error:
+        raise plugin.error(f"its options: {type(error).__name__}: {error}") from error
+
+
 # Names that commands, options and policies had before 0.1, which are accepted until 0.2 with one line on stderr.
 
 FORMER_POLICIES = {"ours": "jct"}
@@ -213,11 +225,9 @@ def add_hook_options(run: argparse.ArgumentParser) -> None:
     """Add the options of all hooks. A hook that cannot be used is named on stderr, and skipped."""
     for plugin in plugins(RUN_HOOKS):
         try:
-            plugin.load(RunHook).add_options(run)  # type: ignore[type-abstract]
+            add_plugin_options(plugin, plugin.load(RunHook), run)  # type: ignore[type-abstract]
         except PluginError as error:
             complain(str(error))
-        except Exception as error:  # a plugin may raise any error, such as one about an existing option
-            complain(str(plugin.error(f"its options: {error}")))
 
 
 def requested_ticket(options: argparse.Namespace, endpoint: str | None, prefix: str) -> TicketRequest | None:

@@ -14,22 +14,21 @@ MAX_COST_S = 1e6
 """Largest cost of a resize in a simulation, which decides again every minute."""
 
 ELASTIC_POLICIES = (
-    *(
-        "as-requested",
-        "srtf",
-        "elastic-srtf",
-        "las",
-        "dlrover",
-        "dlrover-rm",
-        "autopilot",
-        "optimus",
-        "afs",
-        "hesrpt",
-        "pollux",
-    ),
-    *("sia", "jct"),
+    "as-requested",
+    "srtf",
+    "elastic-srtf",
+    "las",
+    "dlrover",
+    "dlrover-rm",
+    "autopilot",
+    "optimus",
+    "afs",
+    "hesrpt",
+    "pollux",
+    "sia",
+    "jct",
 )
-"""Policies of `dlrover lab simulate`, as `pool/policies.py` has them."""
+"""Policies of `dlrover lab simulate`, as `lab/simulate/baselines.py` has them."""
 
 
 class CharacterizeCommand:

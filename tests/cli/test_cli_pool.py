@@ -13,7 +13,7 @@ import pytest
 from pool_jobs import PooledJobs
 from run_cli import RunCli
 
-from lightning_dlrover.pool import commands
+from lightning_dlrover.pool import commands, plugin, policies
 from lightning_dlrover.pool.brain import Brain, PoolTimeouts
 from lightning_dlrover.pool.budget import Resources
 from lightning_dlrover.pool.decisions import Prospect, Rules
@@ -183,6 +183,10 @@ def test_budgets_and_weights_are_parsed_or_refused() -> None:
             pool_budget(wrong)
     with pytest.raises(Exception, match="OWNER=WEIGHT"):
         owner_weight("2")
+
+
+def test_parser_offers_every_policy_of_the_registry() -> None:
+    assert tuple(policies.POOL_POLICIES) == plugin.POOL_POLICIES
 
 
 def test_brain_refuses_a_policy_that_is_only_there_to_be_compared_with(dlrover: RunCli) -> None:
