@@ -414,6 +414,7 @@ def check_arguments(
     rerun_epoch_hooks: object,
     max_catch_up_s: object,
     max_share: object,
+    shares: object,
     on_drift: object,
 ) -> None:
     """Raise TypeError or ValueError for the first argument that cannot be meant; see `DLRoverStrategy`."""
@@ -439,6 +440,8 @@ def check_arguments(
         _check_type("max_share", max_share, Integral, "a whole number of samples, 'whole' or None")
         if max_share < 1:  # type: ignore[operator]
             raise ValueError(f"max_share is {max_share}, it must be at least 1")
+    if shares not in ("by-speed", "equal"):
+        raise ValueError(f"shares is {shares!r:.80}, it must be 'by-speed' or 'equal'")
     if on_drift not in ("end", "repair", "ignore"):
         raise ValueError(f"on_drift is {on_drift!r:.80}, it must be 'end', 'repair' or 'ignore'")
 

@@ -108,6 +108,8 @@ class FitPosition:
     at_boundary: bool = False
     stopped_at: str = ""
     is_repeatable: bool = False  # set in work outside of steps that a loss may interrupt, as it is done again
+    speeds: tuple[int, ...] = ()  # of the round's workers, to which their shares are proportional; empty: equal shares
+    uses_collectives: bool = False  # whether the script's training step runs collectives that may need equal shares
     looks: int = 0  # times that it has looked for new rows of a stream
     is_in_parts: bool = False  # set while a share is computed in parts, which others wait for
     parts: int = 0  # parts of shares that it has begun
@@ -182,6 +184,10 @@ class Peers(Protocol):
         """This worker's rank, 0 if it is alone, and the number of workers."""
 
     @property
+    def speeds(self) -> tuple[int, ...]:
+        """Relative speed of each worker, to which its share of a training batch is proportional; empty: equal shares."""
+
+    @property
     def owned_sockets(self) -> Sequence[tuple[int, int]]:
         """(fd, inode) pairs of the connections to them, which loader workers must close."""
 
@@ -194,6 +200,7 @@ class Unconnected:
     """Peers that exchange nothing, as those of a loader outside of a job."""
 
     place: tuple[int, int] = (0, 1)
+    speeds: tuple[int, ...] = ()
     owned_sockets: Sequence[tuple[int, int]] = ()
 
     def of_rank_zero(self, mine: T) -> T:
@@ -507,6 +514,7 @@ class Split:
             get one sample with weight 0. Otherwise (validation, test) a worker without samples simply ends earlier.
         epoch_batches: batches of the Trainer's epoch; None: as many as this loader has.
         cycles: whether the samples begin again within the Trainer's epoch.
+        speeds: relative speed of each rank, to which its share is proportional; empty: equal shares.
     """
 
     num_samples: int
@@ -517,6 +525,7 @@ class Split:
     drop_last: bool
     epoch_batches: int | None = None
     cycles: bool = False
+    speeds: tuple[int, ...] = ()
 
     @property
     def max_batches(self) -> int:
@@ -566,7 +575,7 @@ class Split:
 
     def num_own_samples(self, batch: int) -> int:
         """Return the size of this worker's share of a global batch of this epoch."""
-        start, stop = share(self._length(batch), self.global_rank, self.world_size)
+        start, stop = share(self._length(batch), self.global_rank, self.world_size, self.speeds)
         return stop - start
 
     def loss_weight(self, batch: int) -> float:
@@ -587,7 +596,7 @@ class Split:
             lap, batch = divmod(place, self._num_batches)
             indices = order(lap)
             first = batch * self._samples_per_batch
-            start, stop = share(self._length(batch), self.global_rank, self.world_size)
+            start, stop = share(self._length(batch), self.global_rank, self.world_size, self.speeds)
             if start < stop:
                 yield indices.between(first + start, first + stop)
             elif self.training:
@@ -647,6 +656,8 @@ class SequenceSource(Protocol):
     def global_rank(self) -> int: ...
     @property
     def world_size(self) -> int: ...
+    @property
+    def speeds(self) -> tuple[int, ...]: ...
     @property
     def num_epoch_batches(self) -> int: ...
 
@@ -784,6 +795,7 @@ class SequenceOrder(WithoutWindows):
             keep_from = max(0, (min(source.cursor, batch) - self.redo_batches) * size)
             yield BatchShare(
                 *(self._place, batch * size, size, source.global_rank, source.world_size, self._drop_last, keep_from),
+                speeds=source.speeds,
                 start=start,
                 limit_s=limit_s,
                 known=known,

@@ -111,7 +111,7 @@ def _of_thread(name: str, frame: FrameType, max_frames: int) -> str:
 
 NUM_KEPT = 100
 
-NUM_SAID = 4
+NUM_SAID = 5
 """Numbers per worker in a vote."""
 
 _UNKNOWN = 1 << 62
@@ -232,8 +232,10 @@ class Pulse:
         self._heard: deque[OwnTimes] = deque(maxlen=NUM_KEPT)  # times of round `_round`
         self.num_heard = 0  # count over all rounds
         self.threads: tuple[int, ...] = ()  # computing threads of each worker, by rank
+        self.largest_shares: tuple[float, ...] = ()  # that each worker may take, in equal shares, by rank
         self._round = 0
         self._num_steps = self._said_steps = 0
+        self._is_mixed = False  # whether the shares changed since the last vote
         self._times = [0.0, 0.0, 0.0]
         self._throttling = Throttling()
         self._throttled_s = self._throttling.seconds()
@@ -248,15 +250,23 @@ class Pulse:
         """Return all workers' times in this round, oldest first."""
         return list(self._heard) if self._round == round_number else []
 
-    def say(self, round_number: int, rank: int, size: int) -> list[int]:
-        """Return the numbers for the next vote: means over the steps since the last one, if the world did not change."""
+    def shares_changed(self) -> None:
+        """Leave the steps since the last vote out: they had different shares."""
+        self._is_mixed = True
+
+    def say(self, round_number: int, rank: int, size: int, largest_share: float = 1.0) -> list[int]:
+        """Return the numbers for the next vote: means over the steps since the last one, if the world did not change.
+
+        Args:
+            largest_share: largest share that this worker may take, in equal shares; 0 if all shares must be equal.
+        """
         said = [_UNKNOWN] * (NUM_SAID * size)
         self._said_steps = self._num_steps
         before, self._throttled_s = self._throttled_s, self._throttling.seconds()
         if round_number != self._round:
             self._heard.clear()  # cleared first: another thread may read the times of the new round
             self._round = round_number
-        elif self._num_steps:
+        elif self._num_steps and not self._is_mixed:
             # The kernel counts time lost to the worker's own quota as time in the queue, but its host is not to blame.
             back = min(max(0.0, self._throttled_s - before), self._times[2])
             self._times[0] += back
@@ -264,17 +274,23 @@ class Pulse:
             first = NUM_SAID * rank
             said[first : first + 3] = [round(seconds / self._num_steps * 1e6) for seconds in self._times]
             said[first + 3] = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
-        self._num_steps = 0
+            said[first + 4] = round(1000 * largest_share)
+        self._num_steps, self._is_mixed = 0, False
         self._times = [0.0, 0.0, 0.0]
         return said
 
-    def hear(self, voted: Sequence[int], step_time_s: float) -> None:
-        """Record every worker's numbers from the vote."""
+    def hear(self, voted: Sequence[int], step_time_s: float, speeds: tuple[int, ...] = ()) -> None:
+        """Record every worker's numbers from the vote.
+
+        Args:
+            speeds: to which the workers' shares were proportional; empty: equal shares.
+        """
         if not self._said_steps or _UNKNOWN in voted:
             return
         compute_s, data_s, queued_s = (tuple(number / 1e6 for number in voted[i::NUM_SAID]) for i in range(3))
         self.threads = tuple(voted[3::NUM_SAID])
-        self._heard.append(OwnTimes(self._said_steps, step_time_s, compute_s, data_s, queued_s))
+        self.largest_shares = tuple(number / 1000 for number in voted[4::NUM_SAID])
+        self._heard.append(OwnTimes(self._said_steps, step_time_s, compute_s, data_s, queued_s, speeds))
         self.num_heard += 1
 
 

@@ -107,6 +107,18 @@ class OwnTimes:
     compute_s: tuple[float, ...]
     data_s: tuple[float, ...]
     queued_s: tuple[float, ...]  # additional time in which the worker was ready but had no core
+    speeds: tuple[int, ...] = ()  # to which the workers' shares were proportional; empty: equal shares
+
+    def at_equal_shares(self) -> OwnTimes:
+        """Return the times that equal shares would have taken, if a worker's time is proportional to its share."""
+        if not self.speeds:
+            return self
+        factors = [sum(self.speeds) / len(self.speeds) / speed for speed in self.speeds]
+        compute_s, data_s, queued_s = (
+            tuple(seconds * factor for seconds, factor in zip(part, factors, strict=True))
+            for part in (self.compute_s, self.data_s, self.queued_s)
+        )
+        return OwnTimes(self.num_steps, self.step_time_s, compute_s, data_s, queued_s)
 
 
 # Configurations, and the same figures of many of them as columns, on which all models of this package compute.

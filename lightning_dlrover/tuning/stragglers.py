@@ -14,10 +14,12 @@ long as the second slowest's.
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -115,12 +117,25 @@ def find_straggler(
         raise ValueError(f"the load of every worker must be above 0, not {list(loads)}")
     if size < 2:
         return None
+    speeds = observations[-1].speeds
+    observations = [each.at_equal_shares() for each in observations]
     times = _Times.of(observations, hosts, loads)
     for span in SPANS:
         count = _num_newest(observations, span)
         if count and (found := _judge(times, count)):
-            return max(found, key=lambda s: s.ratio)
+            worst = max(found, key=lambda s: s.ratio)
+            return replace(worst, lost_s=min(worst.lost_s, _lost_with(speeds, worst))) if speeds else worst
     return None
+
+
+def _lost_with(speeds: Sequence[int], straggler: Straggler) -> float:
+    """Seconds by which a step would be shorter if the straggler were as fast as the median of the others.
+
+    Shares are proportional to speeds, so a step's time is inverse to the sum of them.
+    """
+    others = [speed for rank, speed in enumerate(speeds) if rank != straggler.global_rank]
+    after = sum(others) + max(statistics.median(others), speeds[straggler.global_rank])
+    return straggler.step_time_s * (1 - sum(speeds) / after)
 
 
 def judge_replacement(
@@ -269,3 +284,84 @@ def _median_of_others(values: Floats) -> Floats:
 
     median: Floats = (at((others - 1) // 2) + at(others // 2)) / 2
     return median
+
+
+# Shares by speed: a slow worker gets fewer samples of the same global batch, as in DLRover-RM (VLDB 2024, section 4.3).
+
+MIN_GAIN = 1.1
+"""Minimum predicted ratio of the slowest worker's time before a change of shares to that after it."""
+
+SHARE_STEPS = 12
+"""Minimum number of steps with the same shares before they change."""
+
+LEAST_SHARE, LARGEST_SHARE = 0.25, 2.0
+"""Bounds of a worker's share, in equal shares. A worker that is slower still needs a replacement."""
+
+NEARLY_EQUAL = 0.03
+"""Shares are equal if none differs by more than this fraction from an equal one."""
+
+SPEED_UNIT = 1000
+"""Speed of a worker with an equal share."""
+
+
+def better_speeds(
+    observations: Sequence[OwnTimes],
+    global_batch_size: int,
+    hosts: Sequence[object] = (),
+    largest_shares: Sequence[float] = (),
+) -> tuple[int, ...] | None:
+    """Return speeds to which the shares should be proportional from now on; None if the present shares should stay.
+
+    A worker's time is taken as proportional to its share. It has a constant part, too, so that one change corrects too little
+    rather than too much, and the next one corrects the rest.
+
+    Args:
+        observations: those of one round, oldest first. Only the newest ones with the same shares count.
+        hosts: host of each worker, by rank; empty: each has its own. Workers of one host wait for the same cores, so that time
+            in which they were ready but had no core counts only where a worker is alone.
+        largest_shares: largest share that each worker may take, in equal shares; empty: no limit. 0: all shares must be equal.
+
+    Returns:
+        One speed per rank, of which `SPEED_UNIT` is the mean; empty for equal shares.
+    """
+    if not observations or len(observations[-1].compute_s) < 2:
+        return None
+    now = observations[-1].speeds
+    size = len(observations[-1].compute_s)
+    if any(largest <= 0 for largest in largest_shares):
+        return () if now else None
+    same = list(itertools.takewhile(lambda each: each.speeds == now, reversed(observations)))
+    if len(same) < MIN_OBSERVATIONS or sum(each.num_steps for each in same) < SHARE_STEPS:
+        return None
+    num_on = Counter(hosts)
+    alone = np.array([float(num_on[host] == 1) for host in hosts]) if hosts else np.ones(size)
+    own_s = np.array([np.add(each.compute_s, each.data_s) + np.multiply(each.queued_s, alone) for each in same])
+    present = np.array(now or (SPEED_UNIT,) * size) / SPEED_UNIT
+    speed = present / np.maximum(np.median(own_s, axis=0), 1e-9)
+    wanted = _bounded(speed / speed.mean(), max(LEAST_SHARE, size / global_batch_size), largest_shares)
+    if np.abs(wanted - 1).max() <= NEARLY_EQUAL:
+        wanted = np.ones(size)
+    rounded = tuple(max(1, round(SPEED_UNIT * each)) for each in wanted)
+    new: tuple[int, ...] = rounded if len(set(rounded)) > 1 else ()
+    factor = np.array(new or (SPEED_UNIT,) * size) / SPEED_UNIT / present
+    gains = np.log(np.maximum(own_s.max(axis=1), 1e-9) / np.maximum((own_s * factor).max(axis=1), 1e-9))
+    gain = float(np.median(gains))
+    error = 1.2533 * float(_deviation(gains[:, None])[0]) / math.sqrt(len(gains))
+    is_clear = (gains > math.log(MIN_GAIN) / 2).mean() >= MIN_SHARE and gain >= NUM_DEVIATIONS * error
+    return new if is_clear and gain >= math.log(MIN_GAIN) else None
+
+
+def _bounded(shares: Floats, least_share: float, largest_shares: Sequence[float]) -> Floats:
+    """Return shares with a mean of 1 within their bounds, in proportion to `shares` where no bound applies."""
+    upper = np.minimum(np.array(largest_shares or (math.inf,) * len(shares)), LARGEST_SHARE)
+    if upper.mean() <= 1 or least_share >= 1 or upper.min() < least_share:  # not all samples would be taken
+        return np.ones(len(shares))
+    low, high = 0.0, float(len(shares) / shares.min())
+    for _ in range(60):  # bisection: the sum of the clipped shares grows with the factor
+        factor = (low + high) / 2
+        if np.clip(factor * shares, least_share, upper).mean() < 1:
+            low = factor
+        else:
+            high = factor
+    clipped: Floats = np.clip(high * shares, least_share, upper)
+    return clipped

@@ -268,7 +268,7 @@ def test_refused_argument_is_told_from_an_error_of_the_script(tmp_path: Path) ->
         return last
 
     def refused() -> None:
-        check_arguments(0, 0.1, timedelta(1), None, None, None, True, True, 60.0, None, "end")
+        check_arguments(0, 0.1, timedelta(1), None, None, None, True, True, 60.0, None, "equal", "end")
 
     def wrong() -> None:
         raise ValueError("no data")

@@ -83,6 +83,7 @@ class Materialised:
     """Peers that take the order which a function returns."""
 
     owned_sockets = ()
+    speeds = ()
 
     def __init__(self, rank: int, materialise: Callable[[Any], Any], size: int = 2) -> None:
         self.place = rank, size

@@ -225,6 +225,17 @@ class StragglerFound(Event):
 
 
 @dataclass(frozen=True)
+class SharesChanged(Event):
+    """A slow worker gets fewer samples of each batch from now on, or as many as the others again."""
+
+    KIND = "shares"
+    round: int
+    step: int
+    samples: dict[str, int]  # of a global batch, by worker
+    global_batch_size: int
+
+
+@dataclass(frozen=True)
 class MemoryShort(Event):
     """A worker is about to run out of memory."""
 
