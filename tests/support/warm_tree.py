@@ -267,9 +267,10 @@ class FreshNursery(_Nursery):
     same = tuple(name for name in SAME if name != "OMP_NUM_THREADS")
 
     def _start(self, theirs: socket.socket) -> int:
-        code = f"import {', '.join(IMPORTS)}; import warm_tree; warm_tree.serve({theirs.fileno()}, {self._owner})"
-        folders = [os.path.dirname(os.path.abspath(__file__)), *_folders()]
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "PADDING": PADDING, "OMP_NUM_THREADS": "1"}
+        code = (
+            f"import {', '.join(IMPORTS)}; from tests.support.warm_tree import serve; serve({theirs.fileno()}, {self._owner})"
+        )
+        environ = {**os.environ, "PADDING": PADDING, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen([sys.executable, "-c", code, PADDING], env=environ, pass_fds=[theirs.fileno()])
         return self._process.pid
 
