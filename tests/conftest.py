@@ -147,7 +147,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class Scheduling(LoadScopeScheduling):
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             return file if file.removeprefix("tests/") in TOGETHER else nodeid
@@ -161,7 +161,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
         def _has_role(self, node: Any) -> bool:
             num_roles = (self.numnodes >= MIN_FILLED) + (self.numnodes >= MIN_PATIENT)
-            return self._place_from_end(node) <= num_roles
+            return bool(self._place_from_end(node) <= num_roles)
 
         def _place_from_end(self, node: Any) -> int:
             return int(self.numnodes - int(node.gateway.id.removeprefix("gw")))

@@ -282,7 +282,8 @@ class FreshNursery(_Nursery):
 
 def serve(requests: int, owner: int) -> NoReturn:
     """Fork programs for the process that has started this one with a socket, until that ends."""
-    import frozen_heap  # noqa: F401 - collects the garbage of the imports, and keeps the rest out of later collections
+    # Collects the garbage of the imports, and keeps the rest out of later collections.
+    from tests.support import frozen_heap  # noqa: F401
 
     _serve(socket.socket(fileno=requests), owner)
 
