@@ -20,7 +20,7 @@ from lightning_dlrover.checks import batching_of
 from lightning_dlrover.data.dataset import Positions, Stream
 from lightning_dlrover.data.iterable import Fetched, Snapshot, the_only
 from lightning_dlrover.data.lane_plan import Layout
-from lightning_dlrover.data.source import DataError, LeftOut, WithLeftOut
+from lightning_dlrover.data.source import DataError, SkippedRange, WithSkipped
 from lightning_dlrover.live.loader_workers import LoaderWorkers
 from lightning_dlrover.live.order import (
     ALONE,
@@ -36,18 +36,18 @@ from lightning_dlrover.live.order import (
 from lightning_dlrover.rdzv.job.events import RowsSkipped
 from lightning_dlrover.report.streams import merged
 
-# Collect the rows that one loader's batches of a stream leave out.
+# Collect the rows that one loader's batches of a stream skip.
 
 MAX_LISTED = 500
 """Ranges of rows that one worker puts on record for a loader. A damaged store, or a compacted topic, has any number of them."""
 
 
 class SkippedRows:
-    """Rows that one loader's batches leave out. Each is news once, however many batches and epochs have it."""
+    """Rows that one loader's batches skip. Each is news once, however many batches and epochs have it."""
 
     def __init__(self) -> None:
         self._known: dict[int, list[tuple[int, int]]] = {}  # ranges of rows by shard
-        self._news: dict[int, list[LeftOut]] = {}
+        self._news: dict[int, list[SkippedRange]] = {}
         self._num_listed = 0
         self._is_cut_short = False  # whether a record has told that further rows are not listed
 
@@ -55,7 +55,7 @@ class SkippedRows:
     def has_news(self) -> bool:
         return bool(self._news)
 
-    def add(self, found: Iterable[LeftOut]) -> None:
+    def add(self, found: Iterable[SkippedRange]) -> None:
         for each in found:
             known = self._known.setdefault(each.shard, [])
             if not self._is_cut_short if each.is_cut_short else _added(known, each.first, each.stop):
@@ -456,8 +456,8 @@ class ElasticLoader:
         peeked, self._peeked = self._peeked, None
         is_next = peeked is not None and peeked[0] == self.cursor
         fetched = peeked[1] if peeked is not None and is_next else self.workers.fetch(self.cursor)
-        if isinstance(fetched, WithLeftOut):
-            self.skipped.add(fetched.left_out)
+        if isinstance(fetched, WithSkipped):
+            self.skipped.add(fetched.skipped)
             return fetched.batch
         if self.iterable is None:
             return fetched

@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from iterable_loaders import (
+from torch.utils.data import DataLoader, TensorDataset, get_worker_info
+
+from lightning_dlrover.checks import UnsupportedLoaderError
+from lightning_dlrover.data import iterable
+from lightning_dlrover.data.source import DataError
+from lightning_dlrover.live.data_agreement import settings_for
+from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.order import UNKNOWN, IterableSettings
+from lightning_dlrover.rdzv.transport import transfer
+from tests.support.iterable_loaders import (
     SETTINGS,
     GoesOn,
     GoesOnElsewhere,
@@ -33,15 +42,6 @@ from iterable_loaders import (
     rest,
     shares,
 )
-from torch.utils.data import DataLoader, TensorDataset, get_worker_info
-
-from lightning_dlrover.checks import UnsupportedLoaderError
-from lightning_dlrover.data import iterable
-from lightning_dlrover.data.source import DataError
-from lightning_dlrover.live.data_agreement import settings_for
-from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.order import UNKNOWN, IterableSettings
-from lightning_dlrover.rdzv.transport import transfer
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from live_parts import Wrapping, a_trainer
+
+from tests.support.live_parts import Wrapping, a_trainer
 
 START = {
     "start_workers": 2,

@@ -353,7 +353,7 @@ class StreamOpened(Event):
 
 @dataclass(frozen=True)
 class RowsSkipped(Event):
-    """Rows that a worker's batches of a stream leave out. Several workers, and each epoch, may find the same rows."""
+    """Rows that a worker's batches of a stream skip. Several workers, and each epoch, may find the same rows."""
 
     KIND = "skipped"
     fit: int
