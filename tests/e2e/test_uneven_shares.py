@@ -6,9 +6,10 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from forked_jobs import MakeJob
-from harness import Job, violations
-from toy_job import ToySettings
+
+from tests.e2e.forked_jobs import MakeJob
+from tests.e2e.harness import Job, violations
+from tests.e2e.toy_job import ToySettings
 
 SLOW = ToySettings(num_rows=1920, batch_size=24, step_s=0.02, slow="w1", max_epochs=4)
 KINDS = {
