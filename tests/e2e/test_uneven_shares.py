@@ -32,7 +32,9 @@ def losses(job: Job) -> list[float]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_slow_worker_gets_fewer_samples_and_the_losses_stay(kind: str, make_job: MakeJob) -> None:
     settings = KINDS[kind]
-    job = make_job(settings)
+    job, alone = make_job(settings), make_job(replace(settings, slow="", step_s=0.0))
+    for each in (job, alone) if settings.streams else ():
+        settings.write_streams(each.folder)
     workers = [job.start() for _ in range(2)]
     job.wait_for_world(2)
     event = job.wait_until(lambda: next(iter(job.events("shares")), None), "shares by speed")
@@ -45,7 +47,6 @@ def test_slow_worker_gets_fewer_samples_and_the_losses_stay(kind: str, make_job:
     assert all(5 <= len(r["ids"]) <= slow for r in taken)  # a second change may have corrected the first one
     assert job.finish() == [0, 0]
     assert violations(job, settings) == []
-    alone = make_job(replace(settings, slow="", step_s=0.0))
     alone.start()
     assert alone.finish() == [0]
     assert losses(job) == pytest.approx(losses(alone), rel=1e-3)
