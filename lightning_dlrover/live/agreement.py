@@ -338,6 +338,9 @@ def _relative_difference(tensor: Tensor, first: Tensor) -> float:
 LOOK_EVERY = 4
 """Votes between two of rank 0's decisions, each of which takes a fraction of a millisecond."""
 
+MAX_NAMED = 4
+"""Workers with a smaller share that an event names."""
+
 MEMORY_LOOK_S = 5.0
 """Seconds between two looks of a worker for the memory that a larger share could take."""
 
@@ -403,13 +406,18 @@ class SpeedShares:
             self._report(position.formation)
 
     def _report(self, formation: Formation) -> None:
-        batch_size = self._batches.first.global_batch_size
-        shares = [share(batch_size, rank, formation.size, self._position.speeds) for rank in range(formation.size)]
-        samples = {worker: stop - start for worker, (start, stop) in zip(formation.round.members, shares, strict=True)}
-        listed = ", ".join(f"{worker} {number}" for worker, number in samples.items())
-        text = f"shares by speed, of {batch_size} samples: {listed}" if self._position.speeds else "equal shares again"
-        log.info("%s", text)
-        self._job.event(SharesChanged(formation.round.number, self._batches.batch_number, samples, batch_size), text)
+        batch_size, size = self._batches.first.global_batch_size, formation.size
+        samples: list[int] = []
+        text = f"equal shares again: each worker takes {batch_size / size:.6g} of {batch_size} samples"
+        if self._position.speeds:
+            ranges = [share(batch_size, rank, size, self._position.speeds) for rank in range(size)]
+            samples = [stop - start for start, stop in ranges]
+            slow = [f"rank {rank} takes {number}" for rank, number in enumerate(samples) if number < batch_size // size]
+            more = f" and {len(slow) - MAX_NAMED} others fewer, too," if len(slow) > MAX_NAMED else ""
+            text = (
+                f"shares by speed: {', '.join(slow[:MAX_NAMED])}{more} of {batch_size} samples, the others up to {max(samples)}"
+            )
+        self._job.event(SharesChanged(formation.round.number, self._batches.batch_number, samples), text)
 
 
 def _free_memory(device: torch.device) -> float:

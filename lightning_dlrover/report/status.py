@@ -26,6 +26,7 @@ from lightning_dlrover.rdzv.job.events import (
     FitFinished,
     JobFailed,
     RoundFormed,
+    SharesChanged,
     SnapshotCompleted,
     SnapshotFailed,
     StreamOpened,
@@ -583,7 +584,7 @@ def show_status(
         "global_batch_size": job.global_batch_size if job else None,
         "failed_sizes": dict(sorted(job.failed_sizes.items(), key=lambda each: each[0].rjust(6))) if job else {},
         "round": {"number": round_.number, "kind": round_.kind, "reason": round_.reason} if round_ else None,
-        "workers": _show_workers(view, profiles, now),
+        "workers": _show_workers(view, profiles, events, now),
         "agents": _show_agents(found, now),
         "joining": _show_joining(found, nodes or {}, now) if phase in ("not started", "starting", "training") else [],
         "controller": _show_controller(found, nodes or {}),
@@ -625,9 +626,13 @@ def _show_stream(opened: StreamOpened, events: Sequence[EventRecord]) -> str:
     return "; ".join(filter(None, (described(opened), described_skipped(skipped_rows(events, opened)))))
 
 
-def _show_workers(view: JobView, profiles: Mapping[str, StepProfile], now: float) -> list[dict[str, Any]]:
+def _show_workers(
+    view: JobView, profiles: Mapping[str, StepProfile], events: Sequence[EventRecord], now: float
+) -> list[dict[str, Any]]:
     """List workers: the round's members by rank, then the others."""
     waits = rounds.waits(view)
+    changed = [each for _, each in events_of(events, SharesChanged) if view.round and each.round == view.round.number]
+    samples = dict(enumerate(changed[-1].samples)) if changed else {}
     members = view.round.members if view.round else []
     ranks = {worker: rank for rank, worker in enumerate(members)}
     labels = {agent.agent_id: agent.labels.get("node", "") for agent in view.agents.values()}
@@ -640,6 +645,7 @@ def _show_workers(view: JobView, profiles: Mapping[str, StepProfile], now: float
             "host": record.host,
             "pid": record.pid,
             "step_time_s": profiles[worker].step_time_s if worker in profiles else None,
+            "samples": samples.get(ranks.get(worker, -1)),  # of a global batch; None: an equal share
             "waits": waits[worker],
             "for_s": _elapsed(record.since, now),
         }

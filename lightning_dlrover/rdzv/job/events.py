@@ -231,8 +231,7 @@ class SharesChanged(Event):
     KIND = "shares"
     round: int
     step: int
-    samples: dict[str, int]  # of a global batch, by worker
-    global_batch_size: int
+    samples: list[int]  # of a global batch, by rank; none: equal shares
 
 
 @dataclass(frozen=True)
