@@ -365,8 +365,11 @@ class SpeedShares:
         self._next_memory_look = 0.0
 
     def largest_share(self) -> float:
-        """Return the largest share that this worker may take, in equal shares; 0 if all shares must be equal."""
-        if self._trainer.strategy.shares == "equal" or self._position.uses_collectives:
+        """Return the largest share that this worker may take, in equal shares; 0 if all shares must be equal.
+
+        They must be with several loaders, as one weight of the loss would not fit each loader's rounded shares.
+        """
+        if self._trainer.strategy.shares == "equal" or self._position.uses_collectives or len(self._batches.all) > 1:
             return 0.0
         if (now := time.monotonic()) >= self._next_memory_look:
             self._next_memory_look = now + MEMORY_LOOK_S
