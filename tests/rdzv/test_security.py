@@ -65,10 +65,10 @@ def join(endpoint: str, run_id: str, access: dict[str, str]) -> None:
     "changed, told",
     [
         ({"password_file": "wrong.password"}, "authentication failed.*check user and password"),
-        ({"user": None, "password_file": None}, "wants a user and a password .*user=...,password_file=..."),
+        ({"user": None, "password_file": None}, "authentication enabled: give a user .*user=...,password_file=..."),
         ({"ca_cert": "other-ca.pem"}, "that ca_cert is of the authority that signed its certificate"),
-        ({"cert": None, "cert_key": None}, r"whether it asks for one of us"),
-        ({"ca_cert": None, "cert": None, "cert_key": None}, r"whether it asks for TLS \(ca_cert\)"),
+        ({"cert": None, "cert_key": None}, r"whether etcd requires one"),
+        ({"ca_cert": None, "cert": None, "cert_key": None}, r"whether etcd requires TLS \(ca_cert\)"),
         ({"key_prefix": "/others"}, "permission denied; grant the user readwrite there, or change key_prefix"),
     ],
 )

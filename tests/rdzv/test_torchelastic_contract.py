@@ -260,7 +260,7 @@ def test_agent_below_the_minimum_waits_and_names_the_missing(agents: ElasticAgen
     agents.wait_for_starts(2)
     agents.leave("started")
     assert running[0].wait().state == "FAILED"
-    assert "only 1 of at least 2 nodes came" in running[1].wait().error
+    assert "only 1 of at least 2 nodes joined" in running[1].wait().error
     assert running[1].wait().error.startswith("RendezvousTimeoutError")
 
 

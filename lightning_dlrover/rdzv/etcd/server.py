@@ -27,12 +27,11 @@ from lightning_dlrover.rdzv.etcd.types import HTTPOverSocket, can_hold_sockets
 _OWNER_FILE = ".owner"
 
 
-# Temporary folders that do not outlive their owner for long: creating the next one removes those of dead processes.
-#
-# The owner holds a lock on a file in its folder. The kernel releases it however the process ends, so neither a reused
-# process id nor a clock matters.
 class OwnedFolder:
-    """A new temporary folder, as `tempfile.TemporaryDirectory`.
+    """A temporary folder that does not outlive its owner for long: creating the next one removes those of dead processes.
+
+    The owner holds a lock on a file in its folder. The kernel releases it however the process ends, so neither a reused process
+    id nor a clock matters.
 
     Args:
         prefix: prefix of its name; folders with this prefix and a dead owner are removed first.
@@ -62,8 +61,6 @@ def _remove_orphans(prefix: str, root: Path | None) -> None:
             shutil.rmtree(file.parent, ignore_errors=True)
 
 
-# Extract from etcd's output the reason for a failed start, in one line, and suggest a remedy.
-
 _MAX_CHARACTERS = 400
 
 _REMEDIES = (
@@ -86,9 +83,7 @@ def reason(log: str) -> str:
             if entry.get("level") in levels:
                 skipped = ("level", "ts", "caller", "msg", "stacktrace")
                 details = [f"{key} {value}" for key, value in entry.items() if key not in skipped]
-                return _short(
-                    ": ".join([str(entry.get("msg", "")), ", ".join(details)]) if details else str(entry.get("msg", ""))
-                )
+                return _short(": ".join(filter(None, [str(entry.get("msg", "")), ", ".join(details)])))
         # Messages of the Go runtime or its C library have no level, and the first one is the cause.
         for line in lines:
             if re.match(r"(fatal error|panic|runtime|runtime/cgo|\S*etcd): ", line):
@@ -148,13 +143,14 @@ class EtcdServerError(RuntimeError):
     """The embedded etcd could not be started, or ended unexpectedly."""
 
 
-# Not a replacement for a shared etcd: one node, loopback by default, and the bundled release is old (see docs).
-#
-# etcd admits every client that reaches its ports. Its peer port accepts writes as well, so it is always a
-# Unix socket in a folder of mode 0700. The one for clients is too if the server is private; a TCP port on loopback is open
-# to all users of the machine.
 class EmbeddedEtcd:
     """An etcd process with its own data directory and a free port, or a socket that no other user reaches.
+
+    It is not a replacement for a shared etcd: one node, loopback by default, and the bundled release is old.
+
+    etcd admits every client that reaches its ports. Its peer port accepts writes as well, so it is always a Unix socket in a
+    folder of mode 0700. So is the client port if the server is private. A TCP port on loopback is open to all users of the
+    machine.
 
     `die_with_parent` ends it with the *thread* that called `start()`, because PR_SET_PDEATHSIG applies to threads. Call
     `start()` from a thread that lives as long as the server is needed.

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover._version import __version__
 from lightning_dlrover.rdzv.desync import (
+    Begun,
     CollectiveMonitor,
     MismatchError,
     OutsideOfLoops,
     PlaceInProgram,
     Purpose,
-    Vote,
     compare_with,
+    shown,
 )
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.health import when_there_is_room
@@ -81,14 +84,29 @@ from lightning_dlrover.rdzv.transport.torch_names import HashStore
 from lightning_dlrover.rdzv.transport.transfer import HostStateCache, Packed
 from lightning_dlrover.rdzv.transport.waits import RoundGroups, raise_limit
 
-# The world of a script that was started by hand, with one worker, no etcd, and the same methods.
+
+class _Unavailable:
+    """A part of `World` that a worker without a job lacks. Reading it raises a `WorldError`."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __get__(self, world: LoneWorld | None, owner: type[LoneWorld]) -> NoReturn:
+        raise WorldError(
+            f"this worker runs outside a job and has no {self._what}: "
+            "start the script with torchrun --rdzv-backend=etcd-v3, or with dlrover run"
+        )
 
 
 class LoneWorld:
-    """A `World` of a single worker, which no other worker can join.
+    """A `World` of a single worker, which no other worker can join: a script that was started by hand, without etcd.
 
     It has all methods of `World`. Those that need other workers or the job's records raise a `WorldError`.
     """
+
+    config = _Unavailable("configuration")
+    membership = view = records = standing = _Unavailable("records of a job")
+    admit = switch = recover = connect = _Unavailable("other workers to form a round with")
 
     def __init__(self) -> None:
         self.backend = "gloo"
@@ -213,56 +231,13 @@ class LoneWorld:
     def agreed(self) -> tuple[int | None, int]:
         return None, 1
 
-    # --- unavailable without others ----------------------------------------------------------------------------------
-
-    @property
-    def config(self) -> NoReturn:
-        raise _refusal("a configuration")
-
-    @property
-    def membership(self) -> NoReturn:
-        raise _refusal("records of a job")
-
-    @property
-    def view(self) -> NoReturn:
-        raise _refusal("records of a job")
-
-    @property
-    def records(self) -> NoReturn:
-        raise _refusal("records of a job")
-
-    @property
-    def standing(self) -> NoReturn:
-        raise _refusal("a record of its job")
-
-    def admit(self, hello: bytes, fingerprint: str) -> Formation:
-        raise _refusal("a job to be admitted to")
-
-    def switch(self, number: int, hello: bytes) -> Formation:
-        raise _refusal(f"a round {number} to switch to")
-
-    def recover(self, hello: bytes) -> Formation:
-        raise _refusal("other workers to recover with")
-
-    def connect(self, target: RoundRecord, name: str, workers: Sequence[str]) -> dist.ProcessGroupGloo:
-        raise _refusal("other workers to connect to")
-
-
-def _refusal(what: str) -> WorldError:
-    return WorldError(
-        f"this worker was started by hand, so it has not got {what}: "
-        "start the script with torchrun --rdzv-backend=etcd-v3, or with dlrover run"
-    )
-
-
-# Operations of a worker's process for the membership protocol.
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 NEWS_S = 3.0
-"""Seconds of waiting after which a worker logs the reason."""
+"""Log why a worker is waiting after this many seconds."""
 
 WAIT_PROBE_S = 0.05
 """Seconds between two probes of workers during a wait."""
@@ -370,21 +345,13 @@ def always_meet(hellos: Mapping[str, bytes]) -> bool:
     return True
 
 
-# This is all that a training loop needs to be live-elastic. Most loops need only `World.steps`
-# (docs/guide/plain_pytorch.md). Loops that want more control use its building blocks:
-#   - `World.start` or `World.admit` to enter the job;
-#   - `World.propose` and `World.agreed` between steps;
-#   - `World.switch` after a new round was agreed;
-#   - `World.recover` after a failed collective;
-#   - `World.finish` and `World.leave` at the end.
-#
-# Every worker enters a round with a `hello` of a few bytes. It receives the hellos of all others before the process group
-# exists, which is enough to determine which worker is ahead.
-#
-# The main thread forms and destroys groups. The membership thread only severs them (`RoundSockets`), so that a collective
-# in which the main thread is blocked raises at once.
 class World:
     """This worker's process groups, one round after the other.
+
+    Most training loops need only `World.steps` (docs/guide/plain_pytorch.md). Loops that want more control enter the job with
+    `start` or `admit`, vote between steps with `propose` and `agreed`, change the round with `switch` or `recover`, and end
+    with `finish` and `leave`. Every worker enters a round with a `hello` of a few bytes. It receives those of all others before
+    the process group exists, which is enough to determine which worker is ahead.
 
     Args:
         config: the job and this worker's place in it.
@@ -439,15 +406,14 @@ class World:
         self.place: PlaceInProgram = OutsideOfLoops()  # place of the training loop that runs
         self.wishes: list[int] = []  # minimum over all members of each wish in this round's newest vote
         self._left_state = HostStateCache(Path(config.left_state_folder)) if config.left_state_folder else None
-        self._vote: Vote | None = None
+        self._ballot: list[int] | None = None  # None: no vote is in progress
+        self._vote: Begun | None = None  # the vote with this ballot; None if this worker is alone in the round
         self._num_votes = 0  # votes in this round
         self._meeting: CollectiveMonitor | None = None  # the round's meeting; None if this worker is alone in the round
         self._watched: list[RoundSockets] = []  # still empty when the membership reads its first view
+        served = dataclasses.replace(config, address=address, port=server.port)
         self.membership = when_there_is_room(
-            lambda: Membership(
-                self._client, config.of_member(address, server.port), self._on_view, lambda: self._neighbour.probe()
-            ),
-            config.wait_timeout_s,
+            lambda: Membership(self._client, served, self._on_view, lambda: self._neighbour.probe()), config.wait_timeout_s
         )
         self._groups = RoundGroups()
         reach = Reach(self.membership)
@@ -598,7 +564,7 @@ class World:
         An empty `hello` means that this worker has not received the state yet. It may have to wait for admission again.
 
         Raises:
-            EvictedError: the others went on without this worker.
+            EvictedError: the others continue without this worker.
             WorldError: no round could be formed in time, or collectives fail again and again at the same place.
         """
         assert self.formation is not None
@@ -724,9 +690,9 @@ class World:
     def is_recoverable(self, error: BaseException, is_in_step: bool) -> bool:
         """Whether `recover` helps a worker with the job's state: its round is broken, or undone because of `error`.
 
-        The latter is so soon after workers have joined: for an error of a step, and anywhere for an error that follows from a
-        mismatch. A worker whose own collective outside of a step did not meet the others' would begin it again, alone; so the
-        mismatch ends it as before.
+        A growth is undone for an error in a step soon after workers have joined, and anywhere for an error that follows from a
+        mismatch. A worker whose own collective outside of a step did not match the others' would begin it again, alone. So the
+        mismatch ends that worker.
         """
         try:
             if self.is_failure(error):
@@ -783,17 +749,19 @@ class World:
             wishes: further numbers, of equal count on all members; the vote stores the minimum of each in `wishes`.
             place: number of the next step; must be equal on all members.
         """
-        assert self._vote is None
+        assert self._ballot is None
         assert self.formation is not None
         self.standing.step_made()
         self._growth.step_begins(place)
         self._sigterm.keep()
-        is_alone = self.formation.size == 1
-        if self._meeting is None and not is_alone:
+        if self._meeting is None and self.formation.size > 1:
             raise self.broken_error()
         round_ = self.membership.view.round
         newest = round_.number if round_ is not None and self._forming.is_prepared(round_) else self.formation.round.number
-        self._vote = Vote([newest, -check_every, *wishes], None if is_alone else self._meeting, place)
+        self._ballot = [newest, -check_every, *wishes]
+        if self._meeting is not None:
+            purpose = Purpose("the vote between two steps", f"step {place}", shown(sys._getframe()))
+            self._vote = self._meeting.vote(purpose, self._ballot)
 
     @property
     def owned_sockets(self) -> list[tuple[int, int]]:
@@ -802,14 +770,18 @@ class World:
 
     @property
     def is_voting(self) -> bool:
-        return self._vote is not None
+        return self._ballot is not None
 
     def agreed(self) -> tuple[int | None, int]:
         """Return the round to switch to, which all members have seen (None: stay), and the steps until the next vote."""
-        assert self._vote is not None
+        assert self._ballot is not None
         assert self.formation is not None
-        vote, self._vote = self._vote, None
-        newest, opposite, *self.wishes = vote.counted()
+        ballot, vote = self._ballot, self._vote
+        self._ballot = self._vote = None
+        if vote is not None:
+            assert self._meeting is not None
+            ballot = self._meeting.counted(vote, ballot)
+        newest, opposite, *self.wishes = ballot
         self._num_votes += 1
         if self._num_votes == VOTES_TO_DROP:
             self._groups.drop_early()
@@ -836,7 +808,7 @@ class World:
         return formation
 
     def _tear_down(self, is_last: bool = False) -> None:
-        self._vote = None
+        self._ballot = self._vote = None
         if self._meeting is not None:
             self._meeting.close()
             self._meeting = None

@@ -43,8 +43,6 @@ from lightning_dlrover.rdzv.membership.rounds import (
 )
 from lightning_dlrover.rdzv.membership.worker_records import BATCH, OwnRecord, SharedRecords
 
-# Decide whether a worker may join a job.
-
 
 class JobClosedError(MembershipError):
     """The job has finished or failed; there is nothing to join.
@@ -59,18 +57,20 @@ class JobClosedError(MembershipError):
 
 @dataclass(frozen=True)
 class MembershipConfig:
+    """Location of the job's records and identity of this worker."""
+
     run_id: str
     prefix: str
     agent_id: str
     local_rank: int
     min_workers: int
     max_workers: int
-    version: str
-    address: str  # address at which other workers reach this one
-    port: int  # port of this worker's TCPStore
-    workers_per_node: int = 1  # workers that come and go together
+    version: str  # release of lightning_dlrover
+    address: str = ""  # address at which other workers reach this one
+    port: int = 0  # port of this worker's TCPStore
+    node_workers: int = 1  # workers of each node of `dlrover run`, which starts an agent for each; they come and go together
     lease_ttl_s: float = 5.0
-    history_ttl_s: float = HISTORY_TTL_S
+    history_ttl_s: float = HISTORY_TTL_S  # seconds that the job's records outlast its last process
     timeouts: RoundTimeouts = field(default_factory=RoundTimeouts)
 
 
@@ -91,7 +91,7 @@ def enter_job(journal: Journal, config: MembershipConfig) -> None:
                 min_workers=config.min_workers,
                 max_workers=config.max_workers,
                 version=config.version,
-                workers_per_node=config.workers_per_node,
+                workers_per_node=config.node_workers,
                 created_at=time.time(),
             )
             journal.fenced_write({keys.job: first}, [absent(keys.job)])
@@ -132,8 +132,8 @@ def refuse_loopback(config: MembershipConfig, workers: Iterable[WorkerRecord]) -
             if is_loopback(address):
                 raise MembershipError(
                     f"run {config.run_id!r}: workers on host {host} are known by the loopback address {address}, "
-                    "which other hosts cannot reach; start every node of the job with --rdzv-endpoint=ADDRESS:PORT where "
-                    "ADDRESS is that of etcd on the network, not localhost nor a name that /etc/hosts maps to 127.0.x.x"
+                    "which other hosts cannot reach; start every node of the job with --rdzv-endpoint=ADDRESS:PORT, where "
+                    "ADDRESS is that of etcd on the network, neither localhost nor a name that /etc/hosts maps to 127.0.x.x"
                 )
 
 
@@ -146,8 +146,7 @@ CHECK_S = 5.0
 """Seconds between two checks that a mirror has missed no change. Its watch reports changes at once."""
 
 TICK_S = 0.5
-"""Maximum seconds between two turns of the background thread, as patience runs out without a change. Each takes time from
-training where all cores compute."""
+"""Maximum seconds between two turns of the background thread, for timeouts. Each takes time from training on busy cores."""
 
 STAND_S = 0.05
 """Seconds between two turns while this worker waits for its moment to stand for coordinator."""
@@ -156,7 +155,7 @@ GONE_CHECK_S = 0.3
 """Seconds between two checks whether a worker has ended that no notice will name."""
 
 MAX_SILENT_LEASES = 2.5
-"""Lifetimes of its lease that a worker without an answer from etcd is still sure of its place."""
+"""Lifetimes of its lease for which a worker without an answer from etcd can rely on its place."""
 
 MAX_BURIED = 1000
 """Buried workers that one worker remembers."""
@@ -166,19 +165,14 @@ NUM_SAMPLED = 8
 
 
 class Membership:
-    """One worker's view of the job, and its turn as coordinator.
-
-    Run the membership protocol of `rounds.py` and `coordinator.py` against etcd, as one worker of a job.
-
-    Holds the worker's own record, mirrors the records of the others, and takes part in the election of the coordinator. It is
-    independent of process groups: `world.py` forms them for the rounds that appear here.
+    """One worker's view of the job, and its turn as coordinator: runs the protocol of `rounds.py` against etcd.
 
     One thread per worker (`_run`) does all background work. It decodes the mirror's changes, notifies the listener,
     coordinates while it holds the election key, and writes queued events. The calling thread writes only the worker's own
-    record and burials.
+    record and removes those of dead workers.
 
     A worker mirrors the shared records and its own one. Only the coordinator mirrors the records of all workers
-    (`coordinator.py`), so a change costs the others the same in a job of any size.
+    (`coordinator.py`), so a change costs the others the same in a job of any size. Process groups are formed in `world.py`.
 
     Args:
         client: a connected client; its owner closes it.
@@ -295,7 +289,7 @@ class Membership:
         deadline, outbox = time.monotonic() + timeout_s, self.shared.outbox
         if names := outbox.waiting:
             log.warning(
-                "run %s: worker %s waits for up to %.0f s until etcd takes what is not recorded yet: %s",
+                "run %s: worker %s waits up to %.0f s for etcd to accept what is not recorded yet: %s",
                 *(self._config.run_id, self.worker_id, timeout_s, ", ".join(names)),
             )
         with self._changed:
@@ -397,13 +391,12 @@ class Membership:
 
     def _missing(self) -> str:
         """Describe the missing workers in words."""
-        try:
-            missing = awaited(self.all_records()) if self._mirror.healthy else []
-        except EtcdError:
-            missing = []
-        return (f"; missing: {', '.join(missing)}" if missing else "") + (
-            "" if self._mirror.healthy else "; etcd does not answer"
-        )
+        if not self._mirror.healthy:
+            return "; etcd does not answer"
+        with contextlib.suppress(EtcdError):
+            if missing := awaited(self.all_records()):
+                return f"; missing: {', '.join(missing)}"
+        return ""
 
     def bury(self, worker_ids: Iterable[str]) -> None:
         """Remove the records of workers that are certainly dead, before their leases expire.
@@ -508,7 +501,7 @@ class Membership:
                 if not self._dirty:
                     self._changed.wait(STAND_S if self._office.is_about_to_stand else TICK_S)
             try:
-                # Run even when nothing has changed: patience runs out without an event.
+                # Run even when nothing has changed: timeouts expire without an event.
                 self._refresh()
                 if self._on_tick is not None:
                     self._on_tick()

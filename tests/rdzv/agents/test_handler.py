@@ -98,7 +98,7 @@ def test_a_finished_run_cannot_be_joined_again(start_agent: StartAgent, keys: Ke
     assert not again.lines("STARTED")
     assert "Traceback" not in again.output
     [line] = [line for line in again.output.splitlines() if keys.run_id in line]
-    assert line.endswith("a new job needs another --rdzv-id")
+    assert line.endswith("for a new job use another --rdzv-id")
 
 
 def test_spare_node_of_a_successful_run_ends_with_0(

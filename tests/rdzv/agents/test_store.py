@@ -268,10 +268,10 @@ def test_concurrent_pops_return_each_value_once(plain: Any) -> None:
 # -- behaviour of the store on etcd alone
 
 
-def test_text_that_is_no_number_is_not_added_to(client: EtcdClient, keys: Keys) -> None:
+def test_adding_to_text_is_refused(client: EtcdClient, keys: Keys) -> None:
     store = EtcdStore(client, keys.store)
     store.set("k", "text")
-    with pytest.raises(dist.DistStoreError, match=r"'.*/key/k' holds b'text', which is no number"):
+    with pytest.raises(dist.DistStoreError, match=r"'.*/key/k' holds b'text', not a number"):
         store.add("k", 1)
     assert store.get("k") == b"text"
 

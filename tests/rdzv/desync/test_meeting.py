@@ -25,7 +25,7 @@ from lightning_dlrover.rdzv.desync import (
     OutsideOfLoops,
     Place,
     Purpose,
-    can_go_on,
+    may_progress,
     difference,
 )
 from lightning_dlrover.rdzv.membership.member import RoundEndedError, WorldError
@@ -40,7 +40,7 @@ def seen(compared: int, begun: int, waits_for: str = "") -> DesyncReport:
 # --- positions that can go on -------------------------------------------------------------------------------------------------
 
 
-def test_workers_of_one_program_can_go_on_wherever_they_are() -> None:
+def test_workers_of_one_program_may_progress_wherever_they_are() -> None:
     program = random.Random(0).choices(["compared", "gradients", "buffers"], k=40)
     places = [seen(0, 0)]
     for kind in program:
@@ -48,7 +48,7 @@ def test_workers_of_one_program_can_go_on_wherever_they_are() -> None:
         compared = counts.compared + (kind == "compared")
         begun = counts.begun + (kind != "compared")
         places.append(seen(compared, begun, "" if kind == "compared" else kind))
-    assert all(can_go_on(one, other) for one, other in itertools.product(places, repeat=2))
+    assert all(may_progress(one, other) for one, other in itertools.product(places, repeat=2))
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_workers_of_one_program_can_go_on_wherever_they_are() -> None:
     ],
 )
 def test_crossed_workers_cannot_go_on(one: DesyncReport, other: DesyncReport) -> None:
-    assert not can_go_on(one, other)
-    assert not can_go_on(other, one)
+    assert not may_progress(one, other)
+    assert not may_progress(other, one)
 
 
 # --- workers that have reached a place ----------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_worker_gets_no_answer_after_the_round(meetings: list[CollectiveMonitor]
 
 
 def test_worker_that_does_not_come_is_named(meetings: list[CollectiveMonitor]) -> None:
-    with pytest.raises(WorldError, match="waited 0 s at here for rank 1, which neither came there nor went on"):
+    with pytest.raises(WorldError, match="waited 0 s at here for rank 1, which neither reached it nor called another"):
         meetings[0].all_reach("here", lambda: False, 0.05)
 
 

@@ -47,10 +47,10 @@ def test_nearly_full_etcd_is_one_warning_with_the_next_move(tmp_path: Path) -> N
         fill(others)
         full = troubles_of(others.config)
     [line] = [line for line in text.splitlines() if line.startswith("etcd size")]
-    assert re.search(r"of 4\.0 MiB, \d+%: at its quota it takes no writes -> etcdctl .*--quota-backend-bytes", line)
+    assert re.search(r"of 4\.0 MiB, \d+%: at its quota it accepts no writes -> etcdctl .*--quota-backend-bytes", line)
     assert len(warnings) == 1
     assert checks(warnings[0]) == {"etcd size"}
-    assert "alarm NOSPACE: it takes no writes -> " in full
+    assert "alarm NOSPACE: it accepts no writes -> " in full
 
 
 def test_etcd_that_never_compacts_is_pointed_out(private_etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,9 @@ def world_of(etcd: EmbeddedEtcd, keys: Keys) -> Iterator[WorldOf]:
     made: list[World] = []
 
     def make(min_workers: int = 1, **config: Any) -> World:
-        place = WorldConfig(EtcdConfig(etcd.endpoint), keys.run_id, keys.prefix, "agent", 0, min_workers, 4, "1", **config)
+        place = WorldConfig(
+            *(keys.run_id, keys.prefix, "agent", 0, min_workers, 4, "1"), etcd=EtcdConfig(etcd.endpoint), **config
+        )
         made.append(World(place))
         return made[-1]
 
