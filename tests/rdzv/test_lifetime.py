@@ -78,7 +78,7 @@ def test_a_job_that_has_finished_leaves_its_history_which_ends_by_itself(
     assert_bounded(client, keys, 3600 if "history_ttl" in conf else HISTORY_TTL_S)
     late = start_agent(script, nnodes="1:2", conf=conf)
     assert late.wait() == 1
-    assert "a new job needs another --rdzv-id" in late.output
+    assert "for a new job use another --rdzv-id" in late.output
 
 
 def test_job_with_all_processes_killed_leaves_nothing_behind(start_agent: StartAgent, client: EtcdClient, keys: Keys) -> None:

@@ -184,7 +184,7 @@ def test_unreadable_password_is_waited_for(secured: SecureEtcd, keys: Keys, tmp_
     ):
         password.rename(away)
         client.caller._token = None
-        mirror._resubscribe()  # the new subscription needs a token
+        mirror._cancel_watch()  # the new subscription needs a token
         eventually(lambda: not mirror.healthy, "the mirror notices", 20)
         returns = threading.Timer(0.5, away.rename, [password])
         returns.start()

@@ -652,8 +652,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
             known = self._known()
             self._raise_if_over(known.over, has_waited=not has_worked)
             if self._coordinator_error is not None:
-                error = self._coordinator_error
-                raise RendezvousStateError(f"run {self._config.run_id!r}: {error}") from error
+                raise RendezvousStateError(
+                    f"run {self._config.run_id!r}: {self._coordinator_error}"
+                ) from self._coordinator_error
             is_admitted = known.round_number > last_round and self._agent_id in known.members
             if self._may_join_at_once(known, is_admitted):
                 return self._join_live(deadline, known.round_number)

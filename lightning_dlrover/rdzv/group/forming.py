@@ -45,15 +45,12 @@ from lightning_dlrover.rdzv.transport.process_groups import (
     RoundSockets,
     has_gloo_for_cpu,
     inet_sockets,
-    num_begun_in,
     slow_to_connect,
     traits_of,
 )
 from lightning_dlrover.rdzv.transport.torch_names import PrefixStore, Store, TCPStore
 from lightning_dlrover.rdzv.transport.waits import RoundGroups, Tree, edges, join_tree
 
-# Exchange the hellos of a round's members through its store, in a few requests of each member.
-#
 # Each member writes its hello and counts itself. The one that is counted last writes the list of all hellos, and the others
 # only wait for that list. If every member read every hello, the store would serve as many requests as members, squared.
 
@@ -95,8 +92,6 @@ def missing_hellos(store: Store, members: Sequence[str]) -> list[str]:
 def _key(worker_id: str) -> str:
     return f"hello/{worker_id}"
 
-
-# Detect workers that are dead or cannot be reached from here.
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +139,7 @@ class Patrol:
         return self
 
     def look(self) -> None:
-        """Probe and bury, unless the last look was a moment ago."""
+        """Probe the workers and remove the dead, unless the last look was a moment ago."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -199,13 +194,6 @@ class Reach:
         return silent_workers(records.values(), timeout_s)
 
 
-class Severable(Protocol):
-    """Connections of a round."""
-
-    def sever(self, number: int) -> None:
-        """Shut down the connections of round `number`, unless this worker has gone on to another one."""
-
-
 class Neighbour:
     """The next rank of the round, watched by the membership thread.
 
@@ -216,7 +204,7 @@ class Neighbour:
         sockets: connections of the round.
     """
 
-    def __init__(self, membership: Membership, member: Member, sockets: Severable) -> None:
+    def __init__(self, membership: Membership, member: Member, sockets: RoundSockets) -> None:
         self._membership = membership
         self._member = member
         self._sockets = sockets
@@ -288,9 +276,8 @@ class ErrorReporter(Protocol):
 class Forming:
     """Connect one worker to the other members of a round.
 
-    Groups of gloo connect in a moment, after the hellos. Communicators of other backends take longer:
-    `rdzv/transport/process_groups.py` connects them as soon as the round is known, for a planned round while the former one
-    still trains.
+    Groups of gloo connect in a moment, after the hellos. `Communicators` of other backends take longer. They connect as soon
+    as the round is known, for a planned round while the former one still trains.
 
     Args:
         device: device of the communicators that connect early; None: they connect at their first collective.
@@ -375,7 +362,7 @@ class Forming:
             rank,
             formation.size,
             min(VOTE_ROOM[0] + VOTE_ROOM[1] * formation.size, MAX_VOTE_ROOM),
-            begun=functools.partial(num_begun_in, [gloo, *self._beside_gloo()]),
+            begun=functools.partial(torch_names.num_begun, gloo, *self._other_backends()),
             connect=functools.partial(_connect_briefly, target, f"round/{target.number}/meeting"),
             program=program,
             sever=functools.partial(self._sockets.sever, target.number),
@@ -496,8 +483,8 @@ class Forming:
         target = communicators.round
 
         def too_late() -> str:
-            names, limit_s = ", ".join(self._early.values()), self._config.form_timeout_s
-            return f"the communicators of {names} did not connect in {limit_s:.0f} s"
+            names = ", ".join(self._early.values())
+            return f"the communicators of {names} did not connect in {self._config.form_timeout_s:.0f} s"
 
         def have_all_connected() -> bool:
             number = torch.tensor([int(not communicators.has_failed)])
@@ -506,14 +493,14 @@ class Forming:
             gloo.allreduce([number], options).wait(self._patience)
             return bool(number)
 
-        self._beside(communicators.wait, target, deadline, target.members, (), check, too_late)
-        if not self._beside(have_all_connected, target, deadline, target.members, (), check, too_late):
+        self._run_beside(communicators.wait, target, deadline, target.members, (), check, too_late)
+        if not self._run_beside(have_all_connected, target, deadline, target.members, (), check, too_late):
             with self._communicators_lock:
                 communicators.abandon()
                 communicators = self._begin_to_connect(target, "communicators/again")
-            self._beside(communicators.wait, target, deadline, target.members, (), check, too_late)
+            self._run_beside(communicators.wait, target, deadline, target.members, (), check, too_late)
         if not communicators.has_failed:
-            self._beside(communicators.warm_up, target, deadline, target.members, (), check, too_late)
+            self._run_beside(communicators.warm_up, target, deadline, target.members, (), check, too_late)
         return communicators.connected()
 
     def _create_default_group(self, rank: int, size: int, store: Store, connected: Mapping[str, Any]) -> None:
@@ -522,14 +509,13 @@ class Forming:
             dist.init_process_group(self._backend, store=store, rank=rank, world_size=size, timeout=self._patience)
             sys.excepthook = hook  # torch's puts the rank of each round so far before each line of an error
         if traits_of(self._backend).is_abortable:
-            self._sockets.end = RoundEnd(
-                torch_names.default_groups, f"round {self._member.number}", self._reporter.report_error
-            )
+            what = f"round {self._member.number}"
+            self._sockets.end = RoundEnd(torch_names.default_groups, what, self._reporter.report_error)
         of_cpu = has_gloo_for_cpu(self._backend)
         transfer.travel_in(dist.group.WORLD if of_cpu else torch_names.control_group(store, rank, size, connected["gloo"]))
 
-    def _beside_gloo(self) -> list[Any]:
-        """Return the other backends of the default group."""
+    def _other_backends(self) -> list[Any]:
+        """Return the backends of the default group except gloo."""
         group = dist.group.WORLD
         devices = [torch.device(device) if device else None for device in slow_to_connect(self._backend)]
         return [group if device is None else torch_names.backend_of(group, device) for device in devices]
@@ -595,8 +581,8 @@ class Forming:
 
     def _await_hellos(self, target: RoundRecord, store: Store, deadline: float) -> dict[str, bytes]:
         def too_late() -> str:
-            beside = _connect_briefly(target, f"round/{target.number}")  # the other connection waits
-            missing = missing_hellos(beside, target.members) if beside is not None else ["others"]
+            other = _connect_briefly(target, f"round/{target.number}")  # the store's own connection is blocked by the wait
+            missing = missing_hellos(other, target.members) if other is not None else ["others"]
             return f"waited {self._config.form_timeout_s:.0f} s for {', '.join(missing)} to arrive"
 
         # The store prints every timeout to stderr, so this wait times out first.
@@ -605,7 +591,7 @@ class Forming:
         contacts = _contacts(target.members, self._membership.worker_id)
         check = functools.partial(self._raise_if_void, target)
         try:
-            return self._beside(waiting, target, deadline, target.members, contacts, check, too_late)
+            return self._run_beside(waiting, target, deadline, target.members, contacts, check, too_late)
         except ValueError as error:
             log.warning("run %s: round %d is given up: %s", self._config.run_id, target.number, error)
             raise CannotMeetError from error
@@ -623,7 +609,6 @@ class Forming:
 
         Groups that connect late have connected each worker with its neighbours in the ring and in the tree. Collectives that
         carry a message around would otherwise connect the pairs one after the other. Most need no other connection.
-
         """
         rank, size = workers.index(self._membership.worker_id), len(workers)
 
@@ -639,9 +624,9 @@ class Forming:
 
         contacts = _contacts(workers, self._membership.worker_id) if connects_late else workers
         too_late = "the workers could not connect to each other"
-        return self._beside(connect, target, deadline, workers, contacts, check, lambda: too_late)
+        return self._run_beside(connect, target, deadline, workers, contacts, check, lambda: too_late)
 
-    def _beside(
+    def _run_beside(
         self,
         run: Callable[[], T],
         target: RoundRecord,
@@ -739,10 +724,5 @@ def _connect_briefly(target: RoundRecord, folder: str) -> Store | None:
 def _store_at(target: RoundRecord, answer_s: float, connect_s: float = CONNECT_TIMEOUT_S) -> TCPStore:
     """Connect to a round's store within `connect_s`; its port must respond within `answer_s`."""
     socket.create_connection((target.store_address, target.store_port), timeout=answer_s).close()
-    return TCPStore(
-        target.store_address,
-        target.store_port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=connect_s),
-    )
+    limit = timedelta(seconds=connect_s)
+    return TCPStore(target.store_address, target.store_port, is_master=False, wait_for_workers=False, timeout=limit)

@@ -181,7 +181,9 @@ class Journal:
                 return Found(updated, done.revision)
             if not may_arrive_late:
                 del lost[value]
-            _check_fence(key, fence, done.values)
+            seen = {entry.key: entry for entry in done.values}
+            if not all(each.holds(seen.get(each.key)) for each in fence):
+                raise FenceLostError(f"{key!r} was not written: another process has taken over, or the job's keys were deleted")
             if time.monotonic() >= deadline:
                 raise ContentionError(
                     f"{key!r} was not written: others have changed it for {limit_s:g} s, each time before this process could; "
@@ -246,18 +248,6 @@ class Journal:
             return [event for event in self._events.values() if event is not None]
 
 
-def _check_fence(key: str, fence: Sequence[Compare], entries: Iterable[KeyValue]) -> None:
-    seen = {entry.key: entry for entry in entries}
-    if not all(each.holds(seen.get(each.key)) for each in fence):
-        raise FenceLostError(f"{key!r} was not written: another process has taken over, or the job's keys were deleted")
-
-
-# Hold a key that one process at a time may have, and fence its writes with it.
-#
-# A controller holds its job's key, a brain that of its pool, and a `dlrover run` its job's place in a pool. Each loses the
-# key with its lease. The create revision of the key then differs, so a write that arrives late is refused.
-
-
 class Holder(Protocol):
     """A record that names the process that holds its key."""
 
@@ -272,12 +262,15 @@ H = TypeVar("H", bound=Holder)
 
 
 def holder_text(holder: Holder | None, unknown: str = "another process") -> str:
-    """Name the process that holds a key, for people; `unknown` where its record cannot be read."""
+    """Name the process that holds a key; `unknown` where its record cannot be read."""
     return f"process {holder.pid} on {holder.host}" if holder is not None else unknown
 
 
 class Tenure(Generic[H]):
-    """One process's hold on a key, for as long as its lease lives.
+    """One process's hold on a key, for as long as its lease lives, which fences the writes of that process.
+
+    A controller holds its job's key, a brain that of its pool, and a `dlrover run` its job's place in a pool. Each loses the
+    key with its lease. The create revision of the key then differs, so a write that arrives late is refused.
 
     Args:
         journal: any journal of the etcd with the key.
@@ -320,7 +313,7 @@ class Tenure(Generic[H]):
         try:
             self.lease.revoke()
         except EtcdError as error:
-            log.info("the lease of %r ends by itself: %s", self._election.key, error)
+            log.info("the lease of %r was not revoked and will expire: %s", self._election.key, error)
 
     @property
     def is_ours(self) -> Compare:

@@ -74,9 +74,7 @@ class Write:
 
 
 class Coordinator:
-    """One worker's part in the election, and its decisions while it holds office.
-
-    Decide a worker's writes on behalf of the job: elections, rounds, notices and burials.
+    """One worker's writes on behalf of the job: elections, and rounds, notices and removals while it is the coordinator.
 
     Each write is one transaction, and the decisions need no clock, thread or connection. `Coordinator.candidacy` reads the
     shared records. In office, `Coordinator.next_write` reads one copy of all the job's records and returns this worker's next
@@ -135,7 +133,7 @@ class Coordinator:
             entries: all records of the job at one revision of etcd.
             view: the view that `entries` give.
             now_s: time of a monotonic clock; only differences count.
-            created_at: time for the round record, seconds since the epoch; only people read it.
+            created_at: time for the round record, seconds since the epoch; only displayed.
         """
         if not self.is_in_office(entries):
             self.interrupt()
@@ -162,17 +160,17 @@ class Coordinator:
         proposal = next_round(view, now_s - self._situation[1], self._timeouts) if may_decide else None
         if proposal is not None:
             proposal = dataclasses.replace(proposal, convener=self._worker_id, created_at=created_at)
-        told = self._notice(dataclasses.replace(view, round=proposal) if proposal is not None else view, term)
+        notice = self._notice(dataclasses.replace(view, round=proposal) if proposal is not None else view, term)
         fence = self._election.fence(term)
         if proposal is not None:
             # Workers that a round leaves out must see in the same moment whether they were asked to leave.
-            puts = (Put(self._keys.round, encode(proposal)), Put(self._keys.notice, told))
+            puts = (Put(self._keys.round, encode(proposal)), Put(self._keys.notice, notice))
             # No worker has returned without showing in this copy, not even to be cut off again: returning writes the address.
             away = (self._unchanged(entries, self._keys.addresses + worker) for worker in view.missing[:MAX_GUARDED])
             return Write("round", (fence, self._unchanged(entries, self._keys.round), *away), puts, proposal)
         last = entries.get(self._keys.notice)
-        if last is None or last.value != told:
-            return Write("notice", (fence, self._unchanged(entries, self._keys.notice)), (Put(self._keys.notice, told),))
+        if last is None or last.value != notice:
+            return Write("notice", (fence, self._unchanged(entries, self._keys.notice)), (Put(self._keys.notice, notice),))
         left = [w for w in view.addresses if w not in view.workers and w not in self._missing_since]
         return self._forget(left, entries) if left else None
 
@@ -183,7 +181,7 @@ class Coordinator:
         waiting = may_return(view, self._answers)
         return [w for w in waiting if now_s - self._missing_since.get(w, now_s) < limit_s]
 
-    def hear(self, answers: Mapping[str, Answer]) -> None:
+    def note_answers(self, answers: Mapping[str, Answer]) -> None:
         """Note the responses of missing members' ports. `refuses` counts as the end of the process."""
         self._answers.update(answers)
 
@@ -237,8 +235,6 @@ def burial(record: KeyValue, election: KeyValue | None, keys: Keys) -> list[Writ
         writes.append(Write("unseat", (created(election.key) == election.create_revision,), (Delete(election.key),)))
     return writes
 
-
-# All records of a job, mirrored by its coordinator; and records of single workers, read on demand.
 
 log = logging.getLogger(__name__)
 
@@ -381,8 +377,6 @@ class WorkerRecords:
         self._decoded.pop(worker_id, None)
 
 
-# The lines of a job's history about a new round.
-
 MANY = 100
 """Members of a round above which its line in the history names only those that came or went."""
 
@@ -472,8 +466,6 @@ def _evidence(view: JobView, worker_id: str, buried: Collection[str]) -> str:
     return "its agent or another worker found its process gone"
 
 
-# Run the election of the coordinator, and its decisions in office, against etcd.
-
 CHECK_S = 10.0
 """Approximate seconds between two checks that the election key's holder is registered."""
 
@@ -494,7 +486,9 @@ SIGHT_S = 5.0
 
 
 class Office:
-    """One worker's candidacy for coordinator, and its term. For use by one thread.
+    """One worker's candidacy for coordinator, and its term: runs the decisions of `Coordinator` against etcd.
+
+    For use by one thread.
 
     Args:
         shared: mirror of `keys.shared`.
@@ -526,7 +520,7 @@ class Office:
         self._reached = reached
         self._knocked_at = -KNOCK_S
         self._num_knocks = 0
-        self._told_of: list[str] = []  # missing members that the log names as awaited
+        self._logged: list[str] = []  # missing members that the log names as awaited
         self._job_mirror = JobMirror(client, keys, on_change, decoder)
         self._stands_at: float | None = None  # time of this worker's candidacy, while the job has no coordinator
         self._holder_is_checked_at = time.monotonic() + CHECK_S
@@ -582,13 +576,11 @@ class Office:
             found = answers([view.addresses[w] for w in turn], ANSWER_S)
             self._knocked_at = time.monotonic()
             self._num_knocks = first + len(turn)
-            self._coordinator.hear({w: self._judged(view, w, answer) for w, answer in found.items()})
+            self._coordinator.note_answers({w: self._judged(view, w, answer) for w, answer in found.items()})
         awaited = self._coordinator.awaits_return(view, time.monotonic())
-        if not set(awaited) <= set(self._told_of):
-            log.warning(
-                "workers %s are cut off from etcd, and not known to be dead: waits for their return", ", ".join(awaited)
-            )
-        self._told_of = awaited
+        if not set(awaited) <= set(self._logged):
+            log.warning("waiting for the return of workers %s: cut off from etcd, and not known to be dead", ", ".join(awaited))
+        self._logged = awaited
 
     def _judged(self, view: JobView, worker_id: str, answer: Answer) -> Answer:
         # A refusal from another host may come from a firewall as long as that address was never reached. If no other holds

@@ -36,7 +36,7 @@ class MembershipError(RuntimeError):
 
 
 class EvictedError(MembershipError):
-    """The job went on without this worker: its record is gone, or a round left it out.
+    """The job continues without this worker: its record is gone, or a round left it out.
 
     Example:
         >>> def explain(error):
@@ -67,11 +67,11 @@ class LeftOutError(WorldError):
         >>> from lightning_dlrover.rdzv.job.records import RoundRecord
         >>> error = LeftOutError(RoundRecord(3, ["worker-a"], "worker-b was drained", "shrink", planned=True))
         >>> str(error), error.exit_code
-        ('round 3 goes on without this worker: worker-b was drained', 0)
+        ('round 3 continues without this worker: worker-b was drained', 0)
     """
 
     def __init__(self, round_: RoundRecord) -> None:
-        super().__init__(f"round {round_.number} goes on without this worker: {round_.reason}")
+        super().__init__(f"round {round_.number} continues without this worker: {round_.reason}")
         self.round = round_
 
     @property
@@ -93,7 +93,7 @@ class RoundEndedError(WorldError):
 
 
 class TooLateError(WorldError):
-    """A wait has timed out."""
+    """A wait timed out."""
 
 
 class VoidRoundError(Exception):
@@ -149,7 +149,7 @@ class MemberBackend(Protocol):
     async def until(
         self, found: Callable[[WorkerView], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> T:
-        """Return `found` of the view as soon as it is not None. Until then, bury the dead among `probe`.
+        """Return `found` of the view as soon as it is not None. Until then, remove the dead among `probe`.
 
         Raises:
             TooLateError: the wait for `what` timed out.
@@ -180,7 +180,7 @@ class MemberBackend(Protocol):
 
 
 class Member:
-    """One worker's course through the rounds.
+    """One worker's path through the rounds.
 
     Two threads use it. The worker's own thread runs the coroutines, and the membership thread calls `must_cut_off` and `note`.
     Only the worker's thread changes the fields `number` and `forming`.
@@ -268,7 +268,7 @@ class Member:
                 if _sends_away(target) or self.dismissed or self.worker_id in self._backend.view.drains:
                     # The round that was planned without this worker may have been followed by one after a loss.
                     raise LeftOutError(target)
-                raise EvictedError(f"round {target.number} goes on without worker {self.worker_id}: {target.reason}")
+                raise EvictedError(f"round {target.number} continues without worker {self.worker_id}: {target.reason}")
             unreachable: list[str] = []
             try:
                 formation = await self._backend.form(target, hello)

@@ -25,8 +25,8 @@ from lightning_dlrover.rdzv.desync import (
     OutsideOfLoops,
     Place,
     Purpose,
-    may_progress,
     difference,
+    may_progress,
 )
 from lightning_dlrover.rdzv.membership.member import RoundEndedError, WorldError
 

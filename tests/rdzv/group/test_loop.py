@@ -101,7 +101,7 @@ def test_left_state_is_gone_on_from(tmp_path: Path) -> None:
     loop, world = loop_after(tmp_path, part)
     loop._settle()
     assert (loop.num_made, part.loaded) == (7, {"value": 5})
-    assert world.events == ["went on from the state of step 7 in a host's memory"]
+    assert world.events == ["continued from the state of step 7 in a host's memory"]
 
 
 @pytest.mark.parametrize("error, is_kept", [(KeyError("weight"), False), (RoundEndedError("a worker was lost"), True)])

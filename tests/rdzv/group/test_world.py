@@ -237,7 +237,7 @@ def test_error_of_a_survivor_names_the_lost_worker(etcd: EmbeddedEtcd, client: E
     reporting, dead, _ = run_members([["report"], ["die"], []], etcd, client, keys, tmp_path)
     assert dead.startswith("-9")
     assert reporting.startswith("1")
-    assert re.search(r"This worker failed because the job has lost \S+-\d+-\w+, in whose collective it was", reporting), (
+    assert re.search(r"This worker failed because the job has lost \S+-\d+-\w+ in the middle of a collective", reporting), (
         reporting
     )
 

@@ -271,7 +271,7 @@ def purpose_after(coordinator: Coordinator, records: Records, now_s: float) -> s
 def test_member_without_a_lease_is_awaited_while_its_port_accepts(answer: Answer, waits_s: float) -> None:
     records, coordinator = job_with_addresses("a", "b")
     records.expire("b")
-    coordinator.hear({"b": answer})
+    coordinator.note_answers({"b": answer})
     if waits_s:
         assert purpose_after(coordinator, records, 100.0) == ""
         assert purpose_after(coordinator, records, 99.9 + waits_s) == ""
@@ -282,7 +282,7 @@ def test_port_that_refuses_ends_the_wait_for_a_member() -> None:
     records, coordinator = job_with_addresses("a", "b")
     records.expire("b")
     assert purpose_after(coordinator, records, 0.0) == ""  # nobody has knocked yet
-    coordinator.hear({"b": "refuses"})
+    coordinator.note_answers({"b": "refuses"})
     burying = next_round_of(coordinator, records, 1.0)
     assert burying is not None
     assert burying.purpose == "bury"
@@ -293,7 +293,7 @@ def test_port_that_refuses_ends_the_wait_for_a_member() -> None:
 def test_member_that_has_returned_is_not_buried() -> None:
     records, coordinator = job_with_addresses("a", "b")
     records.expire("b")
-    coordinator.hear({"b": "refuses"})
+    coordinator.note_answers({"b": "refuses"})
     burying = next_round_of(coordinator, records)
     records.worker("b", "active", 1)
     assert not records.run(burying)
@@ -308,7 +308,7 @@ def test_job_starts_over_only_when_the_wait_for_all_its_members_is_over(answer: 
         records.expire(worker)
     records.apply((), (Delete(KEYS.coordinator),))
     spare = elected(records, "spare")
-    spare.hear({"a": answer, "b": answer})
+    spare.note_answers({"a": answer, "b": answer})
     assert purpose_after(spare, records, 0.0) == ""
     assert purpose_after(spare, records, 59.9) == ""
     write = next_round_of(spare, records, 60.0)
@@ -321,7 +321,7 @@ def test_first_member_that_returns_gives_the_others_more_time() -> None:
     records, coordinator = job_with_addresses("a", "b", "c")
     for worker in ("b", "c"):
         records.expire(worker)
-    coordinator.hear({"b": "accepts", "c": "accepts"})
+    coordinator.note_answers({"b": "accepts", "c": "accepts"})
     assert purpose_after(coordinator, records, 0.0) == ""
     records.worker("b", "active", 1)
     assert purpose_after(coordinator, records, 9.0) == ""
@@ -332,12 +332,12 @@ def test_first_member_that_returns_gives_the_others_more_time() -> None:
 def test_member_that_is_cut_off_again_and_again_does_not_hold_up_the_loss_of_another() -> None:
     records, coordinator = job_with_addresses("a", "b", "c")
     records.expire("b")
-    coordinator.hear({"b": "accepts"})  # its process is stopped
+    coordinator.note_answers({"b": "accepts"})  # its process is stopped
     written_at = None
     for second in range(0, 60, 3):
         if second % 2:
             records.expire("c")
-            coordinator.hear({"c": "accepts"})
+            coordinator.note_answers({"c": "accepts"})
         else:
             records.worker("c", "active", 1)
         if purpose_after(coordinator, records, float(second)) == "round":
@@ -352,7 +352,7 @@ def test_garbage_in_the_place_of_a_lost_member_holds_up_no_round(answer: Answer)
     records, coordinator = job_with_addresses("a", "b")
     records.expire("b")
     records.put(KEYS.workers + "b", b"garbage")
-    coordinator.hear({"b": answer})
+    coordinator.note_answers({"b": answer})
     for _ in range(2):
         write = next_round_of(coordinator, records)
         assert records.run(write)
@@ -364,7 +364,7 @@ def test_garbage_in_the_place_of_a_lost_member_holds_up_no_round(answer: Answer)
 def test_addresses_of_workers_that_are_gone_for_good_are_removed() -> None:
     records, coordinator = job_with_addresses("a", "b")
     records.expire("b")
-    coordinator.hear({"b": "silent"})
+    coordinator.note_answers({"b": "silent"})
     assert records.run(next_round_of(coordinator, records))
     records.worker("a", "active", 2)
     assert records.run(next_round_of(coordinator, records))
@@ -376,7 +376,7 @@ def test_addresses_of_workers_that_are_gone_for_good_are_removed() -> None:
 def test_round_without_missing_members_fails_once_one_has_returned(is_cut_off_again: bool) -> None:
     records, coordinator = job_with_addresses("a", "b")
     records.expire("b")
-    coordinator.hear({"b": "silent"})
+    coordinator.note_answers({"b": "silent"})
     write = next_round_of(coordinator, records)
     assert write is not None
     assert write.purpose == "round"

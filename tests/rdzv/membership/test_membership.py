@@ -263,7 +263,7 @@ def test_a_worker_that_was_buried_alive_notices_and_stops_taking_part(start: Cal
     first, second = job_of(start, 2)
     first.membership.bury([second.worker_id])
     eventually(lambda: second.membership.own.evicted, "the eviction")
-    with pytest.raises(EvictedError, match="has to start again as a new worker"):
+    with pytest.raises(EvictedError, match="Start it again as a new worker"):
         second.membership.own.update("active", 2)
     with pytest.raises(EvictedError):
         second.wait_for(lambda view: None)

@@ -225,7 +225,7 @@ def every_change_of_the_members_has_one_cause(seen: JobView, proposal: RoundReco
 def every_awaited_worker_is_named(seen: JobView) -> None:
     texts = waits(seen)
     assert texts.keys() == seen.workers.keys()
-    if any(text.endswith(("about to start", "about to be taken in", "about to form the next one")) for text in texts.values()):
+    if any(text.endswith(("about to start", "about to be admitted", "about to form the next one")) for text in texts.values()):
         assert next_round(seen, 0.0) is not None, texts
     for worker, text in texts.items():
         if " to answer" in text or " to come" in text:
@@ -641,7 +641,7 @@ def test_a_finished_job_has_no_further_rounds() -> None:
             {"w0": "", "w1": "", "w2": "spare: waits for a plan that admits it, the plan wants 2"},
         ),
         (view("0123", others="4"), {"w4": "spare: waits for a plan that admits it, at most 4 are allowed"}),
-        (view("01", drains=frozenset({"w1"})), {"w0": "", "w1": "asked to leave: goes at one of the next steps"}),
+        (view("01", drains=frozenset({"w1"})), {"w0": "", "w1": "asked to leave: leaves at one of the next steps"}),
         (
             view("01", workers={"w0": worker("w0", "reforming"), "w1": worker("w1")}),
             {"w0": "round 1 broke: waits for w1 to answer", "w1": "round 1 broke: has not answered"},

@@ -653,7 +653,7 @@ class Worker:
                 return
             entries, view = self.client.copy()
             self.job.checks.coordinates(self, entries, view)
-            self._coordinator.hear({w: self._answer(w) for w in view.missing})
+            self._coordinator.note_answers({w: self._answer(w) for w in view.missing})
             write = self._coordinator.next_write(entries, view, self._clock)
         if write is None:
             return
