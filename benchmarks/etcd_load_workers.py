@@ -37,7 +37,7 @@ from lightning_dlrover.rdzv.etcd.types import EtcdConfig, KeyValue
 from lightning_dlrover.rdzv.job.records import Keys, RoundRecord
 from lightning_dlrover.rdzv.membership import membership as membership_module
 from lightning_dlrover.rdzv.membership.membership import Membership, MembershipConfig
-from lightning_dlrover.rdzv.membership.rounds import Decoder, WorkerView
+from lightning_dlrover.rdzv.membership.rounds import Decoder, WorkerView, dead_workers
 
 WORKERS_PER_PROCESS = 25
 TIMEOUT_S = 600.0
@@ -122,7 +122,8 @@ class _Host:
 
     def bury(self, worker_id: str) -> None:
         """Let a worker probe another one, as its neighbour does."""
-        self._workers[0].membership.bury_the_dead([worker_id])
+        membership = self._workers[0].membership
+        membership.bury(dead_workers(membership.whose_refusal_counts([worker_id])))
 
     def saw(self, number: int) -> float:
         """Time at which the last worker knew of a round."""

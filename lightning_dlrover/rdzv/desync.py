@@ -190,35 +190,20 @@ def tensors_in(args: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.25
-"""Seconds between two readings of a worker's counts."""
-
-QUIET_S = 0.5
-"""Minimum seconds without a new collective after which a worker publishes its counts and reads those of others."""
-
-ANSWER_S = 1.5
-"""Seconds to wait for the other workers' places once a mismatch is certain."""
-
-POLL_S = 0.005
-"""Seconds between two checks for a worker that is awaited at a place."""
-
+TICK_S = 0.25  # seconds between two readings of a worker's counts
+QUIET_S = 0.5  # minimum seconds without a new collective after which a worker publishes its counts and reads those of others
+ANSWER_S = 1.5  # seconds to wait for the other workers' places once a mismatch is certain
+POLL_S = 0.005  # seconds between two checks for a worker that is awaited at a place
 POLL_PER_WORKER_S = 0.0002
 """Longest pause between two such checks, per worker: the store of rank 0 answers 5,000 of them a second at most."""
 
-LOOK_PER_WORKER_S = 0.0005
-"""Seconds, per worker, between two looks of one worker for all others that may have passed a place."""
-
-NUM_COMPARED = 16
-"""Number of workers in one read of counts; the next read continues with the next workers."""
-
+LOOK_PER_WORKER_S = 0.0005  # seconds, per worker, between two looks of one worker for all others that may have passed a place
+NUM_COMPARED = 16  # number of workers in one read of counts; the next read continues with the next workers
 LOOKS_PER_S = 64
 """Maximum number of looks of all workers per second. The store of rank 0 serves them all, with up to five requests each."""
 
-NUM_HEADER = 4
-"""Numbers in a vote's header: key and number of begun collectives, each once more with the opposite sign."""
-
-NUM_RECENT = 8
-"""Number of newest compared collectives to keep for an error message."""
+NUM_HEADER = 4  # numbers in a vote's header: key and number of begun collectives, each once more with the opposite sign
+NUM_RECENT = 8  # number of newest compared collectives to keep for an error message
 
 
 class MismatchError(WorldError):

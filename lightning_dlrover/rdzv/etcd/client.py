@@ -52,8 +52,7 @@ from lightning_dlrover.rdzv.etcd.types import (
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CLOSE_DEADLINE_S = 2.0
-"""Seconds to wait for threads to end."""
+CLOSE_DEADLINE_S = 2.0  # seconds to wait for threads to end
 
 
 class Lease:
@@ -208,11 +207,8 @@ class SharedLease:
         return write()
 
 
-MOST_RANGES = 128
-"""Prefixes read in one transaction. etcd's default limit of operations (`--max-txn-ops`)."""
-
-KEYS_PER_PAGE = 256
-"""Keys in one answer of a list of folders."""
+MOST_RANGES = 128  # prefixes read in one transaction; etcd's default limit of operations (`--max-txn-ops`)
+KEYS_PER_PAGE = 256  # keys in one answer of a list of folders
 
 
 class _Child(Protocol):
@@ -508,8 +504,7 @@ class Election:
         return self.fence(term).holds(entry)
 
 
-USER = "root"
-"""User of a job's own etcd. It has no other users, so none needs fewer permissions."""
+USER = "root"  # user of a job's own etcd; it has no other users, so none needs fewer permissions
 
 
 def make_password(file: Path) -> None:

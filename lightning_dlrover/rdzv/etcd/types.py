@@ -42,8 +42,7 @@ class UnreadablePasswordError(EtcdUnavailableError):
     """The password file cannot be read at this moment."""
 
 
-MAX_PATH_BYTES = 107
-"""Maximum length of a socket's path. Linux has room for 108 bytes, including the final zero."""
+MAX_PATH_BYTES = 107  # maximum length of a socket's path; Linux has room for 108 bytes, including the final zero
 
 # Commas separate endpoints, and gRPC reads the path as part of a URL.
 _PATH = r"/[A-Za-z0-9_./:@+~=-]+"

@@ -25,6 +25,7 @@ from lightning_dlrover.codec import RecordError
 from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.desync import CollectiveMonitor, MismatchError
 from lightning_dlrover.rdzv.etcd.types import EtcdError, EtcdUnavailableError, LeaseLostError
+from lightning_dlrover.rdzv.group.forming import Patrol
 from lightning_dlrover.rdzv.job.events import FitFinished, GrowthFailed, StateClosed, WorkerFailed, events_of
 from lightning_dlrover.rdzv.job.records import JobRecord, NodesRecord, PlanRecord
 from lightning_dlrover.rdzv.membership import rounds
@@ -42,8 +43,7 @@ from lightning_dlrover.rdzv.membership.rounds import dead_workers
 from lightning_dlrover.rdzv.membership.worker_records import dismiss
 from lightning_dlrover.rdzv.transport.process_groups import RoundSockets
 
-MAX_ATTEMPTS = 8
-"""Recoveries at one place in the program before its error is attributed to the user's code."""
+MAX_ATTEMPTS = 8  # recoveries at one place in the program before its error is attributed to the user's code
 
 
 def is_group_failure(error: BaseException) -> bool:
@@ -135,8 +135,7 @@ def _may_follow_from_an_abort(error: BaseException) -> bool:
 
 log = logging.getLogger(__name__)
 
-MANY = 100
-"""Members of a round above which they do not all read each other's records for a text."""
+MANY = 100  # members of a round above which they do not all read each other's records for a text
 
 
 class Reports:
@@ -193,7 +192,7 @@ class Reports:
             return []
         members = formation.round.members
         with contextlib.suppress(EtcdError):
-            self._membership.bury_the_dead(members)
+            Patrol(self._membership, members, 0.0).look()
             with contextlib.suppress(TimeoutError, EvictedError):  # another worker may be burying them, which takes a moment
                 number = formation.round.number
                 self._membership.wait_for(
@@ -502,11 +501,8 @@ def _has_ended(agent_pid: int) -> bool:
         return True
 
 
-TRIAL_STEPS = 20
-"""Steps after a growth within which an error of the script undoes it."""
-
-MAX_CHARS = 300
-"""Maximum length of a recorded reason."""
+TRIAL_STEPS = 20  # steps after a growth within which an error of the script undoes it
+MAX_CHARS = 300  # maximum length of a recorded reason
 
 
 @dataclasses.dataclass

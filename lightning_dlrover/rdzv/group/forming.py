@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -95,23 +96,16 @@ def _key(worker_id: str) -> str:
 
 log = logging.getLogger(__name__)
 
-PROBE_INTERVAL_S = 0.3
-"""Minimum seconds between two probes of more than `FEW` workers."""
-
+PROBE_INTERVAL_S = 0.3  # minimum seconds between two probes of more than `FEW` workers
 CALM_INTERVAL_S = 1.0
 """Seconds between two probes of the next rank's process while a round lasts. Each takes time from both workers' training."""
 
 OUT_OF_REACH_S = 5.0
 """Seconds without a response from another worker, not even a refusal, after which this worker counts as cut off from it."""
 
-FEW = 16
-"""Maximum number of workers that are all probed by each other, and connected before a round begins."""
-
-DOUBLED_S = 3.0
-"""Seconds of a wait after which a worker wants twice as many answers of others."""
-
-DEAD_S = 0.3
-"""Seconds to wait for a response of a worker that may be dead."""
+FEW = 16  # maximum number of workers that are all probed by each other, and connected before a round begins
+DOUBLED_S = 3.0  # seconds of a wait after which a worker wants twice as many answers of others
+DEAD_S = 0.3  # seconds to wait for a response of a worker that may be dead
 
 
 class Patrol:
@@ -236,33 +230,23 @@ class Neighbour:
 
 T = TypeVar("T")
 
-CONNECT_TIMEOUT_S = 0.5
-"""Seconds for the first attempt to reach the store of a round."""
-
+CONNECT_TIMEOUT_S = 0.5  # seconds for the first attempt to reach the store of a round
 MAX_CONNECT_TIMEOUT_S = 30.0
 """Seconds for an attempt after several that timed out. Each attempt has twice the time of the previous one.
 
 Torch looks up the name of the store's address first, which takes 10 s or more if the name server does not answer.
 """
 
-VOTE_ROOM = 32, 8
-"""Numbers in one message of a vote: a constant part, and a part for each worker of the round."""
-
+VOTE_ROOM = 32, 8  # numbers in one message of a vote: a constant part, and a part for each worker of the round
 MAX_VOTE_ROOM = 8192
 """Maximum numbers in the first message of a vote: 64 kB, enough for a thousand workers.
 
 Further ones follow in a second message, which does not overlap with a step.
 """
 
-CONNECT_AGAIN_S = 0.02
-"""Seconds between two attempts to reach the store of a round of up to `FEW` workers; longer for more."""
-
-FORM_PROBE_S = 0.1
-"""Seconds between two looks for dead workers while a round is formed."""
-
-STORE_MARGIN_S = 10.0
-"""Seconds that the store of a round waits for hellos beyond this worker's own wait."""
-
+CONNECT_AGAIN_S = 0.02  # seconds between two attempts to reach the store of a round of up to `FEW` workers; longer for more
+FORM_PROBE_S = 0.1  # seconds between two looks for dead workers while a round is formed
+STORE_MARGIN_S = 10.0  # seconds that the store of a round waits for hellos beyond this worker's own wait
 CHECK_S = 0.02
 """Seconds between two checks whether a round of up to `FEW` workers is void while others are awaited; longer for more."""
 
@@ -271,6 +255,15 @@ class ErrorReporter(Protocol):
     """Publishes errors of a worker."""
 
     def report_error(self, error: BaseException) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One attempt to connect to other members of a round."""
+
+    target: RoundRecord
+    deadline: float
+    check: Callable[[], None]  # raises an error if the round is void
 
 
 class Forming:
@@ -322,24 +315,22 @@ class Forming:
         communicators = self.prepare(target)
         self._sockets.begin_forming(target.number, target.store_port)
         try:
-            deadline = time.monotonic() + self._config.form_timeout_s
-            self._reach.begin()
+            attempt = self._begin(target, functools.partial(self._raise_if_void, target))
             # Even rank 0 connects to its own server, because a connection can be severed while a thread waits on it.
-            check = functools.partial(self._raise_if_void, target)
-            store = self._connect(target, deadline, check)
+            store = self._connect(attempt)
             rendezvous = PrefixStore(f"round/{target.number}", store)
             publish_hello(rendezvous, target.members, me, hello)
-            hellos = self._await_hellos(target, rendezvous, deadline)
+            hellos = self._await_hellos(attempt, rendezvous)
             # Checked before any member connects: the others would wait for a member that has left again.
             if not self._can_all_meet(target, hellos):
                 raise CannotMeetError
             is_large = len(target.members) > FEW
             names = ["gloo", "meeting"] if 1 < len(target.members) <= FEW else ["gloo"]
             stores = [PrefixStore(name, rendezvous) for name in names]
-            gloo, *control = self._connect_gloo(target, stores, deadline, target.members, check, is_large)
+            gloo, *control = self._connect_gloo(attempt, stores, target.members, is_large)
             for group in (gloo, *control):
                 self._groups.add(group)
-            early = self._await_communicators(communicators, gloo, deadline, check) if communicators is not None else {}
+            early = self._await_communicators(attempt, communicators, gloo) if communicators is not None else {}
             self._create_default_group(rank, len(target.members), PrefixStore("group", rendezvous), {"gloo": gloo, **early})
             # The communicators of further groups exchange their addresses through this store, whenever the script creates them.
             store.set_timeout(self._patience)
@@ -370,6 +361,10 @@ class Forming:
             control=None if has_gloo_for_cpu(self._backend) else transfer.round_group(),
         )
         return formation, meeting
+
+    def _begin(self, target: RoundRecord, check: Callable[[], None]) -> _Attempt:
+        self._reach.begin()
+        return _Attempt(target, time.monotonic() + self._config.form_timeout_s, check)
 
     # --- communicators -----------------------------------------------------------------------------------------------------
 
@@ -473,18 +468,16 @@ class Forming:
                 )
             time.sleep(CONNECT_AGAIN_S * max(1.0, len(target.members) / FEW))
 
-    def _await_communicators(
-        self, communicators: Communicators, gloo: Any, deadline: float, check: Callable[[], None]
-    ) -> dict[str, Any]:
+    def _await_communicators(self, attempt: _Attempt, communicators: Communicators, gloo: Any) -> dict[str, Any]:
         """Return the connected backends by name. If one member has failed, all connect once more.
 
         A device may lack the memory for two rounds' communicators. Those of the former round are gone by now.
         """
-        target = communicators.round
+        names, limit_s = ", ".join(self._early.values()), self._config.form_timeout_s
 
-        def too_late() -> str:
-            names = ", ".join(self._early.values())
-            return f"the communicators of {names} did not connect in {self._config.form_timeout_s:.0f} s"
+        def beside(run: Callable[[], T]) -> T:
+            too_late = f"the communicators of {names} did not connect in {limit_s:.0f} s"
+            return self._run_beside(run, attempt, attempt.target.members, (), lambda: too_late)
 
         def have_all_connected() -> bool:
             number = torch.tensor([int(not communicators.has_failed)])
@@ -493,14 +486,14 @@ class Forming:
             gloo.allreduce([number], options).wait(self._patience)
             return bool(number)
 
-        self._run_beside(communicators.wait, target, deadline, target.members, (), check, too_late)
-        if not self._run_beside(have_all_connected, target, deadline, target.members, (), check, too_late):
+        beside(communicators.wait)
+        if not beside(have_all_connected):
             with self._communicators_lock:
                 communicators.abandon()
-                communicators = self._begin_to_connect(target, "communicators/again")
-            self._run_beside(communicators.wait, target, deadline, target.members, (), check, too_late)
+                communicators = self._begin_to_connect(attempt.target, "communicators/again")
+            beside(communicators.wait)
         if not communicators.has_failed:
-            self._run_beside(communicators.warm_up, target, deadline, target.members, (), check, too_late)
+            beside(communicators.warm_up)
         return communicators.connected()
 
     def _create_default_group(self, rank: int, size: int, store: Store, connected: Mapping[str, Any]) -> None:
@@ -524,8 +517,6 @@ class Forming:
 
     def connect(self, target: RoundRecord, name: str, workers: Sequence[str]) -> dist.ProcessGroupGloo:
         """See `World.connect`."""
-        deadline = time.monotonic() + self._config.form_timeout_s
-        self._reach.begin()
         known = set(inet_sockets().values())
 
         def raise_if_over() -> None:
@@ -538,20 +529,22 @@ class Forming:
             if gone := [w for w in workers if w in view.lost or (w not in members and w not in view.leavers)]:
                 raise RoundEndedError(f"round {target.number}: {', '.join(gone)} ended while {name} was being connected")
 
-        store = PrefixStore(f"round/{target.number}/{name}", self._connect(target, deadline, raise_if_over))
-        [group] = self._connect_gloo(target, [store], deadline, workers, raise_if_over, connects_late=False)
+        attempt = self._begin(target, raise_if_over)
+        store = PrefixStore(f"round/{target.number}/{name}", self._connect(attempt))
+        [group] = self._connect_gloo(attempt, [store], workers, connects_late=False)
         self._groups.add(group)
         self._sockets.add_beside(known)
         raise_if_over()  # the round may have ended before the sockets were recorded
         return group
 
-    def _connect(self, target: RoundRecord, deadline: float, check: Callable[[], None]) -> TCPStore:
+    def _connect(self, attempt: _Attempt) -> TCPStore:
+        target = attempt.target
         suspects = target.members if len(target.members) > FEW else target.members[:1]  # not all of many bury rank 0 at once
         patrol = Patrol(self._membership, suspects, interval_s=0.0)
         contacts = target.members[:1]
         limit_s = CONNECT_TIMEOUT_S * max(1.0, len(target.members) / FEW)  # rank 0 serves all workers at one moment
         while True:
-            check()
+            attempt.check()
             # torch's own connect cannot be interrupted. So it is tried only against a port that responds, and only briefly,
             # because the process may die just then.
             began = time.monotonic()
@@ -561,7 +554,7 @@ class Forming:
                 return store
             patrol.look()
             self._reach.raise_if_silent(target, contacts)
-            if time.monotonic() > deadline:
+            if time.monotonic() > attempt.deadline:
                 raise self._reach.too_late(
                     contacts,
                     f"rank 0 of round {target.number} ({target.members[0]}) does not answer at "
@@ -579,31 +572,26 @@ class Forming:
             log.warning("run %s: round %d is given up: %s", self._config.run_id, target.number, error)
             return False
 
-    def _await_hellos(self, target: RoundRecord, store: Store, deadline: float) -> dict[str, bytes]:
+    def _await_hellos(self, attempt: _Attempt, store: Store) -> dict[str, bytes]:
+        target = attempt.target
+
         def too_late() -> str:
             other = _connect_briefly(target, f"round/{target.number}")  # the store's own connection is blocked by the wait
             missing = missing_hellos(other, target.members) if other is not None else ["others"]
             return f"waited {self._config.form_timeout_s:.0f} s for {', '.join(missing)} to arrive"
 
         # The store prints every timeout to stderr, so this wait times out first.
-        limit_s = deadline - time.monotonic() + STORE_MARGIN_S
+        limit_s = attempt.deadline - time.monotonic() + STORE_MARGIN_S
         waiting = functools.partial(await_hellos, store, target.members, limit_s)
         contacts = _contacts(target.members, self._membership.worker_id)
-        check = functools.partial(self._raise_if_void, target)
         try:
-            return self._run_beside(waiting, target, deadline, target.members, contacts, check, too_late)
+            return self._run_beside(waiting, attempt, target.members, contacts, too_late)
         except ValueError as error:
             log.warning("run %s: round %d is given up: %s", self._config.run_id, target.number, error)
             raise CannotMeetError from error
 
     def _connect_gloo(
-        self,
-        target: RoundRecord,
-        stores: Sequence[Store],
-        deadline: float,
-        workers: Sequence[str],
-        check: Callable[[], None],
-        connects_late: bool,
+        self, attempt: _Attempt, stores: Sequence[Store], workers: Sequence[str], connects_late: bool
     ) -> list[dist.ProcessGroupGloo]:
         """Connect gloo among the members of a round, or other workers: one group for each store.
 
@@ -624,16 +612,14 @@ class Forming:
 
         contacts = _contacts(workers, self._membership.worker_id) if connects_late else workers
         too_late = "the workers could not connect to each other"
-        return self._run_beside(connect, target, deadline, workers, contacts, check, lambda: too_late)
+        return self._run_beside(connect, attempt, workers, contacts, lambda: too_late)
 
     def _run_beside(
         self,
         run: Callable[[], T],
-        target: RoundRecord,
-        deadline: float,
+        attempt: _Attempt,
         workers: Sequence[str],
         contacts: Sequence[str],
-        check: Callable[[], None],
         too_late: Callable[[], str],
     ) -> T:
         """Return the result of `run`, which waits for other workers in a thread of its own.
@@ -645,8 +631,7 @@ class Forming:
         Args:
             workers: awaited workers; this worker looks for dead ones among them.
             contacts: those of them that it has to connect to.
-            check: raises an error if the round is void.
-            too_late: describes the wait, once it has lasted until `deadline`.
+            too_late: describes the wait, once it has lasted until the deadline.
         """
         done: Future[T] = Future()
 
@@ -659,11 +644,11 @@ class Forming:
         threading.Thread(target=work, name="dlrover-connect", daemon=True).start()
         patrol = Patrol(self._membership, workers, FORM_PROBE_S).pause()
         while not wait([done], timeout=CHECK_S * max(1.0, len(workers) / FEW)).done:
-            check()
+            attempt.check()
             patrol.look()
-            self._reach.raise_if_silent(target, contacts)
-            if time.monotonic() > deadline:
-                raise self._reach.too_late(contacts, f"round {target.number}: {too_late()}")
+            self._reach.raise_if_silent(attempt.target, contacts)
+            if time.monotonic() > attempt.deadline:
+                raise self._reach.too_late(contacts, f"round {attempt.target.number}: {too_late()}")
         return done.result()
 
     def _shared_devices(self) -> list[Any]:

@@ -108,14 +108,21 @@ class LoneWorld:
     membership = view = records = standing = _Unavailable("records of a job")
     admit = switch = recover = connect = _Unavailable("other workers to form a round with")
 
+    worker_id = "alone"
+    left_state: HostStateCache | None = None
+    owned_sockets: Sequence[tuple[int, int]] = ()
+    num_begun = 0
+    broken = False
+    is_voting = False
+
     def __init__(self) -> None:
         self.backend = "gloo"
         self.is_asynchronous = False
         self.num_fits = 0
         self.place: PlaceInProgram = OutsideOfLoops()  # place of the training loop that runs
         self.wishes: list[int] = []
-        self._formation: Formation | None = None
-        self._has_finished = False
+        self.formation: Formation | None = None
+        self.has_finished = False
 
     def __enter__(self) -> LoneWorld:
         return self
@@ -127,80 +134,28 @@ class LoneWorld:
         """See `World.steps`."""
         yield from steps(self, num_steps, first_step, state, check_interval_s)
 
-    # --- entering and leaving ----------------------------------------------------------------------------------------
-
-    @property
-    def worker_id(self) -> str:
-        return "alone"
-
-    @property
-    def formation(self) -> Formation | None:
-        return self._formation
-
-    @property
-    def left_state(self) -> HostStateCache | None:
-        return None
-
-    @property
-    def owned_sockets(self) -> list[tuple[int, int]]:
-        return []
-
-    @property
-    def num_begun(self) -> int:
-        return 0
-
     def start(self) -> Formation:
         """Form a group of one worker, so that the user's collectives work as usual."""
         round_ = RoundRecord(1, [self.worker_id], "start with 1 worker", "start", planned=True)
         dist.init_process_group(self.backend, store=HashStore(), rank=0, world_size=1)
-        self._formation = Formation(round_, {self.worker_id: b""}, 0)
-        return self._formation
-
-    def guard(self, replica: DistributedDataParallel) -> None:
-        pass  # a lone worker has no peer to lose
-
-    def wait_for_device(self, device: torch.device) -> None:
-        pass  # gradients need no reduction
-
-    def listen_for_sigterm(self) -> None:
-        pass  # a lone worker has no peer that would continue
-
-    def resign(self) -> None:
-        pass
+        self.formation = Formation(round_, {self.worker_id: b""}, 0)
+        return self.formation
 
     def leave(self) -> None:
         """Leave the group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    # --- the job -----------------------------------------------------------------------------------------------------
+    def _nothing(self, *_: object, **__: object) -> None:
+        """Do nothing: a lone worker has no peer that it could lose, and no record of its job."""
 
-    def announce(self, fingerprint: str, global_batch_size: int = 0, data: str = "") -> None:
-        pass
-
-    @property
-    def has_finished(self) -> bool:
-        return self._has_finished
+    guard = wait_for_device = listen_for_sigterm = resign = _nothing
+    announce = keep_for_successors = event = report_error = _nothing
 
     def finish(self, num_steps: int, fit: int = 1) -> None:
-        self._has_finished = True
+        self.has_finished = True
 
     def is_stop(self, number: int) -> bool:
-        return False
-
-    def keep_for_successors(self, step: int, packed: Packed) -> None:
-        pass
-
-    def event(self, event: Event, text: str) -> None:
-        pass
-
-    def report_error(self, error: BaseException) -> None:
-        pass
-
-    # --- while the round lasts ---------------------------------------------------------------------------------------
-
-    @property
-    def broken(self) -> bool:
         return False
 
     def broken_error(self) -> WorldError:
@@ -224,10 +179,6 @@ class LoneWorld:
     def propose(self, check_every: int = 1, wishes: Sequence[int] = (), place: int = 0) -> None:
         self.wishes = list(wishes)  # without peers the minimum is the worker's own number
 
-    @property
-    def is_voting(self) -> bool:
-        return False
-
     def agreed(self) -> tuple[int | None, int]:
         return None, 1
 
@@ -236,14 +187,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-NEWS_S = 3.0
-"""Log why a worker is waiting after this many seconds."""
-
-WAIT_PROBE_S = 0.05
-"""Seconds between two probes of workers during a wait."""
-
-FULL_PAUSE_S = 0.2
-"""Seconds between two attempts to write a record while etcd's database is full."""
+NEWS_S = 3.0  # log why a worker is waiting after this many seconds
+WAIT_PROBE_S = 0.05  # seconds between two probes of workers during a wait
+FULL_PAUSE_S = 0.2  # seconds between two attempts to write a record while etcd's database is full
 
 
 class ProcessBackend:
@@ -333,11 +279,8 @@ class ProcessBackend:
         self._destroy()
 
 
-LEAVE_S = 5.0
-"""Seconds for an abort that follows a shutdown, before the process ends."""
-
-VOTES_TO_DROP = 3
-"""Votes of a round after which its loop has made steps, and holds nothing of the round before any more."""
+LEAVE_S = 5.0  # seconds for an abort that follows a shutdown, before the process ends
+VOTES_TO_DROP = 3  # votes of a round after which its loop has made steps, and holds nothing of the round before any more
 
 
 def always_meet(hellos: Mapping[str, bytes]) -> bool:

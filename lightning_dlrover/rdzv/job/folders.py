@@ -96,8 +96,7 @@ def _remove_from_disk(folder: Path) -> None:
             shutil.rmtree(disk, ignore_errors=True)
 
 
-DEFAULT_RUN_DIR = Path("runs")
-"""Parent of the jobs' run folders."""
+DEFAULT_RUN_DIR = Path("runs")  # parent of the jobs' run folders
 
 
 @dataclass(frozen=True)

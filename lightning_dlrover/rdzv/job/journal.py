@@ -30,18 +30,10 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 Reader = Callable[[type[R], KeyValue | None], R | None]
 
-CONTENTION_S = 30.0
-"""Seconds to compete with other writers of a record."""
-
-RETRY_PAUSE_S = 0.1
-"""Seconds between two attempts while etcd does not answer. A full etcd refuses writes at once."""
-
-MAX_EVENTS = 4000
-"""Maximum number of events kept per job; the oldest are removed first."""
-
-LINES_PER_ANSWER = 500
-"""Events that etcd returns at once, so that many readers of a long history do not hold it up."""
-
+CONTENTION_S = 30.0  # seconds to compete with other writers of a record
+RETRY_PAUSE_S = 0.1  # seconds between two attempts while etcd does not answer; a full etcd refuses writes at once
+MAX_EVENTS = 4000  # maximum number of events kept per job; the oldest are removed first
+LINES_PER_ANSWER = 500  # events that etcd returns at once, so that many readers of a long history do not hold it up
 TRIM_EVERY = 50
 """Events that a process writes between two removals of the oldest ones. It also trims with its first event, because many
 processes write only a few."""

@@ -13,9 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from lightning_dlrover.codec import RecordError, from_fields, to_json
 
-FORMAT_VERSION = 1
-"""Format number in every record. Readers refuse any other number."""
-
+FORMAT_VERSION = 1  # format number in every record; readers refuse any other number
 MAX_RECORD_BYTES = 1 << 20
 
 MAX_UNREACHABLE = 64
@@ -24,13 +22,10 @@ MAX_UNREACHABLE = 64
 MAX_SETTING = 1024
 """Maximum number of loader workers or threads that a plan may set for one worker. A larger number is certainly a mistake."""
 
-MAX_MEMORY_MB = 2**26
-"""Maximum MiB that a plan may request for one node (64 TiB)."""
-
+MAX_MEMORY_MB = 2**26  # maximum MiB that a plan may request for one node (64 TiB)
 DEFAULT_PREFIX = "/dlrover"
 
-HISTORY_TTL_S = 7 * 24 * 3600.0
-"""Seconds that a job's records outlast its last process."""
+HISTORY_TTL_S = 7 * 24 * 3600.0  # seconds that a job's records outlast its last process
 
 
 class _Key:

@@ -52,11 +52,8 @@ from lightning_dlrover.rdzv.membership.worker_records import Outbox
 
 Entries = Mapping[str, KeyValue]
 
-MAX_BURIED = 50
-"""Addresses removed in one transaction. etcd allows 128 conditions and 128 operations (--max-txn-ops)."""
-
-MAX_GUARDED = 100
-"""Missing members that a round requires to be absent."""
+MAX_BURIED = 50  # addresses removed in one transaction; etcd allows 128 conditions and 128 operations (--max-txn-ops)
+MAX_GUARDED = 100  # missing members that a round requires to be absent
 
 
 @dataclass(frozen=True)
@@ -240,14 +237,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-GETS_PER_REQUEST = 100
-"""Records read in one transaction: etcd refuses more than 128 operations."""
-
-MAX_KNOWN = 2000
-"""Number of records that a worker remembers, in addition to those that it asks for."""
-
-ABSENT_S = 1.0
-"""Seconds until a worker without a record is asked for again. It may register again after an outage of etcd."""
+GETS_PER_REQUEST = 100  # records read in one transaction: etcd refuses more than 128 operations
+MAX_KNOWN = 2000  # number of records that a worker remembers, in addition to those that it asks for
+ABSENT_S = 1.0  # seconds until a worker without a record is asked for again; it may register again after an outage of etcd
 
 
 class JobMirror:
@@ -311,8 +303,7 @@ class WorkerRecords:
         self._client = client
         self._keys = keys
         self._mirror = mirror
-        self._known: dict[str, KeyValue] = {}
-        self._decoded: dict[str, tuple[KeyValue, WorkerRecord | None]] = {}  # each entry once, as probes need them often
+        self._known: dict[str, tuple[KeyValue, WorkerRecord | None]] = {}  # decoded once, as probes need the records often
         self._absent: dict[str, float] = {}  # workers without a record, and when this was found
 
     def entries(self, worker_ids: Iterable[str]) -> dict[str, KeyValue]:
@@ -320,11 +311,18 @@ class WorkerRecords:
 
         While etcd does not answer, these are the workers that were read before.
         """
+        return {worker: entry for worker, (entry, _) in self._found(worker_ids).items()}
+
+    def of(self, worker_ids: Iterable[str]) -> dict[str, WorkerRecord]:
+        """Return the constant parts of the readable records in `entries`."""
+        return {worker: record for worker, (_, record) in self._found(worker_ids).items() if record is not None}
+
+    def _found(self, worker_ids: Iterable[str]) -> dict[str, tuple[KeyValue, WorkerRecord | None]]:
         wanted, now = list(worker_ids), time.monotonic()
         unknown = [w for w in wanted if w not in self._known and now - self._absent.get(w, -ABSENT_S) >= ABSENT_S]
         if len(self._known) + len(self._absent) > MAX_KNOWN + len(wanted):  # most of them have left
-            for forgotten in (self._known, self._decoded, self._absent):
-                forgotten.clear()
+            self._known.clear()
+            self._absent.clear()
             unknown = wanted
         if unknown and self._mirror.healthy:
             try:
@@ -334,8 +332,8 @@ class WorkerRecords:
             else:
                 self._absent.update({worker: now for worker in unknown if worker not in found})
         # Several threads read and forget records.
-        entries = ((worker, self._known.get(worker)) for worker in wanted)
-        return {worker: entry for worker, entry in entries if entry is not None}
+        known = ((worker, self._known.get(worker)) for worker in wanted)
+        return {worker: found for worker, found in known if found is not None}
 
     def present(self, worker_ids: Iterable[str]) -> dict[str, KeyValue]:
         """Read which workers are registered now, and return their entries.
@@ -348,7 +346,7 @@ class WorkerRecords:
         for first in range(0, len(wanted), GETS_PER_REQUEST):
             values = self._read([self._keys.workers + worker for worker in wanted[first : first + GETS_PER_REQUEST]])
             found |= {entry.key.removeprefix(self._keys.workers): entry for entry in values}
-        self._known.update(found)
+        self._known.update({worker: (entry, readable(WorkerRecord, entry)) for worker, entry in found.items()})
         for worker in wanted:
             if worker not in found:
                 self._known.pop(worker, None)
@@ -360,41 +358,18 @@ class WorkerRecords:
                 return self._client.txn([], [Get(key) for key in keys]).values
         return [entry for key in keys if (entry := self._client.get(key)) is not None]
 
-    def of(self, worker_ids: Iterable[str]) -> dict[str, WorkerRecord]:
-        """Return the constant parts of the readable records in `entries`."""
-        records = {worker: self._decode(worker, entry) for worker, entry in self.entries(worker_ids).items()}
-        return {worker: record for worker, record in records.items() if record is not None}
-
-    def _decode(self, worker_id: str, entry: KeyValue) -> WorkerRecord | None:
-        decoded = self._decoded.get(worker_id)
-        if decoded is None or decoded[0] is not entry:
-            decoded = self._decoded[worker_id] = (entry, readable(WorkerRecord, entry))
-        return decoded[1]
-
     def forget(self, worker_id: str) -> None:
-        """Read a worker's record afresh when it is needed again."""
+        """Read a worker's record again when it is needed the next time."""
         self._known.pop(worker_id, None)
-        self._decoded.pop(worker_id, None)
 
 
-MANY = 100
-"""Members of a round above which its line in the history names only those that came or went."""
-
+MANY = 100  # members of a round above which its line in the history names only those that came or went
 MAX_LINES = 100
 """Maximum number of lines in one transaction. etcd allows 128 operations (--max-txn-ops), and a round needs two of them."""
 
 
-@dataclass(frozen=True)
-class Announcement:
-    """The lines about one round."""
-
-    round: RoundRecord
-    puts: tuple[Put, ...]  # writes for the round's own transaction
-    others: tuple[EventRecord, ...]  # lines that the transaction has no room for: losses beyond `MAX_LINES`
-
-
 class Announcer:
-    """Reports rounds in the transactions that write them.
+    """Report rounds in the transactions that write them.
 
     Written later, the lines would be missing if the coordinator were killed before, or if etcd's answer were lost.
 
@@ -410,22 +385,21 @@ class Announcer:
         self._worker_id = worker_id
         self._buried = buried
 
-    def of(self, view: JobView, round_: RoundRecord, decided_s: float) -> Announcement:
+    def lines(self, view: JobView, round_: RoundRecord, decided_s: float) -> list[EventRecord]:
         """Return the lines about a round that is about to be written."""
-        lines = lines_about(view, round_, round(decided_s, 3), self._buried)
-        puts = self._journal.puts(lines[-MAX_LINES:], self._worker_id)
-        return Announcement(round_, tuple(puts), tuple(lines[:-MAX_LINES]))
+        return lines_about(view, round_, round(decided_s, 3), self._buried)
 
-    def made(self, announcement: Announcement) -> None:
+    def puts(self, lines: Sequence[EventRecord]) -> list[Put]:
+        """Return writes for the round's own transaction, which has no room for losses beyond `MAX_LINES`."""
+        return self._journal.puts(lines[-MAX_LINES:], self._worker_id)
+
+    def made(self, round_: RoundRecord, lines: Sequence[EventRecord]) -> None:
         """Note that the round was written."""
-        round_ = announcement.round
-        log.info(
-            "run %s: round %d: %s, %d workers",
-            *(self._journal.keys.run_id, round_.number, round_.reason, len(round_.members)),
-        )
-        for line in announcement.others:
+        run_id, num_members = self._journal.keys.run_id, len(round_.members)
+        log.info("run %s: round %d: %s, %d workers", run_id, round_.number, round_.reason, num_members)
+        for line in lines[:-MAX_LINES]:
             self._outbox.add(line)
-        self._journal.note_appended(len(announcement.puts))
+        self._journal.note_appended(min(len(lines), MAX_LINES))
 
 
 def lines_about(view: JobView, round_: RoundRecord, decided_s: float, buried: Collection[str]) -> list[EventRecord]:
@@ -466,23 +440,16 @@ def _evidence(view: JobView, worker_id: str, buried: Collection[str]) -> str:
     return "its agent or another worker found its process gone"
 
 
-CHECK_S = 10.0
-"""Approximate seconds between two checks that the election key's holder is registered."""
-
+CHECK_S = 10.0  # approximate seconds between two checks that the election key's holder is registered
 MAX_SILENCE = 0.8
 """Share of a lease's time without a refresh after which etcd counts as away. Refreshes are due after half of it."""
 
-KNOCK_S = 1.0
-"""Seconds between two knocks at the ports of missing members."""
-
+KNOCK_S = 1.0  # seconds between two knocks at the ports of missing members
 MAX_KNOCKS = 200
 """Ports of missing members at which this worker knocks at once. Each takes an open file, and the script may need many."""
 
-ANSWER_S = 0.3
-"""Maximum seconds to wait for an answer of a missing member's port."""
-
-SIGHT_S = 5.0
-"""Maximum seconds until a write of this worker shows up in its copy of the records."""
+ANSWER_S = 0.3  # maximum seconds to wait for an answer of a missing member's port
+SIGHT_S = 5.0  # maximum seconds until a write of this worker shows up in its copy of the records
 
 
 class Office:
@@ -558,12 +525,11 @@ class Office:
         write = self._coordinator.next_write(entries, view, time.monotonic(), time.time())
         if write is None:
             return
-        announcement = self._announcer.of(view, write.round, age_s) if write.round is not None else None
-        lines = announcement.puts if announcement is not None else ()
-        if not self._client.txn(write.compare, [*write.ops, *lines]).succeeded:
+        lines = self._announcer.lines(view, write.round, age_s) if write.round is not None else []
+        if not self._client.txn(write.compare, [*write.ops, *self._announcer.puts(lines)]).succeeded:
             return
-        if announcement is not None:
-            self._announcer.made(announcement)
+        if write.round is not None:
+            self._announcer.made(write.round, lines)
         # The next decision must see this write, or it would repeat it without effect.
         with contextlib.suppress(TimeoutError):
             self._job_mirror.wait_for(lambda now: None if write.may_succeed(now) else True, SIGHT_S)

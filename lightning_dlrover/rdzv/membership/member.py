@@ -18,11 +18,8 @@ from lightning_dlrover.rdzv.membership.rounds import WorkerView
 
 T = TypeVar("T")
 
-EXIT_ALL_DRAINED = 143
-"""Exit code after the job was stopped before it was done, the same as of a process ended by SIGTERM."""
-
-REACH_AGAIN_S = 5.0
-"""Seconds between two attempts of a joiner to reach a member that it is cut off from."""
+EXIT_ALL_DRAINED = 143  # exit code after the job was stopped before it was done, the same as of a process ended by SIGTERM
+REACH_AGAIN_S = 5.0  # seconds between two attempts of a joiner to reach a member that it is cut off from
 
 
 class MembershipError(RuntimeError):

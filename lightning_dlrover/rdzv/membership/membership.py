@@ -38,7 +38,6 @@ from lightning_dlrover.rdzv.membership.rounds import (
     RoundTimeouts,
     WorkerView,
     awaited,
-    dead_workers,
     read_view,
 )
 from lightning_dlrover.rdzv.membership.worker_records import BATCH, OwnRecord, SharedRecords
@@ -142,26 +141,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-CHECK_S = 5.0
-"""Seconds between two checks that a mirror has missed no change. Its watch reports changes at once."""
-
+CHECK_S = 5.0  # seconds between two checks that a mirror has missed no change; its watch reports changes at once
 TICK_S = 0.5
 """Maximum seconds between two turns of the background thread, for timeouts. Each takes time from training on busy cores."""
 
-STAND_S = 0.05
-"""Seconds between two turns while this worker waits for its moment to stand for coordinator."""
-
-GONE_CHECK_S = 0.3
-"""Seconds between two checks whether a worker has ended that no notice will name."""
-
-MAX_SILENT_LEASES = 2.5
-"""Lifetimes of its lease for which a worker without an answer from etcd can rely on its place."""
-
-MAX_BURIED = 1000
-"""Buried workers that one worker remembers."""
-
-NUM_SAMPLED = 8
-"""Number of oldest workers that a new one compares its address with."""
+STAND_S = 0.05  # seconds between two turns while this worker waits for its moment to stand for coordinator
+GONE_CHECK_S = 0.3  # seconds between two checks whether a worker has ended that no notice will name
+MAX_SILENT_LEASES = 2.5  # lifetimes of its lease for which a worker without an answer from etcd can rely on its place
+MAX_BURIED = 1000  # buried workers that one worker remembers
+NUM_SAMPLED = 8  # number of oldest workers that a new one compares its address with
 
 
 class Membership:
@@ -429,15 +417,6 @@ class Membership:
         lost, host = set(self._view.lost), socket.gethostname()
         records = self.workers.of(w for w in worker_ids if w != self.worker_id and w not in lost).values()
         return [r for r in records if r.host == host or r.worker_id in self.reached]
-
-    def bury_the_dead(self, worker_ids: Iterable[str]) -> None:
-        """Probe workers and bury those that are certainly dead."""
-        try:
-            if dead := dead_workers(self.whose_refusal_counts(worker_ids)):
-                self.bury(dead)
-        except EtcdUnavailableError as error:
-            # A dead worker stays dead: the next probe or its lease expiry removes the record.
-            log.debug("run %s: could not bury the dead: %s", self._config.run_id, error)
 
     def is_still_in_force(self) -> bool:
         """Return whether no round can have begun without this worker, provided that its group of workers is intact.

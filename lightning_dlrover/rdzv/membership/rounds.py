@@ -124,8 +124,7 @@ def answers(records: Iterable[WorkerRecord | AddressRecord], timeout_s: float) -
 
 MORE = "waits for more workers"
 
-MAX_STARTS = 64
-"""Groups of workers that reach each other; the largest one is chosen."""
+MAX_STARTS = 64  # groups of workers that reach each other; the largest one is chosen
 
 
 @dataclass(frozen=True)
@@ -703,8 +702,7 @@ def _round(view: JobView, members: list[str], kind: str, planned: bool, reason: 
     )
 
 
-MAX_NAMED = 2
-"""Number of workers that a notice names where readers only need to find one other than themselves."""
+MAX_NAMED = 2  # number of workers that a notice names where readers only need to find one other than themselves
 
 
 @dataclass(frozen=True)

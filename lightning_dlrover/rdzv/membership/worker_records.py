@@ -101,9 +101,7 @@ def read_stacks(journal: Journal) -> dict[str, StacksRecord]:
 
 log = logging.getLogger(__name__)
 
-BATCH = 100
-"""Lines in one transaction. etcd allows 128 operations (--max-txn-ops)."""
-
+BATCH = 100  # lines in one transaction; etcd allows 128 operations (--max-txn-ops)
 MAX_BYTES = 512 * 1024
 """Bytes of lines in one transaction, unless it is a single line. etcd takes requests of 1.5 MiB (--max-request-bytes)."""
 

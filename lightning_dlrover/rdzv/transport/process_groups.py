@@ -138,14 +138,9 @@ _NEEDED: Mapping[str, str] = {
 
 log = logging.getLogger(__name__)
 
-STUCK_S = 30.0
-"""Seconds for an abort. If its device does not return from one, a worker cannot take part in any further round."""
-
-CLOSE_S = 10.0
-"""Seconds for a planned shutdown, which waits for the other members. The groups are aborted after that."""
-
-EXIT_STUCK = 70
-"""Exit code of a worker if its device does not let go of a lost round."""
+STUCK_S = 30.0  # seconds for an abort; if its device does not return from one, a worker cannot take part in any further round
+CLOSE_S = 10.0  # seconds for a planned shutdown, which waits for the other members; the groups are aborted after that
+EXIT_STUCK = 70  # exit code of a worker if its device does not let go of a lost round
 
 
 _ended_last: list[Sequence[Any]] = []
@@ -260,8 +255,7 @@ class RoundEnd:
         )
 
 
-DEVICE_TICK_S = 1.0
-"""Seconds between two looks at a wait for the device."""
+DEVICE_TICK_S = 1.0  # seconds between two looks at a wait for the device
 
 
 def wait_for_device(device: torch.device) -> None:

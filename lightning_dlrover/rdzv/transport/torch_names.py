@@ -78,7 +78,8 @@ def check() -> None:
 
 def replace_unpickler(unpickler: type) -> None:
     """Set the class that torch's object collectives use to unpickle messages."""
-    dist.distributed_c10d._unpickler = unpickler  # type: ignore[attr-defined]
+    module: Any = dist.distributed_c10d
+    module._unpickler = unpickler
 
 
 def accepted_in_files() -> Mapping[str, Any]:

@@ -38,9 +38,7 @@ log = logging.getLogger(__name__)
 ENOUGH = 1 << 20
 """Open files that any worker can do with. Some programs visit all numbers up to the limit, which may be billions."""
 
-MAX_VISITED = 10_000
-"""Objects of a batch that are looked at. A batch of more is estimated too low."""
-
+MAX_VISITED = 10_000  # objects of a batch that are examined; a larger batch is estimated too low
 _TEXTS = ("Too many open files", "received 0 items of ancdata")
 """Parts of error messages of a loader worker, or of its batch in transit, when no more files can be opened."""
 
@@ -452,11 +450,8 @@ class RoundGroups:
             thread.join(timeout_s)  # limited, because the thread may hang
 
 
-ARITY = 4
-"""Branches of each worker. More of them make the tree flatter, but a worker reads their messages one after the other."""
-
-TAG = 0x444C52
-"""Tag of all messages. Messages with a tag of the user's own do not mix with them."""
+ARITY = 4  # branches of each worker; more of them make the tree flatter, but a worker reads their messages one after the other
+TAG = 0x444C52  # tag of all messages; messages with a tag of the user's own do not mix with them
 
 
 class Reduction:

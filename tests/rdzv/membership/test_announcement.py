@@ -33,10 +33,10 @@ def write_next_round(journal_: Journal, outbox: Outbox, seen: JobView) -> None:
     round_ = next_round(seen, 0.0)
     assert round_ is not None
     keys = journal_.keys
-    announcement = announcer.of(seen, round_, 0.1)
-    ops = [Put(keys.round, encode(round_)), Put(keys.notice, b"{}"), *announcement.puts]
+    lines = announcer.lines(seen, round_, 0.1)
+    ops = [Put(keys.round, encode(round_)), Put(keys.notice, b"{}"), *announcer.puts(lines)]
     assert journal_.client.txn([absent(keys.round)], ops).succeeded
-    announcer.made(announcement)
+    announcer.made(round_, lines)
 
 
 @pytest.mark.parametrize("num_lost", [1, 99, 100, 250])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +33,7 @@ from lightning_dlrover.rdzv.job.records import (
 from lightning_dlrover.rdzv.membership import coordinator
 from lightning_dlrover.rdzv.membership.member import EvictedError, MembershipError
 from lightning_dlrover.rdzv.membership.membership import JobClosedError, Membership, MembershipConfig
-from lightning_dlrover.rdzv.membership.rounds import JobView, RoundTimeouts, WorkerView, read_view
+from lightning_dlrover.rdzv.membership.rounds import JobView, RoundTimeouts, WorkerView, dead_workers, read_view
 
 T = TypeVar("T")
 
@@ -63,6 +63,9 @@ class Worker:
     @property
     def worker_id(self) -> str:
         return self.membership.worker_id
+
+    def bury_dead(self, worker_ids: Sequence[str]) -> None:
+        self.membership.bury(dead_workers(self.membership.whose_refusal_counts(worker_ids)))
 
     def wait_for(self, found: Callable[[WorkerView], T | None], what: str = "something") -> T:
         return self.membership.wait_for(found, 15.0, what)
@@ -250,7 +253,7 @@ def test_a_dead_worker_is_buried_with_all_that_was_its_own(start: Callable[..., 
     survivor.wait_for(lambda view: True if dead.worker_id in view.drains else None)
     dead.stop()
     dead.port.close()
-    survivor.membership.bury_the_dead([dead.worker_id, survivor.worker_id])
+    survivor.bury_dead([dead.worker_id, survivor.worker_id])
     assert client.get(keys.workers + dead.worker_id) is None
     assert client.get(keys.drains + dead.worker_id) is None
     election = client.get(keys.coordinator)
@@ -620,10 +623,10 @@ def test_refused_connection_proves_death_only_of_reached_hosts(start: Callable[.
         port = closed_again.getsockname()[1]
     client.put(key, encode(other_host("far", "127.0.0.1", port)))
     worker.wait_for_records(lambda view: view.workers.get("far"))
-    worker.membership.bury_the_dead(["far"])
+    worker.bury_dead(["far"])
     assert client.get(key) is not None
     worker.membership.reached.add("far")
-    worker.membership.bury_the_dead(["far"])
+    worker.bury_dead(["far"])
     assert client.get(key) is None
 
 
