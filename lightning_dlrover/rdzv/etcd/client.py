@@ -347,11 +347,7 @@ class EtcdClient:
         return int(response.header.revision), int(response.count), newest
 
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
-        """Write a key and return the revision of the write.
-
-        Raises:
-            LeaseLostError: the lease no longer exists in etcd.
-        """
+        """Write a key and return the revision of the write. Raises `LeaseLostError` if the lease no longer exists in etcd."""
         op = Put(key, value, lease.id if lease else 0)
 
         def write() -> int:

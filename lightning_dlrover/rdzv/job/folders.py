@@ -44,11 +44,7 @@ def users_folder(root: Path = ROOT) -> Path:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether it is a folder of this user's alone.
-
-    Raises:
-        FileNotFoundError: it does not exist.
-    """
+    """Whether it is a folder of this user's alone. Raises `FileNotFoundError` if it does not exist."""
     status = os.lstat(folder)
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 

@@ -56,11 +56,7 @@ class Found(Generic[R]):
 
 
 def read(record_type: type[R], entry: KeyValue | None) -> R | None:
-    """Return the record of an entry, None if the entry is missing.
-
-    Raises:
-        RecordError: the entry holds another value.
-    """
+    """Return the record of an entry, None if the entry is missing. Raises `RecordError` if the entry holds another value."""
     return decode(record_type, entry.value, entry.key) if entry is not None else None
 
 
@@ -330,11 +326,7 @@ class Tenure(Generic[H]):
         return self._election.is_held(entry, self.revision)
 
     def publish(self, record: H) -> None:
-        """Replace the key's record.
-
-        Raises:
-            EtcdError: it was not written, or its fate is unknown.
-        """
+        """Replace the key's record. Raises `EtcdError` if it was not written, or its fate is unknown."""
         self._client.put(self._election.key, encode(record), self.lease)
         self.record = record
 

@@ -336,11 +336,7 @@ class WorkerRecords:
         return {worker: found for worker, found in known if found is not None}
 
     def present(self, worker_ids: Iterable[str]) -> dict[str, KeyValue]:
-        """Read which workers are registered now, and return their entries.
-
-        Raises:
-            EtcdError: etcd does not answer.
-        """
+        """Read which workers are registered now, and return their entries. Raises `EtcdError` if etcd does not answer."""
         wanted = list(worker_ids)
         found: dict[str, KeyValue] = {}
         for first in range(0, len(wanted), GETS_PER_REQUEST):

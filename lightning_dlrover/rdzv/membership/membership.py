@@ -310,11 +310,7 @@ class Membership:
         return read_view(self._client.entries(self.keys.live), self.keys)
 
     def on_this_host(self) -> dict[str, WorkerRecord]:
-        """Read from etcd the records of the workers on this host, by worker id.
-
-        Raises:
-            EtcdError: etcd does not answer.
-        """
+        """Read from etcd the records of the workers on this host, by worker id. Raises `EtcdError` if etcd does not answer."""
         if not self._mirror.healthy:  # training must not wait for etcd here
             raise EtcdUnavailableError(f"run {self._config.run_id!r}: etcd does not answer")
         host = socket.gethostname()

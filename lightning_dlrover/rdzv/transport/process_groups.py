@@ -394,11 +394,7 @@ class Communicators:
         return self._is_done.wait(timeout_s)
 
     def connected(self) -> dict[str, Any]:
-        """Return the backends by name.
-
-        Raises:
-            CommunicatorError: they could not be connected.
-        """
+        """Return the backends by name. Raises `CommunicatorError` if they could not be connected."""
         assert self.is_done
         with self._lock:  # another thread may abandon them now
             if self._error is not None:

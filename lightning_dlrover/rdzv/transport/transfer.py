@@ -289,11 +289,7 @@ _round_group: Any = None
 
 
 def round_group() -> Any:
-    """Return the group of the current round.
-
-    Raises:
-        RoundEndedError: there is none.
-    """
+    """Return the group of the current round. Raises `RoundEndedError` if there is none."""
     group = _round_group if _round_group is not None else dist.group.WORLD
     if group is None:
         raise RoundEndedError("the round has ended")
