@@ -187,7 +187,7 @@ def test_training_state_arrives_as_it_was_sent(tmp_path: Path) -> None:
     # The sender and the receivers learn the class and the next move.
     for text in texts:
         told = [line for line in text.splitlines() if line.startswith("broadcast refused: rank 1")]
-        assert "contains test_transfer.Same, a type not allowed in transfers; if it is harmless, allow it" in told[-1]
+        assert f"contains {__name__}.Same, a type not allowed in transfers; if it is harmless, allow it" in told[-1]
         assert "add_safe_globals([Same])" in told[-1]
 
 
