@@ -76,7 +76,7 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
     worker_name_of,
 )
-from lightning_dlrover.rdzv.membership.coordinator import burial
+from lightning_dlrover.rdzv.membership.coordinator import eviction
 from lightning_dlrover.rdzv.transport import transfer
 
 T = TypeVar("T")
@@ -361,7 +361,7 @@ class RunRecords:
             if worker is not None and worker.agent_id == self._agent_id:
                 self._client.delete(kv.key)  # no transaction: a full etcd takes none, but it deletes
                 with contextlib.suppress(EtcdFullError):
-                    for write in burial(kv, self._client.get(self._keys.coordinator), self._keys)[1:]:
+                    for write in eviction(kv, self._client.get(self._keys.coordinator), self._keys)[1:]:
                         self._client.txn(write.compare, write.ops)
 
     def tidy_up(self, is_live: bool) -> None:

@@ -25,7 +25,7 @@ from lightning_dlrover.codec import RecordError
 from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.desync import CollectiveMonitor, MismatchError
 from lightning_dlrover.rdzv.etcd.types import EtcdError, EtcdUnavailableError, LeaseLostError
-from lightning_dlrover.rdzv.group.forming import Patrol
+from lightning_dlrover.rdzv.group.forming import FailureDetector
 from lightning_dlrover.rdzv.job.events import FitFinished, GrowthFailed, StateClosed, WorkerFailed, events_of
 from lightning_dlrover.rdzv.job.records import JobRecord, NodesRecord, PlanRecord
 from lightning_dlrover.rdzv.membership import rounds
@@ -192,8 +192,8 @@ class Reports:
             return []
         members = formation.round.members
         with contextlib.suppress(EtcdError):
-            Patrol(self._membership, members, 0.0).look()
-            with contextlib.suppress(TimeoutError, EvictedError):  # another worker may be burying them, which takes a moment
+            FailureDetector(self._membership, members, 0.0).look()
+            with contextlib.suppress(TimeoutError, EvictedError):  # another worker may be evicting them, which takes a moment
                 number = formation.round.number
                 self._membership.wait_for(
                     lambda view: True if view.lost or (view.round and view.round.number > number) else None,

@@ -108,7 +108,7 @@ DOUBLED_S = 3.0  # seconds of a wait after which a worker wants twice as many an
 DEAD_S = 0.3  # seconds to wait for a response of a worker that may be dead
 
 
-class Patrol:
+class FailureDetector:
     """Look for dead workers during one wait, at a cost for each worker that does not grow with their number.
 
     Up to `FEW` workers are all probed every time. Of more, a worker probes those after it in the ring until one answers. The
@@ -127,8 +127,8 @@ class Patrol:
         self._began = time.monotonic()
         self._next_look = 0.0
 
-    def pause(self) -> Patrol:
-        """Let the first look wait for one interval, and return the patrol."""
+    def pause(self) -> FailureDetector:
+        """Let the first look wait for one interval, and return the detector."""
         self._next_look = time.monotonic() + self._interval_s
         return self
 
@@ -146,16 +146,16 @@ class Patrol:
         probers = set(view.round.members) if view.round is not None else set()
         try:
             if dead := dead_beside(me, self._workers, probers, self._knock, num_answers):
-                self._membership.bury(dead)
+                self._membership.evict(dead)
         except EtcdUnavailableError as error:
             # A dead worker stays dead: the next probe or its lease expiry removes the record.
-            log.debug("could not bury the dead: %s", error)
+            log.debug("could not evict the dead: %s", error)
 
     def _knock(self, workers: list[str]) -> Mapping[str, Answer]:
         return answers(self._membership.whose_refusal_counts(workers), DEAD_S)
 
 
-class Reach:
+class Reachability:
     """Detect members of a round that do not respond while it is formed."""
 
     def __init__(self, membership: Membership) -> None:
@@ -188,7 +188,7 @@ class Reach:
         return silent_workers(records.values(), timeout_s)
 
 
-class Neighbour:
+class PeerMonitor:
     """The next rank of the round, watched by the membership thread.
 
     Its death also breaks our collectives, but not while this worker computes or validates. With NCCL it does not break them at
@@ -213,11 +213,11 @@ class Neighbour:
         self._next_probe = time.monotonic() + CALM_INTERVAL_S
         neighbour = formation.round.members[(formation.rank + 1) % formation.size]
         answer: Answer = "accepts"
-        with contextlib.suppress(EtcdUnavailableError):  # see `Patrol`
+        with contextlib.suppress(EtcdUnavailableError):  # see `FailureDetector`
             if neighbour not in self._membership.view.lost:
                 answer = answers(self._membership.workers.of([neighbour]).values(), DEAD_S).get(neighbour, answer)
             if answer == "refuses":
-                self._membership.bury([neighbour])
+                self._membership.evict([neighbour])
         if answer != "silent":
             self._silent_since = None
         elif self._silent_since is None:
@@ -288,7 +288,7 @@ class Forming:
         member: Member,
         sockets: RoundSockets,
         groups: RoundGroups,
-        reach: Reach,
+        reach: Reachability,
         reporter: ErrorReporter,
     ) -> None:
         self._config = config
@@ -404,12 +404,12 @@ class Forming:
         """Look for members that have died, or that could not connect: the others train on, and would not notice."""
         target = communicators.round
         interval_s = FORM_PROBE_S * max(1.0, len(target.members) / FEW)
-        patrol = Patrol(self._membership, target.members, FORM_PROBE_S).pause()
+        detector = FailureDetector(self._membership, target.members, FORM_PROBE_S).pause()
         limit_s = self._config.form_timeout_s + STORE_MARGIN_S  # a member that waits for them in `form` gives up first
         began = time.monotonic()
         store: Store | None = None
         while not communicators.wait(interval_s):
-            patrol.look()
+            detector.look()
             try:
                 store = store or _connect_briefly(target, f"round/{target.number}/{folder}")
                 if store is not None and store.check(["failed"]):
@@ -539,8 +539,9 @@ class Forming:
 
     def _connect(self, attempt: _Attempt) -> TCPStore:
         target = attempt.target
-        suspects = target.members if len(target.members) > FEW else target.members[:1]  # not all of many bury rank 0 at once
-        patrol = Patrol(self._membership, suspects, interval_s=0.0)
+        # Among many workers not all may evict rank 0 at once.
+        suspects = target.members if len(target.members) > FEW else target.members[:1]
+        detector = FailureDetector(self._membership, suspects, interval_s=0.0)
         contacts = target.members[:1]
         limit_s = CONNECT_TIMEOUT_S * max(1.0, len(target.members) / FEW)  # rank 0 serves all workers at one moment
         while True:
@@ -552,7 +553,7 @@ class Forming:
                 store = _store_at(target, 1.0, limit_s)
                 store.set_timeout(timedelta(seconds=self._config.form_timeout_s))
                 return store
-            patrol.look()
+            detector.look()
             self._reach.raise_if_silent(target, contacts)
             if time.monotonic() > attempt.deadline:
                 raise self._reach.too_late(
@@ -642,10 +643,10 @@ class Forming:
                 done.set_exception(error)
 
         threading.Thread(target=work, name="dlrover-connect", daemon=True).start()
-        patrol = Patrol(self._membership, workers, FORM_PROBE_S).pause()
+        detector = FailureDetector(self._membership, workers, FORM_PROBE_S).pause()
         while not wait([done], timeout=CHECK_S * max(1.0, len(workers) / FEW)).done:
             attempt.check()
-            patrol.look()
+            detector.look()
             self._reach.raise_if_silent(attempt.target, contacts)
             if time.monotonic() > attempt.deadline:
                 raise self._reach.too_late(contacts, f"round {attempt.target.number}: {too_late()}")

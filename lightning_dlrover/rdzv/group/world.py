@@ -46,7 +46,7 @@ from lightning_dlrover.rdzv.group.failures import (
     end_with_agent,
     is_group_failure,
 )
-from lightning_dlrover.rdzv.group.forming import Forming, Neighbour, Patrol, Reach
+from lightning_dlrover.rdzv.group.forming import FailureDetector, Forming, PeerMonitor, Reachability
 from lightning_dlrover.rdzv.group.loop import Stateful, Step, steps
 from lightning_dlrover.rdzv.job.events import Event, StateKept
 from lightning_dlrover.rdzv.job.records import RoundRecord, WorkerState
@@ -146,11 +146,15 @@ class LoneWorld:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _nothing(self, *_: object, **__: object) -> None:
-        """Do nothing: a lone worker has no peer that it could lose, and no record of its job."""
-
-    guard = wait_for_device = listen_for_sigterm = resign = _nothing
-    announce = keep_for_successors = event = report_error = _nothing
+    # A lone worker has no peer that it could lose, and no record of its job.
+    def guard(self, replica: DistributedDataParallel) -> None: ...
+    def wait_for_device(self, device: torch.device) -> None: ...
+    def listen_for_sigterm(self) -> None: ...
+    def resign(self) -> None: ...
+    def announce(self, fingerprint: str, global_batch_size: int = 0, data: str = "") -> None: ...
+    def keep_for_successors(self, step: int, packed: Packed) -> None: ...
+    def event(self, event: Event, text: str) -> None: ...
+    def report_error(self, error: BaseException) -> None: ...
 
     def finish(self, num_steps: int, fit: int = 1) -> None:
         self.has_finished = True
@@ -204,7 +208,7 @@ class ProcessBackend:
         self,
         config: WorldConfig,
         membership: Membership,
-        reach: Reach,
+        reach: Reachability,
         reports: Reports,
         form: Callable[[RoundRecord, bytes], Formation],
         destroy: Callable[[], None],
@@ -229,14 +233,14 @@ class ProcessBackend:
     ) -> T:
         membership = self._membership
         news_at = time.monotonic() + NEWS_S
-        patrol = Patrol(membership, probe, WAIT_PROBE_S).pause()
+        detector = FailureDetector(membership, probe, WAIT_PROBE_S).pause()
 
         def tick() -> None:
             nonlocal news_at
             if time.monotonic() > news_at:
                 news_at = float("inf")
                 self._reports.wait(what)
-            patrol.look()
+            detector.look()
 
         try:
             limit_s = timeout_s or self._config.wait_timeout_s
@@ -258,8 +262,8 @@ class ProcessBackend:
                     raise WorldError(f"worker {self.worker_id} could not publish that it is {state}: {error}") from error
                 time.sleep(FULL_PAUSE_S)  # a full etcd refuses writes at once
 
-    async def bury_the_dead(self, workers: Sequence[str]) -> None:
-        Patrol(self._membership, workers, WAIT_PROBE_S).look()
+    async def evict_dead(self, workers: Sequence[str]) -> None:
+        FailureDetector(self._membership, workers, WAIT_PROBE_S).look()
 
     async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
         return self._reach.silent(workers)
@@ -356,15 +360,15 @@ class World:
         self._watched: list[RoundSockets] = []  # still empty when the membership reads its first view
         served = dataclasses.replace(config, address=address, port=server.port)
         self.membership = when_there_is_room(
-            lambda: Membership(self._client, served, self._on_view, lambda: self._neighbour.probe()), config.wait_timeout_s
+            lambda: Membership(self._client, served, self._on_view, lambda: self._peer_monitor.probe()), config.wait_timeout_s
         )
         self._groups = RoundGroups()
-        reach = Reach(self.membership)
+        reach = Reachability(self.membership)
         self._reports = Reports(self.membership, config.run_id, self)
         self._member = Member(ProcessBackend(config, self.membership, reach, self._reports, self._bring_up, self._tear_down))
         self._sockets = RoundSockets(self._member, server, config.collective_timeout_s)
         self._device_wait = DeviceWait(config.collective_timeout_s, self._sockets.sever_current)
-        self._neighbour = Neighbour(self.membership, self._member, self._sockets)
+        self._peer_monitor = PeerMonitor(self.membership, self._member, self._sockets)
         self._forming = Forming(
             *(config, backend, device or _only_device(backend), can_meet, self.membership, self._member),
             *(self._sockets, self._groups, reach, self),

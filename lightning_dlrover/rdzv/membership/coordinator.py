@@ -52,7 +52,7 @@ from lightning_dlrover.rdzv.membership.worker_records import Outbox
 
 Entries = Mapping[str, KeyValue]
 
-MAX_BURIED = 50  # addresses removed in one transaction; etcd allows 128 conditions and 128 operations (--max-txn-ops)
+MAX_FORGOTTEN = 50  # addresses removed in one transaction; etcd allows 128 conditions and 128 operations (--max-txn-ops)
 MAX_GUARDED = 100  # missing members that a round requires to be absent
 
 
@@ -60,7 +60,7 @@ MAX_GUARDED = 100  # missing members that a round requires to be absent
 class Write:
     """One transaction and its purpose."""
 
-    purpose: Literal["elect", "unseat", "round", "notice", "bury"]
+    purpose: Literal["elect", "unseat", "round", "notice", "evict"]
     compare: tuple[Compare, ...]
     ops: tuple[Op, ...]
     round: RoundRecord | None = None  # the new round, if the purpose is `round`
@@ -184,10 +184,10 @@ class Coordinator:
 
     def _forget(self, workers: Sequence[str], entries: Entries) -> Write:
         """Remove addresses of workers that are not registered and will not come back."""
-        chosen = workers[:MAX_BURIED]
+        chosen = workers[:MAX_FORGOTTEN]
         gone = tuple(self._unchanged(entries, self._keys.workers + worker) for worker in chosen)
         same = tuple(self._unchanged(entries, self._keys.addresses + worker) for worker in chosen)
-        return Write("bury", (*gone, *same), tuple(Delete(self._keys.addresses + worker) for worker in chosen))
+        return Write("evict", (*gone, *same), tuple(Delete(self._keys.addresses + worker) for worker in chosen))
 
     def _notice(self, view: JobView, term: int) -> bytes:
         if self._noted is None or self._noted[0] is not view or self._noted[1] != term:
@@ -216,7 +216,7 @@ class Coordinator:
         self.was_cut_off(now_s)
 
 
-def burial(record: KeyValue, election: KeyValue | None, keys: Keys) -> list[Write]:
+def eviction(record: KeyValue, election: KeyValue | None, keys: Keys) -> list[Write]:
     """Return the writes that remove a dead worker's records before its lease expires, and last its election key.
 
     They apply only to this registration, and not to a worker that has since registered again under the same name.
@@ -227,7 +227,7 @@ def burial(record: KeyValue, election: KeyValue | None, keys: Keys) -> list[Writ
     """
     worker_id = record.key.removeprefix(keys.workers)
     ops = (Delete(record.key), Delete(keys.addresses + worker_id), Delete(keys.drains + worker_id))
-    writes = [Write("bury", (created(record.key) == record.create_revision,), ops)]
+    writes = [Write("evict", (created(record.key) == record.create_revision,), ops)]
     if election is not None and election.value == worker_id.encode():
         writes.append(Write("unseat", (created(election.key) == election.create_revision,), (Delete(election.key),)))
     return writes
@@ -372,18 +372,18 @@ class Announcer:
     Args:
         outbox: takes lines that a transaction has no room for.
         worker_id: the coordinator.
-        buried: workers that the coordinator itself has buried.
+        evicted: workers that the coordinator itself has evicted.
     """
 
-    def __init__(self, journal: Journal, outbox: Outbox, worker_id: str, buried: Collection[str]) -> None:
+    def __init__(self, journal: Journal, outbox: Outbox, worker_id: str, evicted: Collection[str]) -> None:
         self._journal = journal
         self._outbox = outbox
         self._worker_id = worker_id
-        self._buried = buried
+        self._evicted = evicted
 
     def lines(self, view: JobView, round_: RoundRecord, decided_s: float) -> list[EventRecord]:
         """Return the lines about a round that is about to be written."""
-        return lines_about(view, round_, round(decided_s, 3), self._buried)
+        return lines_about(view, round_, round(decided_s, 3), self._evicted)
 
     def puts(self, lines: Sequence[EventRecord]) -> list[Put]:
         """Return writes for the round's own transaction, which has no room for losses beyond `MAX_LINES`."""
@@ -398,17 +398,17 @@ class Announcer:
         self._journal.note_appended(min(len(lines), MAX_LINES))
 
 
-def lines_about(view: JobView, round_: RoundRecord, decided_s: float, buried: Collection[str]) -> list[EventRecord]:
+def lines_about(view: JobView, round_: RoundRecord, decided_s: float, evicted: Collection[str]) -> list[EventRecord]:
     """Return the lines about the workers lost before a round, and last the one about the round.
 
     Args:
         view: the view on which the round was decided.
         decided_s: seconds from the last change of the records to this decision.
-        buried: workers that the coordinator itself has buried.
+        evicted: workers that the coordinator itself has evicted.
     """
     lines = []
     for worker_id in losses(view, round_):
-        how = _evidence(view, worker_id, buried)
+        how = _evidence(view, worker_id, evicted)
         lost = WorkerLost(worker_id, round_.number - 1, how, decided_s)
         lines.append(record_of(lost, f"worker {worker_id} is gone: {how}"))
     formed = RoundFormed(
@@ -425,11 +425,11 @@ def lines_about(view: JobView, round_: RoundRecord, decided_s: float, buried: Co
     return [*lines, record_of(formed, text)]
 
 
-def _evidence(view: JobView, worker_id: str, buried: Collection[str]) -> str:
+def _evidence(view: JobView, worker_id: str, evicted: Collection[str]) -> str:
     """Describe the coordinator's evidence that a worker is lost."""
     if worker_id in view.workers:
         return "it did not answer, or cannot be reached"
-    if worker_id in buried:
+    if worker_id in evicted:
         return "its port refuses connections"
     if worker_id in view.addresses:
         return "its lease ended, and it did not come back in time"

@@ -158,7 +158,7 @@ class MemberBackend(Protocol):
     ) -> None:
         """Write this worker's record, retrying while etcd is unavailable; raises `EvictedError` if the record is gone."""
 
-    async def bury_the_dead(self, workers: Sequence[str]) -> None:
+    async def evict_dead(self, workers: Sequence[str]) -> None:
         """Remove the records of workers that are certainly dead."""
 
     async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
@@ -287,7 +287,7 @@ class Member:
         suspects = list(dict.fromkeys([*broken.members, *self._backend.view.leavers]))
         newest = self._backend.view.round
         if newest is None or newest.number <= broken.number:  # else a coordinator has seen the outcome of the round
-            await self._backend.bury_the_dead(suspects)
+            await self._backend.evict_dead(suspects)
             if self.worker_id in broken.members:
                 await self._backend.write("ready" if self.admitting else "reforming", broken.number, unreachable=unreachable)
 

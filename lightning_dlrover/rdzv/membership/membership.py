@@ -30,7 +30,7 @@ from lightning_dlrover.rdzv.job.records import (
     WorkerState,
     worker_name_of,
 )
-from lightning_dlrover.rdzv.membership.coordinator import Announcer, Office, WorkerRecords, burial
+from lightning_dlrover.rdzv.membership.coordinator import Announcer, Office, WorkerRecords, eviction
 from lightning_dlrover.rdzv.membership.member import EvictedError, MembershipError
 from lightning_dlrover.rdzv.membership.rounds import (
     Decoder,
@@ -148,7 +148,7 @@ TICK_S = 0.5
 STAND_S = 0.05  # seconds between two turns while this worker waits for its moment to stand for coordinator
 GONE_CHECK_S = 0.3  # seconds between two checks whether a worker has ended that no notice will name
 MAX_SILENT_LEASES = 2.5  # lifetimes of its lease for which a worker without an answer from etcd can rely on its place
-MAX_BURIED = 1000  # buried workers that one worker remembers
+MAX_EVICTED = 1000  # evicted workers that one worker remembers
 NUM_SAMPLED = 8  # number of oldest workers that a new one compares its address with
 
 
@@ -192,7 +192,7 @@ class Membership:
         self._changed = threading.Condition()
         self._dirty = False
         self._view = WorkerView()
-        self._buried: set[str] = set()  # workers that this one has buried
+        self._evicted: set[str] = set()  # workers that this one has evicted
         self._journal = Journal(client, self.keys)
         self._closing = False
         self.own = OwnRecord(
@@ -211,7 +211,7 @@ class Membership:
             self._mirror,
             self._wake,
             self._decoder,
-            Announcer(self._journal, self.shared.outbox, self.worker_id, self._buried),
+            Announcer(self._journal, self.shared.outbox, self.worker_id, self._evicted),
             self.reached,
         )
         self._own_mirror: Mirror | None = None  # None: not registered yet
@@ -382,20 +382,20 @@ class Membership:
                 return f"; missing: {', '.join(missing)}"
         return ""
 
-    def bury(self, worker_ids: Iterable[str]) -> None:
+    def evict(self, worker_ids: Iterable[str]) -> None:
         """Remove the records of workers that are certainly dead, before their leases expire.
 
-        A mistake is safe: a living worker that was buried detects that its record is gone and stops taking part.
+        A mistake is safe: a living worker that was evicted detects that its record is gone and stops taking part.
 
         Raises:
             EtcdError: etcd does not answer.
         """
         for worker_id, entry in self.workers.entries(worker_ids).items():
-            if len(self._buried) >= MAX_BURIED:
-                self._buried.clear()  # they differ only in the text of a round's line
-            self._buried.add(worker_id)
+            if len(self._evicted) >= MAX_EVICTED:
+                self._evicted.clear()  # they differ only in the text of a round's line
+            self._evicted.add(worker_id)
             log.info("run %s: worker %s is gone (its port refuses connections)", self._config.run_id, worker_id)
-            for write in burial(entry, self._client.get(self.keys.coordinator), self.keys):
+            for write in eviction(entry, self._client.get(self.keys.coordinator), self.keys):
                 self._client.txn(write.compare, write.ops)
             self.workers.forget(worker_id)
 

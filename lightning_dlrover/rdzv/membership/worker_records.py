@@ -317,7 +317,7 @@ class OwnRecord:
 
         This happens when etcd was unreachable from all workers for longer than a lease. Each new round is guarded by the
         revision of the one before, and so is this write: it fails unless the job's newest round still includes this worker. A
-        worker that was buried is not registered again. The caller holds `_write_lock`.
+        worker that was evicted is not registered again. The caller holds `_write_lock`.
         """
         assert self._record is not None
         if not self.lease.has_ended():

@@ -40,9 +40,10 @@ def test_timeouts_of_the_agent_reach_its_workers() -> None:
     config = WorldConfig.from_environment(JOB | timeouts.to_environment(), "1")
     assert config is not None
     assert config.etcd.timeout_s == timeouts.etcd_timeout_s
-    assert {name: getattr(config, name) for name in vars(timeouts) if name != "etcd_timeout_s"} == {
-        name: value for name, value in vars(timeouts).items() if name != "etcd_timeout_s"
-    }
+    of_world = ("lease_ttl_s", "wait_timeout_s", "form_timeout_s", "collective_timeout_s")
+    assert [getattr(config, name) for name in of_world] == [getattr(timeouts, name) for name in of_world]
+    assert (config.timeouts.start_s, config.timeouts.regroup_s) == (timeouts.start_timeout_s, timeouts.regroup_timeout_s)
+    assert config.timeouts.return_s == 2 * timeouts.lease_ttl_s
 
 
 @pytest.mark.parametrize("value", ["10m", "0", "-1", "nan", "inf"])

@@ -29,7 +29,7 @@ def view(num_workers: int, num_lost: int) -> JobView:
 
 def write_next_round(journal_: Journal, outbox: Outbox, seen: JobView) -> None:
     """Write the round that follows from a view and its lines as a coordinator does."""
-    announcer = Announcer(journal_, outbox, CONVENER, buried={"w1"})
+    announcer = Announcer(journal_, outbox, CONVENER, evicted={"w1"})
     round_ = next_round(seen, 0.0)
     assert round_ is not None
     keys = journal_.keys
@@ -55,7 +55,7 @@ def test_line_of_a_round_in_a_large_job_names_only_those_that_came_or_went() -> 
     seen = view(1000, 1)
     round_ = next_round(seen, 0.0)
     assert round_ is not None
-    formed = content_of(lines_about(seen, round_, 0.1, buried=())[-1])
+    formed = content_of(lines_about(seen, round_, 0.1, evicted=())[-1])
     assert isinstance(formed, RoundFormed)
     assert (formed.num_members, formed.members) == (999, [])
     assert formed.cause == {"joined": [], "lost": ["w999"], "left_out": [], "drained": [], "not_in_plan": []}

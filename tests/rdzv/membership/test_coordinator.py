@@ -1,4 +1,4 @@
-"""Elections, rounds and burials as transactions: the guards of each, and the state that a death between two of them leaves."""
+"""Elections, rounds and evictions as transactions: their guards, and the state that a death between two of them leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.membership.coordinator import Coordinator, Write, burial
+from lightning_dlrover.rdzv.membership.coordinator import Coordinator, Write, eviction
 from lightning_dlrover.rdzv.membership.rounds import Answer, Decoder, JobView, RoundTimeouts, read_view
 
 KEYS = Keys("job", "/test")
@@ -89,8 +89,8 @@ def next_round_of(coordinator: Coordinator, records: Records, now_s: float = 0.0
     return write
 
 
-def buried(records: Records, worker_id: str) -> list[Write]:
-    return burial(records.entries[KEYS.workers + worker_id], records.entries.get(KEYS.coordinator), KEYS)
+def evictions(records: Records, worker_id: str) -> list[Write]:
+    return eviction(records.entries[KEYS.workers + worker_id], records.entries.get(KEYS.coordinator), KEYS)
 
 
 def elected(records: Records, worker_id: str) -> Coordinator:
@@ -174,11 +174,11 @@ def test_office_of_a_holder_without_record_is_revoked() -> None:
     assert KEYS.coordinator not in records.entries
 
 
-def test_death_in_any_step_of_a_burial_does_not_stop_the_job() -> None:
+def test_death_in_any_step_of_an_eviction_does_not_stop_the_job() -> None:
     for num_writes in range(3):
         records, _ = job_of("a", "b")
         records.put(KEYS.drains + "a", encode(DrainRecord("a", "because")))
-        for write in buried(records, "a")[:num_writes]:
+        for write in evictions(records, "a")[:num_writes]:
             assert records.run(write)
         if num_writes == 0:
             records.apply((), (Delete(KEYS.workers + "a"),))  # its lease expires
@@ -188,9 +188,9 @@ def test_death_in_any_step_of_a_burial_does_not_stop_the_job() -> None:
         assert (records.round.number, records.round.members, records.round.convener) == (2, ["b"], "b")
 
 
-def test_a_burial_ends_only_the_life_that_was_seen() -> None:
+def test_an_eviction_ends_only_the_registration_that_was_seen() -> None:
     records, _ = job_of("a", "b")
-    writes = buried(records, "b")
+    writes = evictions(records, "b")
     records.apply((), (Delete(KEYS.workers + "b"),))
     records.worker("b")
     assert [records.run(write) for write in writes] == [False]
@@ -283,20 +283,20 @@ def test_port_that_refuses_ends_the_wait_for_a_member() -> None:
     records.expire("b")
     assert purpose_after(coordinator, records, 0.0) == ""  # nobody has knocked yet
     coordinator.note_answers({"b": "refuses"})
-    burying = next_round_of(coordinator, records, 1.0)
-    assert burying is not None
-    assert burying.purpose == "bury"
-    assert records.run(burying)
+    evicting = next_round_of(coordinator, records, 1.0)
+    assert evicting is not None
+    assert evicting.purpose == "evict"
+    assert records.run(evicting)
     assert purpose_after(coordinator, records, 1.0) == "round"
 
 
-def test_member_that_has_returned_is_not_buried() -> None:
+def test_member_that_has_returned_is_not_evicted() -> None:
     records, coordinator = job_with_addresses("a", "b")
     records.expire("b")
     coordinator.note_answers({"b": "refuses"})
-    burying = next_round_of(coordinator, records)
+    evicting = next_round_of(coordinator, records)
     records.worker("b", "active", 1)
-    assert not records.run(burying)
+    assert not records.run(evicting)
     assert purpose_after(coordinator, records, 0.0) == ""
 
 

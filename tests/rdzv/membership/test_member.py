@@ -48,7 +48,7 @@ class Backend:
     async def write(self, *args: object, **kwargs: object) -> None:
         self.written.append(args)
 
-    async def bury_the_dead(self, workers: Sequence[str]) -> None:
+    async def evict_dead(self, workers: Sequence[str]) -> None:
         self.probed += workers
 
     async def destroy(self) -> None: ...

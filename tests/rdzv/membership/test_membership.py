@@ -1,4 +1,4 @@
-"""The membership protocol against a real etcd: elections, burials and refusals."""
+"""The membership protocol against a real etcd: elections, evictions and refusals."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class Worker:
     def worker_id(self) -> str:
         return self.membership.worker_id
 
-    def bury_dead(self, worker_ids: Sequence[str]) -> None:
-        self.membership.bury(dead_workers(self.membership.whose_refusal_counts(worker_ids)))
+    def evict_dead(self, worker_ids: Sequence[str]) -> None:
+        self.membership.evict(dead_workers(self.membership.whose_refusal_counts(worker_ids)))
 
     def wait_for(self, found: Callable[[WorkerView], T | None], what: str = "something") -> T:
         return self.membership.wait_for(found, 15.0, what)
@@ -212,7 +212,7 @@ def test_when_the_coordinator_leaves_another_worker_coordinates(start: Callable[
     assert new.convener in (other.worker_id, late.worker_id)
 
 
-# --- burials ----------------------------------------------------------------------------------------------------------------
+# --- evictions --------------------------------------------------------------------------------------------------------------
 
 
 def test_loss_is_recorded_with_its_round_even_if_etcds_answer_is_lost(
@@ -242,7 +242,7 @@ def test_loss_is_recorded_with_its_round_even_if_etcds_answer_is_lost(
     assert events[0].data["worker_id"] == lost.worker_id
 
 
-def test_a_dead_worker_is_buried_with_all_that_was_its_own(start: Callable[..., Worker], client: EtcdClient) -> None:
+def test_a_dead_worker_is_evicted_with_all_its_records(start: Callable[..., Worker], client: EtcdClient) -> None:
     workers = job_of(start, 2)
     round_ = workers[0].membership.view.round
     assert round_ is not None
@@ -253,7 +253,7 @@ def test_a_dead_worker_is_buried_with_all_that_was_its_own(start: Callable[..., 
     survivor.wait_for(lambda view: True if dead.worker_id in view.drains else None)
     dead.stop()
     dead.port.close()
-    survivor.bury_dead([dead.worker_id, survivor.worker_id])
+    survivor.evict_dead([dead.worker_id, survivor.worker_id])
     assert client.get(keys.workers + dead.worker_id) is None
     assert client.get(keys.drains + dead.worker_id) is None
     election = client.get(keys.coordinator)
@@ -262,9 +262,9 @@ def test_a_dead_worker_is_buried_with_all_that_was_its_own(start: Callable[..., 
     assert survivor.worker_id in new
 
 
-def test_a_worker_that_was_buried_alive_notices_and_stops_taking_part(start: Callable[..., Worker]) -> None:
+def test_living_worker_that_was_evicted_stops_taking_part(start: Callable[..., Worker]) -> None:
     first, second = job_of(start, 2)
-    first.membership.bury([second.worker_id])
+    first.membership.evict([second.worker_id])
     eventually(lambda: second.membership.own.evicted, "the eviction")
     with pytest.raises(EvictedError, match="Start it again as a new worker"):
         second.membership.own.update("active", 2)
@@ -274,7 +274,7 @@ def test_a_worker_that_was_buried_alive_notices_and_stops_taking_part(start: Cal
     assert first.client.get(first.membership.keys.workers + second.worker_id) is None
 
 
-def test_returned_worker_is_not_buried_for_its_former_life(start: Callable[..., Worker], client: EtcdClient) -> None:
+def test_returned_worker_is_not_evicted_for_its_former_registration(start: Callable[..., Worker], client: EtcdClient) -> None:
     first, second = job_of(start, 2)
     key = first.membership.keys.workers + second.worker_id
     assert first.membership.workers.of([second.worker_id])
@@ -282,7 +282,7 @@ def test_returned_worker_is_not_buried_for_its_former_life(start: Callable[..., 
     assert entry is not None
     client.delete(key)
     client.put(key, entry.value)
-    first.membership.bury([second.worker_id])
+    first.membership.evict([second.worker_id])
     assert client.get(key) is not None
 
 
@@ -359,10 +359,10 @@ def test_worker_whose_lease_has_just_ended_changes_the_records_of_its_job(start:
     assert second.client.get(second.membership.own.address_key) is not None
 
 
-def test_worker_that_was_buried_changes_no_record_of_its_job(start: Callable[..., Worker]) -> None:
+def test_evicted_worker_changes_no_record_of_its_job(start: Callable[..., Worker]) -> None:
     first, second = job_of(start, 2)
     second.stop()
-    first.membership.bury([second.worker_id])
+    first.membership.evict([second.worker_id])
     with pytest.raises(EvictedError):
         second.membership.shared.update_job(lambda job: dataclasses.replace(job, started_from="a file"))
     assert second.worker_id not in first.membership.all_records().workers
@@ -623,10 +623,10 @@ def test_refused_connection_proves_death_only_of_reached_hosts(start: Callable[.
         port = closed_again.getsockname()[1]
     client.put(key, encode(other_host("far", "127.0.0.1", port)))
     worker.wait_for_records(lambda view: view.workers.get("far"))
-    worker.bury_dead(["far"])
+    worker.evict_dead(["far"])
     assert client.get(key) is not None
     worker.membership.reached.add("far")
-    worker.bury_dead(["far"])
+    worker.evict_dead(["far"])
     assert client.get(key) is None
 
 

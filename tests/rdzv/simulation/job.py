@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_dlrover.rdzv.etcd.types import Delete, Put
 from lightning_dlrover.rdzv.job.records import AgentRecord, Keys, RoundRecord, encode
-from lightning_dlrover.rdzv.membership.coordinator import burial
+from lightning_dlrover.rdzv.membership.coordinator import eviction
 
 from .etcd import Etcd
 from .invariants import Checks
@@ -109,7 +109,7 @@ class Job:
     def bury(self, worker_id: str, share: float = 1.0) -> None:
         """Remove a worker's records, each with the probability `share`: a burying worker may itself die in between."""
         if (record := self.etcd.entries.get(self.keys.workers + worker_id)) is not None:
-            for write in burial(record, self.etcd.entries.get(self.keys.coordinator), self.keys):
+            for write in eviction(record, self.etcd.entries.get(self.keys.coordinator), self.keys):
                 if share == 1.0 or self.kernel.rng.random() < share:
                     self.etcd.txn(write.compare, write.ops)
 

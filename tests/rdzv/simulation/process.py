@@ -36,7 +36,7 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.membership.coordinator import Coordinator, burial
+from lightning_dlrover.rdzv.membership.coordinator import Coordinator, eviction
 from lightning_dlrover.rdzv.membership.member import (
     CannotMeetError,
     EvictedError,
@@ -415,7 +415,7 @@ class Worker:
 
     async def _wait_in(self, target: RoundRecord, suspects: Sequence[str], deadline: float) -> None:
         self._raise_if_void(target)
-        await self.bury_the_dead(suspects)
+        await self.evict_dead(suspects)
         self._raise_if_void(target)
         self.job.checks.waits(self, target)
         if self.kernel.now > deadline:
@@ -463,7 +463,7 @@ class Worker:
             if result is not None or self.kernel.now >= end:
                 return result
             if probe:
-                await self.bury_the_dead(probe)
+                await self.evict_dead(probe)
             await self.pause(min(0.5 if probe else 5.0, end - self.kernel.now))
 
     # --- records, as in membership.py -------------------------------------------------------------------------------------
@@ -636,7 +636,7 @@ class Worker:
     async def _see_that_the_next_rank_lives(self) -> None:
         formation = self.member.formation
         if formation is not None and not self.member.forming and formation.size > 1:
-            await self.bury_the_dead([formation.round.members[(formation.rank + 1) % formation.size]])
+            await self.evict_dead([formation.round.members[(formation.rank + 1) % formation.size]])
 
     async def _coordinate(self) -> None:
         if not self.registered or self.evicted:
@@ -682,7 +682,7 @@ class Worker:
         worker = self.job.workers.get(worker_id)
         return "accepts" if worker is not None and worker.process.alive and self.job.connected(self.id, worker_id) else "silent"
 
-    async def bury_the_dead(self, suspects: Sequence[str]) -> None:
+    async def evict_dead(self, suspects: Sequence[str]) -> None:
         members = self.view.round.members if self.view.round is not None else []
         # As in a large world: each worker probes those after it until one answers.
         for worker_id in dead_beside(self.id, suspects, members, self._knock):
@@ -691,7 +691,7 @@ class Worker:
                 record = self._known.pop(worker_id, None) or await self.client.get(key)
                 if record is None:
                     continue
-                for write in burial(record, await self.client.get(self.job.keys.coordinator), self.job.keys):
+                for write in eviction(record, await self.client.get(self.job.keys.coordinator), self.job.keys):
                     self.kernel.log(self.id, "buries", worker_id)
                     await self.client.txn(write.compare, write.ops)
             except EtcdUnavailableError:
@@ -725,8 +725,8 @@ class _Backend:
     ) -> None:
         await self._worker.write(state, number, unreachable)
 
-    async def bury_the_dead(self, workers: Sequence[str]) -> None:
-        await self._worker.bury_the_dead(workers)
+    async def evict_dead(self, workers: Sequence[str]) -> None:
+        await self._worker.evict_dead(workers)
 
     async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
         job = self._worker.job
