@@ -100,7 +100,7 @@ class Checks:
             if written.value is None:
                 self._gone_since[worker_id] = written.at
             else:
-                self._gone_since.pop(worker_id, None)  # a registration that was repeated after the first one was buried
+                self._gone_since.pop(worker_id, None)  # a registration that was repeated after the first one was evicted
             view = self.job.etcd.views[-1]
             if view.round is not None:
                 first = self._reports.get(view.round.number, (written.at, 0.0))[0]
