@@ -74,7 +74,7 @@ class Records:
 
 
 def next_write(coordinator: Coordinator, records: Records, now_s: float = 0.0) -> Write | None:
-    """What a worker does as long as nobody else writes: it stands for coordinator, and acts in office."""
+    """The worker's next write if no other worker writes: its candidacy, or its decision in office."""
     entries = dict(records.entries)
     if coordinator.is_in_office(entries):
         return coordinator.next_write(entries, records.view, now_s)
@@ -89,16 +89,21 @@ def next_round_of(coordinator: Coordinator, records: Records, now_s: float = 0.0
     return write
 
 
+def due(coordinator: Coordinator, records: Records, purpose: str) -> Write:
+    """The worker's next write, which has this purpose."""
+    write = next_write(coordinator, records)
+    assert write is not None
+    assert write.purpose == purpose
+    return write
+
+
 def evictions(records: Records, worker_id: str) -> list[Write]:
     return eviction(records.entries[KEYS.workers + worker_id], records.entries.get(KEYS.coordinator), KEYS)
 
 
 def elected(records: Records, worker_id: str) -> Coordinator:
     coordinator = Coordinator(KEYS, worker_id, 7, TIMEOUTS)
-    write = next_write(coordinator, records)
-    assert write is not None
-    assert write.purpose == "elect"
-    assert records.run(write)
+    assert records.run(due(coordinator, records, "elect"))
     return coordinator
 
 
@@ -131,9 +136,7 @@ def test_coordinator_needs_records_that_show_its_election() -> None:
     before, view = dict(records.entries), records.view
     assert records.run(next_write(coordinator, records))
     assert coordinator.next_write(before, view, 0.0) is None
-    write = next_write(coordinator, records)
-    assert write is not None
-    assert write.purpose == "round"
+    due(coordinator, records, "round")
 
 
 def test_former_coordinator_writes_no_round() -> None:
@@ -166,9 +169,7 @@ def test_office_of_a_holder_without_record_is_revoked() -> None:
     records, _ = job_of("a", "b")
     records.apply((), (Delete(KEYS.workers + "a"),))
     other = Coordinator(KEYS, "b", 8, TIMEOUTS)
-    write = next_write(other, records)
-    assert write is not None
-    assert write.purpose == "unseat"
+    write = due(other, records, "unseat")
     assert records.run(write)
     assert not records.run(write)
     assert KEYS.coordinator not in records.entries
@@ -215,10 +216,7 @@ def test_round_and_its_notice_appear_together() -> None:
     records, coordinator = job_of("a", "b")
     records.put(KEYS.drains + "b", encode(DrainRecord("b", "because")))
     records.worker("c")
-    write = next_write(coordinator, records)
-    assert write is not None
-    assert write.purpose == "round"
-    assert records.run(write)
+    assert records.run(due(coordinator, records, "round"))
     assert records.round.members == ["a", "c"]
     notice = decode(Notice, records.entries[KEYS.notice].value, KEYS.notice)
     assert (notice.round_number, notice.drains, notice.leavers) == (2, ["b"], ["b"])
@@ -229,10 +227,7 @@ def test_notice_names_members_that_gave_the_round_up_and_those_that_are_gone() -
     while records.run(next_write(coordinator, records)):
         pass
     records.worker("b", "reforming", 1)
-    write = next_write(coordinator, records)
-    assert write is not None
-    assert write.purpose == "notice"
-    assert records.run(write)
+    assert records.run(due(coordinator, records, "notice"))
     worker_view = Decoder(KEYS, lambda *_: None).worker_view(records.entries)
     assert (worker_view.given_up, worker_view.lost, worker_view.keepers) == (["b"], [], ["b"])
     assert next_write(coordinator, records) is None
@@ -244,9 +239,7 @@ def test_notice_of_an_earlier_coordinator_is_replaced() -> None:
         pass
     records.apply((), (Delete(KEYS.coordinator),))
     successor = elected(records, "b")
-    write = next_write(successor, records)
-    assert write is not None
-    assert write.purpose == "notice"
+    write = due(successor, records, "notice")
     assert not records.run(next_write(coordinator, records))  # no longer in office
     assert records.run(write)
 
@@ -283,10 +276,7 @@ def test_port_that_refuses_ends_the_wait_for_a_member() -> None:
     records.expire("b")
     assert purpose_after(coordinator, records, 0.0) == ""  # nobody has knocked yet
     coordinator.note_answers({"b": "refuses"})
-    evicting = next_round_of(coordinator, records, 1.0)
-    assert evicting is not None
-    assert evicting.purpose == "evict"
-    assert records.run(evicting)
+    assert records.run(due(coordinator, records, "evict"))
     assert purpose_after(coordinator, records, 1.0) == "round"
 
 
@@ -329,7 +319,7 @@ def test_first_member_that_returns_gives_the_others_more_time() -> None:
     assert purpose_after(coordinator, records, 19.0) == "round"
 
 
-def test_member_that_is_cut_off_again_and_again_does_not_hold_up_the_loss_of_another() -> None:
+def test_member_with_repeated_cuts_does_not_delay_the_loss_of_another() -> None:
     records, coordinator = job_with_addresses("a", "b", "c")
     records.expire("b")
     coordinator.note_answers({"b": "accepts"})  # its process is stopped
@@ -348,7 +338,7 @@ def test_member_that_is_cut_off_again_and_again_does_not_hold_up_the_loss_of_ano
 
 
 @pytest.mark.parametrize("answer", ["refuses", "silent"])
-def test_garbage_in_the_place_of_a_lost_member_holds_up_no_round(answer: Answer) -> None:
+def test_garbage_in_place_of_a_lost_member_delays_no_round(answer: Answer) -> None:
     records, coordinator = job_with_addresses("a", "b")
     records.expire("b")
     records.put(KEYS.workers + "b", b"garbage")
@@ -377,9 +367,7 @@ def test_round_without_missing_members_fails_once_one_has_returned(is_cut_off_ag
     records, coordinator = job_with_addresses("a", "b")
     records.expire("b")
     coordinator.note_answers({"b": "silent"})
-    write = next_round_of(coordinator, records)
-    assert write is not None
-    assert write.purpose == "round"
+    write = due(coordinator, records, "round")
     records.worker("b", "active", 1)  # the coordinator's copy is late
     records.address("b")
     if is_cut_off_again:
