@@ -66,7 +66,7 @@ def join(endpoint: str, run_id: str, access: dict[str, str]) -> None:
     [
         ({"password_file": "wrong.password"}, "authentication failed.*check user and password"),
         ({"user": None, "password_file": None}, "authentication enabled: give a user .*user=...,password_file=..."),
-        ({"ca_cert": "other-ca.pem"}, "that ca_cert is of the authority that signed its certificate"),
+        ({"ca_cert": "other-ca.pem"}, "that ca_cert belongs to the authority that signed"),
         ({"cert": None, "cert_key": None}, r"whether etcd requires one"),
         ({"ca_cert": None, "cert": None, "cert_key": None}, r"whether etcd requires TLS \(ca_cert\)"),
         ({"key_prefix": "/others"}, "permission denied; grant the user readwrite there, or change key_prefix"),

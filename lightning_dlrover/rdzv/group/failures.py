@@ -81,10 +81,10 @@ _MISTAKES = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError"
 class Failures:
     """Classify errors that end a worker's rounds as recoverable or not, and limit recoveries."""
 
-    def __init__(self, sockets: RoundSockets, meeting: Callable[[], CollectiveMonitor | None]) -> None:
+    def __init__(self, sockets: RoundSockets, monitor: Callable[[], CollectiveMonitor | None]) -> None:
         self.mismatch: MismatchError | None = None
         self._sockets = sockets
-        self._meeting = meeting
+        self._monitor = monitor
         self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and the number of recoveries with it
         self._last_failure = ""  # text of the newest error that was attributed to a loss
 
@@ -101,8 +101,8 @@ class Failures:
 
     def raise_mismatch(self, error: BaseException | None = None) -> None:
         """Raise the mismatch that has ended the round, if any, in place of `error`, its consequence."""
-        if (meeting := self._meeting()) is not None:
-            self.mismatch = meeting.await_mismatch()
+        if (monitor := self._monitor()) is not None:
+            self.mismatch = monitor.await_mismatch()
         if self.mismatch is not None and error is not self.mismatch:
             raise self.mismatch from error
 

@@ -325,7 +325,7 @@ class Forming:
             if not self._can_all_meet(target, hellos):
                 raise CannotMeetError
             is_large = len(target.members) > FEW
-            names = ["gloo", "meeting"] if 1 < len(target.members) <= FEW else ["gloo"]
+            names = ["gloo", "monitor"] if 1 < len(target.members) <= FEW else ["gloo"]
             stores = [PrefixStore(name, rendezvous) for name in names]
             gloo, *control = self._connect_gloo(attempt, stores, target.members, is_large)
             for group in (gloo, *control):
@@ -348,19 +348,19 @@ class Forming:
         formation = Formation(target, hellos, rank)
         if formation.size == 1:
             return formation, None
-        meeting = CollectiveMonitor(
+        monitor = CollectiveMonitor(
             gloo if is_large else control[0],
             rank,
             formation.size,
             min(VOTE_ROOM[0] + VOTE_ROOM[1] * formation.size, MAX_VOTE_ROOM),
             begun=functools.partial(torch_names.num_begun, gloo, *self._other_backends()),
-            connect=functools.partial(_connect_briefly, target, f"round/{target.number}/meeting"),
+            connect=functools.partial(_connect_briefly, target, f"round/{target.number}/monitor"),
             program=program,
             sever=functools.partial(self._sockets.sever, target.number),
             tree=Tree(gloo, rank, formation.size, self._patience) if is_large else None,
             control=None if has_gloo_for_cpu(self._backend) else transfer.round_group(),
         )
-        return formation, meeting
+        return formation, monitor
 
     def _begin(self, target: RoundRecord, check: Callable[[], None]) -> _Attempt:
         self._reach.begin()

@@ -356,7 +356,7 @@ class World:
         self._ballot: list[int] | None = None  # None: no vote is in progress
         self._vote: Begun | None = None  # the vote with this ballot; None if this worker is alone in the round
         self._num_votes = 0  # votes in this round
-        self._meeting: CollectiveMonitor | None = None  # the round's meeting; None if this worker is alone in the round
+        self._monitor: CollectiveMonitor | None = None  # the round's monitor; None if this worker is alone in the round
         self._watched: list[RoundSockets] = []  # still empty when the membership reads its first view
         served = dataclasses.replace(config, address=address, port=server.port)
         self.membership = when_there_is_room(
@@ -376,12 +376,12 @@ class World:
         self._sigterm = DrainOnSigterm(self.membership, config.wait_timeout_s, config.agent_pid)
         self._all_leave = False  # whether all members have agreed to leave the current group
         self._watched.append(self._sockets)
-        self._failures = Failures(self._sockets, self._current_meeting)
+        self._failures = Failures(self._sockets, self._current_monitor)
         self._growth = Growth(self.membership, config.run_id)
         self.standing = JobStanding(self.membership, config.run_id, config.wait_timeout_s, self)
         # Abortable groups are aborted. Votes and the state always travel through gloo.
         waits.end_waits_with(weakref.WeakMethod(self._round_of_waits), all_waits=not self.is_asynchronous)
-        compare_with(weakref.WeakMethod(self._current_meeting))
+        compare_with(weakref.WeakMethod(self._current_monitor))
 
     @staticmethod
     def from_environment(backend: str = "gloo", device: torch.device | None = None) -> AnyWorld:
@@ -586,13 +586,13 @@ class World:
 
     def leave(self) -> None:
         """Leave the process group and remove this worker from the job's records."""
-        meeting = self._meeting
+        monitor = self._monitor
         try:
             self._tear_down(is_last=True)
         except Exception as error:  # the record must not outlive the process
             log.warning("worker %s: its groups could not be left: %s", self.worker_id, error)
-        if meeting is not None:
-            meeting.join(1.0)
+        if monitor is not None:
+            monitor.join(1.0)
         self._groups.join(1.0)
         if not self.standing.is_recorded:
             # Without the record the job would count as not done. All that the script keeps is written by now.
@@ -657,17 +657,17 @@ class World:
 
         Entering raises `MismatchError` if another worker does something else. A worker that is alone compares nothing.
         """
-        meeting = self._meeting
-        return meeting.compared(purpose()) if meeting is not None else contextlib.nullcontext()
+        monitor = self._monitor
+        return monitor.compared(purpose()) if monitor is not None else contextlib.nullcontext()
 
     def alone(self, reason: str) -> contextlib.AbstractContextManager[None]:
         """Refuse collectives within the context by a `LoneCollectiveError`, because the others do not run this code now."""
-        return self._meeting.alone(reason) if self._meeting is not None else contextlib.nullcontext()
+        return self._monitor.alone(reason) if self._monitor is not None else contextlib.nullcontext()
 
     @property
     def num_begun(self) -> int:
         """Number of collectives that this worker has begun in its round; 0 if it is alone."""
-        return self._meeting.num_begun if self._meeting is not None else 0
+        return self._monitor.num_begun if self._monitor is not None else 0
 
     def all_reach(self, place: str, timeout_s: float | None = None) -> bool:
         """Wait until all workers have reached `place`; return False once one of them has passed it by.
@@ -681,12 +681,12 @@ class World:
             RoundEndedError: the round is over. Other workers may have returned True already: `recover` and compare with them.
             WorldError: not all workers came in time.
         """
-        if self._meeting is None:
+        if self._monitor is None:
             return True
-        return self._meeting.all_reach(place, lambda: self.broken, timeout_s or self.config.collective_timeout_s)
+        return self._monitor.all_reach(place, lambda: self.broken, timeout_s or self.config.collective_timeout_s)
 
-    def _current_meeting(self) -> CollectiveMonitor | None:
-        return self._meeting
+    def _current_monitor(self) -> CollectiveMonitor | None:
+        return self._monitor
 
     def propose(self, check_every: int = 1, wishes: Sequence[int] = (), place: int = 0) -> None:
         """Start a vote on the round to switch to: a collective of all members that overlaps with the next step.
@@ -701,14 +701,14 @@ class World:
         self.standing.step_made()
         self._growth.step_begins(place)
         self._sigterm.keep()
-        if self._meeting is None and self.formation.size > 1:
+        if self._monitor is None and self.formation.size > 1:
             raise self.broken_error()
         round_ = self.membership.view.round
         newest = round_.number if round_ is not None and self._forming.is_prepared(round_) else self.formation.round.number
         self._ballot = [newest, -check_every, *wishes]
-        if self._meeting is not None:
+        if self._monitor is not None:
             purpose = Purpose("the vote between two steps", f"step {place}", shown(sys._getframe()))
-            self._vote = self._meeting.vote(purpose, self._ballot)
+            self._vote = self._monitor.vote(purpose, self._ballot)
 
     @property
     def owned_sockets(self) -> list[tuple[int, int]]:
@@ -726,8 +726,8 @@ class World:
         ballot, vote = self._ballot, self._vote
         self._ballot = self._vote = None
         if vote is not None:
-            assert self._meeting is not None
-            ballot = self._meeting.counted(vote, ballot)
+            assert self._monitor is not None
+            ballot = self._monitor.counted(vote, ballot)
         newest, opposite, *self.wishes = ballot
         self._num_votes += 1
         if self._num_votes == VOTES_TO_DROP:
@@ -750,15 +750,15 @@ class World:
         return self._forming.connect(target, name, workers)
 
     def _bring_up(self, target: RoundRecord, hello: bytes) -> Formation:
-        formation, self._meeting = self._forming.bring_up(target, hello, self)
+        formation, self._monitor = self._forming.bring_up(target, hello, self)
         self._growth.formed(formation)
         return formation
 
     def _tear_down(self, is_last: bool = False) -> None:
         self._ballot = self._vote = None
-        if self._meeting is not None:
-            self._meeting.close()
-            self._meeting = None
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
         self.wishes = []  # they belong to a round that is over
         self._failures.mismatch = None
         transfer.travel_in(None)
