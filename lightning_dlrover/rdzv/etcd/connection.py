@@ -113,7 +113,7 @@ _WATCH_WAIT_S = 60.0  # seconds after which a watch's reader wakes up without a 
 
 
 _open_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
-_is_cut_off_by_fork = False
+_is_cut_off_by_fork = False  # this process was forked while its parent was connected: gRPC's threads are in the parent
 
 
 def _note_fork() -> None:
@@ -123,11 +123,6 @@ def _note_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_note_fork)
-
-
-def is_cut_off_by_fork() -> bool:
-    """Whether this process was forked while its parent was connected: gRPC's threads are in the parent."""
-    return _is_cut_off_by_fork
 
 
 class Connection:
@@ -218,16 +213,12 @@ class Connections:
     def __init__(self, config: EtcdConfig) -> None:
         self._config = config
         scheme = re.compile(r"^https?://")
-        self._targets = [scheme.sub("", part.strip()).rstrip("/") for part in config.endpoints.split(",")]
+        self.targets = [scheme.sub("", part.strip()).rstrip("/") for part in config.endpoints.split(",")]
         self._lock = threading.Lock()
         self._credentials = _tls_credentials(config)  # credentials of the last read; see `_open`
-        self._target_index = random.SystemRandom().randrange(len(self._targets))
+        self._target_index = random.SystemRandom().randrange(len(self.targets))
         self._connection: Connection | None = None
         self._spare: Connection | None = None  # also used while the connection in use is late
-
-    @property
-    def num_targets(self) -> int:
-        return len(self._targets)
 
     def current(self) -> Connection:
         with self._lock:
@@ -250,8 +241,8 @@ class Connections:
             self._credentials = _tls_credentials(self._config)
         except EtcdError as error:
             logger.warning("%s; using the certificates that were read before", error)
-        self._target_index = (self._target_index + 1) % len(self._targets)
-        return Connection(self._targets[self._target_index], self._credentials)
+        self._target_index = (self._target_index + 1) % len(self.targets)
+        return Connection(self.targets[self._target_index], self._credentials)
 
     def doubt(self, asked: Collection[Connection], late_s: float) -> None:
         """Add another connection because none of those asked has responded in time."""
@@ -360,7 +351,7 @@ class Caller:
         deadline = time.monotonic() + limit_s
         if method in _NEEDS_ROOM and (pause_s := self._may_write_at - time.monotonic()) > 0:
             self._closed.wait(min(pause_s, 0.5 * limit_s))
-        late_s = min(max(limit_s / (2 * self.connections.num_targets), _LATE_S), 0.6 * limit_s)
+        late_s = min(max(limit_s / (2 * len(self.connections.targets)), _LATE_S), 0.6 * limit_s)
         last_error: grpc.RpcError | None = None
         num_failed = 0
         answers: queue.SimpleQueue[tuple[Connection, Any]] = queue.SimpleQueue()
@@ -409,7 +400,7 @@ class Caller:
                 future.cancel()
 
     def _refuse_after_fork(self, action: str) -> None:
-        if is_cut_off_by_fork():
+        if _is_cut_off_by_fork:
             # gRPC's threads exist only in the parent. A call would wait forever for them, or for a lock that one of them held.
             raise EtcdError(
                 f"cannot {action} in etcd at {self.config.endpoints}: process {os.getpid()} was forked while its parent was "

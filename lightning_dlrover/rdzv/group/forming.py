@@ -306,7 +306,6 @@ class Forming:
         self._groups = groups
         self._reach = reach
         self._patience = timedelta(seconds=config.collective_timeout_s)
-        self._gloo_devices: list[Any] = []  # gloo's, of all groups that do not connect late
 
     def bring_up(self, target: RoundRecord, hello: bytes, program: Program) -> tuple[Formation, CollectiveMonitor | None]:
         """Connect to the other members of a round, and create its default group; see `MemberBackend.form`."""
@@ -605,7 +604,7 @@ class Forming:
             groups: list[Any] = []
             for store in stores:
                 late = torch_names.gloo_devices(is_late=True) if connects_late else []
-                groups.append(torch_names.gloo(store, rank, size, self._patience, late or self._shared_devices()))
+                groups.append(torch_names.gloo(store, rank, size, self._patience, late or self._shared_devices))
                 if late:
                     _join_ring(groups[-1], rank, size, self._patience)
                     join_tree(groups[-1], rank, size, self._patience)
@@ -652,10 +651,10 @@ class Forming:
                 raise self._reach.too_late(contacts, f"round {attempt.target.number}: {too_late()}")
         return done.result()
 
+    @functools.cached_property
     def _shared_devices(self) -> list[Any]:
-        if not self._gloo_devices:
-            self._gloo_devices = torch_names.gloo_devices(is_late=False)
-        return self._gloo_devices
+        """Devices of all groups of gloo that do not connect late."""
+        return torch_names.gloo_devices(is_late=False)
 
     def _raise_if_void(self, target: RoundRecord) -> None:
         if self._member.will_never_form(self._membership.view, target.number):

@@ -101,7 +101,7 @@ def warn_of_batches(batch: Any, num_workers: int, prefetch_factor: int) -> None:
 def _open_now() -> int:
     try:
         return len(os.listdir("/proc/self/fd"))
-    except OSError:
+    except OSError:  # the limit is reached
         return 0
 
 
