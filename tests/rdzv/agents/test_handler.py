@@ -48,6 +48,7 @@ from lightning_dlrover.rdzv.job.records import (
     worker_name_of,
 )
 from lightning_dlrover.rdzv.transport import transfer
+from tests.rdzv.present import present
 from tests.support.elastic_agents import ElasticAgents, Node
 from tests.support.full_etcd import fill, full, make_room, small_etcd
 from tests.support.torchrun_agent import Agent
@@ -484,9 +485,7 @@ def test_record_of_an_agent_shows_its_activity(
     info.store.set("torchelastic/role_info/0", '{"role": "default", "rank": 0, "local_world_size": 2}')
     (entry,) = client.get_prefix(keys.agents)[1]
     assert decode(AgentRecord, entry.value, entry.key).num_workers == 2
-    round_entry = client.get(keys.agent_round)
-    assert round_entry is not None
-    assert decode(AgentRound, round_entry.value, "").agents == [record.agent_id]
+    assert decode(AgentRound, present(client.get(keys.agent_round)).value, "").agents == [record.agent_id]
 
 
 # -- the coordinator dies
@@ -615,8 +614,7 @@ def test_running_round_survives_its_coordinator_and_admits_a_late_node(
     handlers = [make_handler(2, 3) for _ in range(2)]
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
-        entry = client.get(keys.agent_coordinator)
-        assert entry is not None
+        entry = present(client.get(keys.agent_coordinator))
         coordinator = next(handler for handler in handlers if handler._agent_id.encode() == entry.value)
         other = next(handler for handler in handlers if handler is not coordinator)
         coordinator._client.close()  # ends all its threads without revoking its lease

@@ -21,6 +21,7 @@ from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.records import AgentRecord, ControllerRecord, JobRecord, Keys, decode, encode
 from lightning_dlrover.rdzv.membership.member import TooLateError
 from lightning_dlrover.rdzv.transport.process_groups import RoundEnd
+from tests.rdzv.present import present
 from tests.support.full_etcd import full
 from tests.support.waiting import eventually
 from tests.support.warm_process import WarmProcess, run_code
@@ -99,9 +100,7 @@ def test_job_has_stepped_from_its_first_step_on(world_of: WorldOf, client: EtcdC
     found = []
     for step in world_of().steps(2):
         with step:
-            entry = client.get(keys.job)
-            assert entry is not None
-            found.append(decode(JobRecord, entry.value, keys.job).has_stepped)
+            found.append(decode(JobRecord, present(client.get(keys.job)).value, keys.job).has_stepped)
     assert found == [False, True]
 
 

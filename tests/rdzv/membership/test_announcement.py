@@ -13,6 +13,7 @@ from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, Rou
 from lightning_dlrover.rdzv.membership.coordinator import Announcer, lines_about
 from lightning_dlrover.rdzv.membership.rounds import JobView, next_round
 from lightning_dlrover.rdzv.membership.worker_records import Outbox
+from tests.rdzv.present import present
 
 CONVENER = "w0"
 
@@ -30,8 +31,7 @@ def view(num_workers: int, num_lost: int) -> JobView:
 def write_next_round(journal_: Journal, outbox: Outbox, seen: JobView) -> None:
     """Write the round that follows from a view and its lines as a coordinator does."""
     announcer = Announcer(journal_, outbox, CONVENER, evicted={"w1"})
-    round_ = next_round(seen, 0.0)
-    assert round_ is not None
+    round_ = present(next_round(seen, 0.0))
     keys = journal_.keys
     lines = announcer.lines(seen, round_, 0.1)
     ops = [Put(keys.round, encode(round_)), Put(keys.notice, b"{}"), *announcer.puts(lines)]
@@ -53,9 +53,7 @@ def test_every_loss_is_recorded_once_however_many_there_are(num_lost: int, clien
 
 def test_line_of_a_round_in_a_large_job_names_only_those_that_came_or_went() -> None:
     seen = view(1000, 1)
-    round_ = next_round(seen, 0.0)
-    assert round_ is not None
-    formed = content_of(lines_about(seen, round_, 0.1, evicted=())[-1])
+    formed = content_of(lines_about(seen, present(next_round(seen, 0.0)), 0.1, evicted=())[-1])
     assert isinstance(formed, RoundFormed)
     assert (formed.num_members, formed.members) == (999, [])
     assert formed.cause == {"joined": [], "lost": ["w999"], "left_out": [], "drained": [], "not_in_plan": []}

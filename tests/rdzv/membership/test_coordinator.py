@@ -21,6 +21,7 @@ from lightning_dlrover.rdzv.job.records import (
 )
 from lightning_dlrover.rdzv.membership.coordinator import Coordinator, Write, eviction
 from lightning_dlrover.rdzv.membership.rounds import Answer, Decoder, JobView, RoundTimeouts, read_view
+from tests.rdzv.present import present
 
 KEYS = Keys("job", "/test")
 TIMEOUTS = RoundTimeouts(start_s=60.0, regroup_s=120.0, return_s=10.0)
@@ -91,8 +92,7 @@ def next_round_of(coordinator: Coordinator, records: Records, now_s: float = 0.0
 
 def due(coordinator: Coordinator, records: Records, purpose: str) -> Write:
     """The worker's next write, which has this purpose."""
-    write = next_write(coordinator, records)
-    assert write is not None
+    write = present(next_write(coordinator, records))
     assert write.purpose == purpose
     return write
 
@@ -142,8 +142,7 @@ def test_coordinator_needs_records_that_show_its_election() -> None:
 def test_former_coordinator_writes_no_round() -> None:
     records, coordinator = job_of("a", "b")
     records.worker("c")
-    late = next_write(coordinator, records)
-    assert late is not None
+    late = present(next_write(coordinator, records))
     assert late.round is not None
     assert sorted(late.round.members) == ["a", "b", "c"]
     records.apply((), (Delete(KEYS.coordinator),))
@@ -206,8 +205,7 @@ def test_patience_restarts_for_each_situation() -> None:
     assert next_round_of(coordinator, records, 1229.0) is None
     coordinator.interrupt()
     assert next_round_of(coordinator, records, 1231.0) is None
-    write = next_round_of(coordinator, records, 1352.0)
-    assert write is not None
+    write = present(next_round_of(coordinator, records, 1352.0))
     assert write.round is not None
     assert (write.round.members, write.round.kind) == (["a", "c"], "loss")
 
@@ -301,8 +299,7 @@ def test_job_starts_over_only_when_the_wait_for_all_its_members_is_over(answer: 
     spare.note_answers({"a": answer, "b": answer})
     assert purpose_after(spare, records, 0.0) == ""
     assert purpose_after(spare, records, 59.9) == ""
-    write = next_round_of(spare, records, 60.0)
-    assert write is not None
+    write = present(next_round_of(spare, records, 60.0))
     assert write.round is not None
     assert (write.round.kind, write.round.members) == ("start", ["spare"])
 

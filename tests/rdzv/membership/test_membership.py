@@ -32,6 +32,7 @@ from lightning_dlrover.rdzv.membership import coordinator
 from lightning_dlrover.rdzv.membership.member import EvictedError, MembershipError
 from lightning_dlrover.rdzv.membership.membership import JobClosedError, Membership, MembershipConfig
 from lightning_dlrover.rdzv.membership.rounds import JobView, RoundTimeouts, WorkerView, dead_workers, read_view
+from tests.rdzv.present import present
 from tests.support.full_etcd import fill, full, small_etcd
 from tests.support.waiting import eventually
 
@@ -129,8 +130,7 @@ def ready(start: Callable[..., Worker], **config: Any) -> Worker:
 
 
 def coordinator_of(workers: list[Worker]) -> tuple[Worker, list[Worker]]:
-    round_ = workers[0].membership.view.round
-    assert round_ is not None
+    round_ = present(workers[0].membership.view.round)
     coordinator = next(worker for worker in workers if worker.worker_id == round_.convener)
     return coordinator, [worker for worker in workers if worker is not coordinator]
 
@@ -168,11 +168,8 @@ def test_a_worker_that_asks_to_leave_is_left_out_of_the_next_round(start: Callab
 
 def test_only_the_holder_of_the_election_key_writes_rounds(start: Callable[..., Worker]) -> None:
     workers = job_of(start, 3)
-    election = workers[0].client.get(workers[0].membership.keys.coordinator)
-    assert election is not None
-    round_ = workers[0].membership.view.round
-    assert round_ is not None
-    assert round_.convener == election.value.decode()
+    election = present(workers[0].client.get(workers[0].membership.keys.coordinator))
+    assert present(workers[0].membership.view.round).convener == election.value.decode()
 
 
 def test_a_coordinator_that_lost_its_key_cannot_write_a_round(
@@ -239,8 +236,7 @@ def test_loss_is_recorded_with_its_round_even_if_etcds_answer_is_lost(
     late.membership.register()
     late.membership.own.update("ready")
     assert set(other.wait_for_round(2).members) == {coordinator.worker_id, other.worker_id}
-    round_ = client.get(keys.round)
-    assert round_ is not None
+    round_ = present(client.get(keys.round))
     lines = [entry for entry in client.get_prefix(keys.events)[1] if entry.mod_revision == round_.mod_revision]
     events = [decode(EventRecord, line.value, line.key) for line in lines]
     assert [event.kind for event in events] == ["loss", "round"]
@@ -279,8 +275,7 @@ def test_returned_worker_is_not_evicted_for_its_former_registration(start: Calla
     first, second = job_of(start, 2)
     key = first.membership.keys.workers + second.worker_id
     assert first.membership.workers.of([second.worker_id])
-    entry = client.get(key)
-    assert entry is not None
+    entry = present(client.get(key))
     client.delete(key)
     client.put(key, entry.value)
     first.membership.evict([second.worker_id])
@@ -385,9 +380,7 @@ def test_late_repetition_of_a_write_restores_no_old_state(
     assert len(earlier) == 3
     for compare, ops in earlier:
         assert not carry_out(compare, ops).succeeded
-    entry = worker.client.get(key)
-    assert entry is not None
-    assert decode(WorkerRecord, entry.value, key).state == "ready"
+    assert decode(WorkerRecord, present(worker.client.get(key)).value, key).state == "ready"
 
 
 def test_worker_continues_after_a_write_without_an_answer(
@@ -462,8 +455,7 @@ def pass_office_on(client: EtcdClient, holder: Worker) -> None:
 def test_worker_writes_its_record_again_over_garbage(start: Callable[..., Worker], client: EtcdClient) -> None:
     coordinator, (victim, other) = coordinator_of(job_of(start, 3))
     key = victim.membership.keys.workers + victim.worker_id
-    entry = client.get(key)
-    assert entry is not None
+    entry = present(client.get(key))
     client.txn([], [Put(key, b"garbage", entry.lease_id)])
     eventually(lambda: (again := client.get(key)) is not None and again.value == entry.value, "the record")
     pass_office_on(client, coordinator)
@@ -542,8 +534,7 @@ def test_concurrent_changes_of_the_job_are_all_kept(start: Callable[..., Worker]
     for _ in range(10):
         first.membership.shared.update_job(one_more)
         second.membership.shared.update_job(one_more)
-    entry = first.client.get(first.membership.keys.job)
-    assert entry is not None
+    entry = present(first.client.get(first.membership.keys.job))
     assert decode(JobRecord, entry.value, entry.key).global_batch_size == 20
 
 
@@ -648,8 +639,7 @@ def test_time_to_return_begins_when_a_full_etcd_has_room(
     return_s = 3.0
     with EtcdClient(EtcdConfig(private_etcd.endpoint)) as other:
         workers = job_of(start, 2, endpoint=private_etcd.endpoint, timeouts=RoundTimeouts(return_s=return_s))
-        election = other.get(workers[0].membership.keys.coordinator)
-        assert election is not None
+        election = present(other.get(workers[0].membership.keys.coordinator))
         silent, remaining = sorted(
             workers, key=lambda worker: (worker.worker_id == election.value.decode()) != coordinator_is_silent
         )

@@ -21,6 +21,7 @@ from lightning_dlrover.rdzv.membership.rounds import (
     next_round,
     waits,
 )
+from tests.rdzv.present import present
 
 JOB = JobRecord(phase="training", live=True, min_workers=1, max_workers=4, version="1")
 TWO, THREE = (replace(JOB, min_workers=number) for number in (2, 3))
@@ -321,9 +322,7 @@ def test_ranks_are_arranged_so_that_blocks_of_rows_move_little(
     plan = wanted(cap)
     seen = view(members, others=joining, drains=named(leaving), plan=plan)
     assert seen.job is not None
-    found = after(replace(seen, job=replace(seen.job, max_workers=9)))
-    assert found is not None
-    assert found[0] == expected
+    assert present(after(replace(seen, job=replace(seen.job, max_workers=9))))[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -342,16 +341,12 @@ def test_plan_is_not_the_reason_of_a_drained_worker(
 ) -> None:
     plan = wanted(num_workers, "why")
     seen = view("01", others, drains=named(drains), replacements=named(replacements), plan=plan)
-    proposal = next_round(seen, 0.0)
-    assert proposal is not None
-    assert proposal.reason == reason
+    assert present(next_round(seen, 0.0)).reason == reason
 
 
 def test_a_round_planned_by_a_pool_names_the_pool_once() -> None:
     plan = PlanRecord(1, "brain", "pool ads: 2 -> 1 workers", binding=True)
-    proposal = next_round(view("01", plan=plan), 0.0)
-    assert proposal is not None
-    assert proposal.reason == "w1 left (pool ads: 2 -> 1 workers)"
+    assert present(next_round(view("01", plan=plan), 0.0)).reason == "w1 left (pool ads: 2 -> 1 workers)"
 
 
 @pytest.mark.parametrize(
@@ -384,8 +379,7 @@ def dismissing(seen: JobView, failed_round: int, *reports: str) -> JobView:
 def test_dismissed_worker_is_left_out_without_being_awaited() -> None:
     seen = dismissing(view("012"), 1, "0", "1")
     assert awaited(seen) == []
-    proposal = next_round(seen, 0.0)
-    assert proposal is not None
+    proposal = present(next_round(seen, 0.0))
     assert (proposal.members, proposal.kind, proposal.planned) == (["w0", "w1"], "undo", False)
     assert losses(seen, proposal) == []
     assert cause(seen, proposal)["drained"] == ["w2"]
@@ -428,8 +422,7 @@ def test_spare_of_a_size_that_has_failed_names_the_failure() -> None:
 
 
 def test_a_survivor_that_never_answers_is_left_out_when_patience_ends() -> None:
-    proposal = next_round(reporting(view("01"), "reforming", "0"), 10.0, RoundTimeouts(regroup_s=9.0))
-    assert proposal is not None
+    proposal = present(next_round(reporting(view("01"), "reforming", "0"), 10.0, RoundTimeouts(regroup_s=9.0)))
     assert (proposal.members, proposal.kind) == (["w0"], "loss")
 
 
@@ -445,9 +438,7 @@ def test_a_survivor_that_never_answers_is_left_out_when_patience_ends() -> None:
     ids=["one was killed", "all were killed", "the plan asks for fewer", "asked to leave", "no answer"],
 )
 def test_drained_members_do_not_count_as_lost(seen: JobView, lost: list[str]) -> None:
-    proposal = next_round(seen, 1e9)
-    assert proposal is not None
-    assert losses(seen, proposal) == lost
+    assert losses(seen, present(next_round(seen, 1e9))) == lost
 
 
 @pytest.mark.parametrize(
@@ -483,11 +474,9 @@ def apart(members: str, reports: dict[str, str], attempts: int = 2, **changes: A
 )
 def test_members_out_of_reach_are_parted_after_two_attempts(reports: dict[str, str], together: str) -> None:
     for attempts in (0, 1):
-        again = next_round(apart("0123", reports, attempts), 0.0)
-        assert again is not None
+        again = present(next_round(apart("0123", reports, attempts), 0.0))
         assert (len(again.members), again.kind, again.apart_attempts) == (4, "retry", attempts + 1)
-    parted = next_round(apart("0123", reports), 0.0)
-    assert parted is not None
+    parted = present(next_round(apart("0123", reports), 0.0))
     assert (parted.members, parted.kind) == ([f"w{i}" for i in together], "loss")
     assert set(losses(apart("0123", reports), parted)) == {"w0", "w1", "w2", "w3"} - set(parted.members)
 
@@ -497,8 +486,7 @@ def test_members_out_of_reach_keep_trying_if_neither_side_suffices() -> None:
 
 
 def test_an_attempt_that_failed_for_another_reason_ends_the_count() -> None:
-    proposal = next_round(apart("01", {}), 0.0)
-    assert proposal is not None
+    proposal = present(next_round(apart("01", {}), 0.0))
     assert (proposal.kind, proposal.apart_attempts) == ("retry", 0)
 
 
@@ -518,9 +506,7 @@ def test_the_first_round_waits_for_every_announced_agent() -> None:
     seen = JobView(job=JOB, workers={"w0": worker("w0", "starting", 0)}, agents=agents)
     assert next_round(seen, 1.0) is None
     assert awaited(seen) == ["agent-w1"]
-    late = next_round(seen, 61.0)
-    assert late is not None
-    assert late.members == ["w0"]
+    assert present(next_round(seen, 61.0)).members == ["w0"]
 
 
 @pytest.mark.parametrize("state", ["starting", "standby", "ready"])
@@ -534,9 +520,7 @@ def test_a_stopped_job_waits_for_agents_that_may_keep_its_state(state: str, othe
     assert "agent-w1" in awaited(seen)
     assert next_round(seen, 1.0) is None
     with_both = replace(seen, workers={"w0": worker("w0", "ready", 0), "w1": worker("w1", "ready", 0)})
-    found = next_round(with_both, 0.0)
-    assert found is not None
-    assert found.members == ["w0", "w1"]
+    assert present(next_round(with_both, 0.0)).members == ["w0", "w1"]
     ended = replace(seen, workers={"w0": worker("w0", "ready", 0)}, agents={"w0": agents["w0"]})
     assert next_round(ended, 0.0) is not None
     single = replace(seen, workers=ended.workers, agents={**agents, "w1": replace(agents["w1"], num_workers=1)})
@@ -588,12 +572,10 @@ def test_each_worker_names_the_workers_it_waits_for(seen: JobView, expected: dic
 
 
 def test_round_names_lost_and_drained_members() -> None:
-    lost = next_round(view("012", gone="1"), 0.0)
-    assert lost is not None
+    lost = present(next_round(view("012", gone="1"), 0.0))
     assert cause(view("012", gone="1"), lost)["lost"] == ["w1"]
     drained = view("01", others="2", drains=named("0"))
-    replaced = next_round(drained, 0.0)
-    assert replaced is not None
+    replaced = present(next_round(drained, 0.0))
     assert {name: workers for name, workers in cause(drained, replaced).items() if workers} == {
         "joined": ["w2"],
         "drained": ["w0"],
