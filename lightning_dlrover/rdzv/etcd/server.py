@@ -120,6 +120,7 @@ def _short(text: str) -> str:
 
 _NUM_PORT_ATTEMPTS = 5
 _STOP_DEADLINE_S = 5.0
+START_TIMEOUT_S = 20.0
 
 _PREFIX = "dlrover-etcd-"
 # etcd takes a socket only as host:port, and makes a file of that name in its working folder. etcd 3.5.1 has no absolute paths.
@@ -152,8 +153,8 @@ class EmbeddedEtcd:
     folder of mode 0700. So is the client port if the server is private. A TCP port on loopback is open to all users of the
     machine.
 
-    `die_with_parent` ends it with the *thread* that called `start()`, because PR_SET_PDEATHSIG applies to threads. Call
-    `start()` from a thread that lives as long as the server is needed.
+    It ends with the *thread* that called `start()`, because PR_SET_PDEATHSIG applies to threads. Call `start()` from a thread
+    that lives as long as the server is needed.
     """
 
     def __init__(
@@ -163,8 +164,6 @@ class EmbeddedEtcd:
         host: str = "127.0.0.1",
         port: int | None = None,
         durable: bool = False,
-        die_with_parent: bool = True,
-        start_timeout_s: float = 20.0,
         binary: str | None = None,
         superseded_s: float = 300.0,
         private: bool = False,
@@ -185,8 +184,6 @@ class EmbeddedEtcd:
         self._fixed_port = port is not None
         self._private = private
         self._durable = durable
-        self._die_with_parent = die_with_parent
-        self._start_timeout_s = start_timeout_s
         self._binary = binary
         self._superseded_s = superseded_s
         self._sockets: OwnedFolder | None = None  # holds the data as well, unless a folder was given for it
@@ -226,7 +223,7 @@ class EmbeddedEtcd:
         """Start and wait until etcd answers.
 
         Raises:
-            EtcdServerError: no binary was found, the port is in use, or etcd ended or did not respond within `start_timeout_s`.
+            EtcdServerError: no binary was found, the port is in use, or etcd ended or did not respond within `START_TIMEOUT_S`.
         """
         if self.is_running():
             return self
@@ -255,15 +252,15 @@ class EmbeddedEtcd:
         for attempt in range(_NUM_PORT_ATTEMPTS):
             if not self._fixed_port and not self._private:
                 self.port = free_port(self.host)
-            deadline = time.monotonic() + self._start_timeout_s
+            deadline = time.monotonic() + START_TIMEOUT_S
             self._spawn()
             if self._wait_until_healthy(deadline):
                 self._fixed_port = True  # a restart must reuse the port that clients have
                 return
             if self.is_running():
-                how = f"did not answer on {self.endpoint} within {self._start_timeout_s:g} s"
+                how = f"did not answer on {self.endpoint} within {START_TIMEOUT_S:g} s"
             else:
-                how = f"{self._ending()} {time.monotonic() - deadline + self._start_timeout_s:.1f} s after its start"
+                how = f"{self._ending()} {time.monotonic() - deadline + START_TIMEOUT_S:.1f} s after its start"
             self._end_process()
             log = self.log_path.read_text(errors="replace")
             busy = re.search(r"(\S+): bind: address already in use", log)
@@ -321,6 +318,7 @@ class EmbeddedEtcd:
         client_url = f"unix://{_CLIENT_SOCKET}" if self._private else f"http://{self.endpoint}"
         peer_url = f"unix://{_PEER_SOCKET}"
         command = [
+            *(sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())),
             os.path.abspath(self._binary or find_binary()),
             f"--data-dir={self.data_dir.absolute() / 'data'}",
             "--name=embedded",
@@ -336,8 +334,6 @@ class EmbeddedEtcd:
         ]
         if not self._durable:
             command.append("--unsafe-no-fsync")
-        if self._die_with_parent:
-            command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
         # etcd reads ETCD_* as options, and the user's variables may be meant for another server.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ETCD_")}
         # The log names keys of slow requests.

@@ -181,11 +181,11 @@ class Reachability:
         """Return an error that names the unreachable contacts, but not those that are merely late, as in a long validation."""
         return UnreachableError(text, self.silent(contacts))
 
-    def silent(self, members: Sequence[str], timeout_s: float = 1.0) -> list[str]:
+    def silent(self, members: Sequence[str]) -> list[str]:
         """Return the members that neither accept nor refuse a connection from here."""
         me, lost = self._membership.worker_id, set(self._membership.view.lost)
         records = self._membership.workers.of(w for w in members if w != me and w not in lost)
-        return silent_workers(records.values(), timeout_s)
+        return silent_workers(records.values())
 
 
 class PeerMonitor:

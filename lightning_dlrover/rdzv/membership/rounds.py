@@ -1,6 +1,6 @@
 """The membership protocol as pure functions: the next round of a job, decided from a view of its records.
 
-`next_round` decides from a `JobView`; `worker_view_of` and `notice_of` give a worker's `WorkerView`. Probing ports is the only
+`next_round` decides from a `JobView`; `notice_of` gives what the other workers need of it. Probing ports is the only
 input or output here. `next_round` is level triggered: the same view always gives the same round, whichever events led there and
 whichever worker computes it. docs/internals/rounds.md has the states and their changes.
 
@@ -73,17 +73,17 @@ def dead_beside(
     return dead
 
 
-def dead_workers(records: Iterable[WorkerRecord], timeout_s: float = 0.3) -> list[str]:
+def dead_workers(records: Iterable[WorkerRecord]) -> list[str]:
     """Return the ids of workers that are certainly dead: their host refuses connections to their port.
 
     A worker that does not answer at all (host gone, process stopped) is not in the list. Its lease decides.
     """
-    return [worker_id for worker_id, answer in answers(records, timeout_s).items() if answer == "refuses"]
+    return [worker_id for worker_id, answer in answers(records, 0.3).items() if answer == "refuses"]
 
 
-def silent_workers(records: Iterable[WorkerRecord], timeout_s: float = 1.0) -> list[str]:
+def silent_workers(records: Iterable[WorkerRecord]) -> list[str]:
     """Return the ids of workers that neither accept nor refuse a connection: they are cut off, or their host is gone."""
-    return [worker_id for worker_id, answer in answers(records, timeout_s).items() if answer == "silent"]
+    return [worker_id for worker_id, answer in answers(records, 1.0).items() if answer == "silent"]
 
 
 def answers(records: Iterable[WorkerRecord | AddressRecord], timeout_s: float) -> dict[str, Answer]:
@@ -237,10 +237,12 @@ class JobView:
     @property
     def cap(self) -> int:
         """Maximum number of workers that a round may have now."""
-        limit = self.job.max_workers if self.job else 1
+        if self.job is None:
+            return 1
+        limit = self.job.max_workers
         if self.plan is not None and self.plan.binding:
-            limit = min(limit, max(self.plan.num_workers, self.job.min_workers if self.job else 1))
-        return self.job.on_whole_nodes(limit) if self.job else limit
+            limit = min(limit, max(self.plan.num_workers, self.job.min_workers))
+        return self.job.on_whole_nodes(limit)
 
     @cached_property
     def nodes(self) -> Mapping[str, str]:
@@ -793,11 +795,6 @@ def notice_of(view: JobView, term: int) -> Notice:
         replacements=sorted(view.replacements),
         lacks_workers=lacks_workers(view),
     )
-
-
-def worker_view_of(view: JobView) -> WorkerView:
-    """Return the workers' view if their coordinator sees `view`."""
-    return WorkerView(view.job, view.round, view.plan, notice_of(view, 0))
 
 
 R = TypeVar("R")
