@@ -96,8 +96,11 @@ class Worker:
             self.port.close()
 
 
+StartWorker = Callable[..., Worker]
+
+
 @pytest.fixture
-def start(etcd: EmbeddedEtcd, run_id: str) -> Iterator[Callable[..., Worker]]:
+def start(etcd: EmbeddedEtcd, run_id: str) -> Iterator[StartWorker]:
     """Start workers, each with its own client, as in separate processes."""
     with ExitStack() as stack:
 
@@ -109,7 +112,7 @@ def start(etcd: EmbeddedEtcd, run_id: str) -> Iterator[Callable[..., Worker]]:
         yield make
 
 
-def job_of(start: Callable[..., Worker], size: int, **config: Any) -> list[Worker]:
+def job_of(start: StartWorker, size: int, **config: Any) -> list[Worker]:
     """Workers that train together."""
     workers = [start(min_workers=size, **config) for _ in range(size)]
     for worker in workers:
@@ -121,7 +124,7 @@ def job_of(start: Callable[..., Worker], size: int, **config: Any) -> list[Worke
     return workers
 
 
-def ready(start: Callable[..., Worker], **config: Any) -> Worker:
+def ready(start: StartWorker, **config: Any) -> Worker:
     """A worker that waits for admission."""
     worker = start(**config)
     worker.membership.register()
@@ -138,7 +141,7 @@ def coordinator_of(workers: list[Worker]) -> tuple[Worker, list[Worker]]:
 # --- rounds -------------------------------------------------------------------------------------------------------------------
 
 
-def test_workers_that_start_together_get_one_round_with_all_of_them(start: Callable[..., Worker]) -> None:
+def test_workers_that_start_together_get_one_round_with_all_of_them(start: StartWorker) -> None:
     workers = job_of(start, 3)
     rounds = [worker.membership.view.round for worker in workers]
     assert rounds[0] == rounds[1] == rounds[2]
@@ -146,7 +149,7 @@ def test_workers_that_start_together_get_one_round_with_all_of_them(start: Calla
     assert sorted(rounds[0].members) == sorted(worker.worker_id for worker in workers)
 
 
-def test_a_late_worker_stands_by_until_it_is_ready(start: Callable[..., Worker]) -> None:
+def test_a_late_worker_stands_by_until_it_is_ready(start: StartWorker) -> None:
     (first,) = job_of(start, 1)
     late = start()
     assert late.membership.register() == "standby"
@@ -157,7 +160,7 @@ def test_a_late_worker_stands_by_until_it_is_ready(start: Callable[..., Worker])
     assert first.wait_for_round(2).members == [first.worker_id, late.worker_id]
 
 
-def test_a_worker_that_asks_to_leave_is_left_out_of_the_next_round(start: Callable[..., Worker]) -> None:
+def test_a_worker_that_asks_to_leave_is_left_out_of_the_next_round(start: StartWorker) -> None:
     first, second = job_of(start, 2, max_workers=2)
     spare = ready(start, min_workers=2, max_workers=2)
     second.membership.own.drain("preemption notice")
@@ -166,14 +169,14 @@ def test_a_worker_that_asks_to_leave_is_left_out_of_the_next_round(start: Callab
     assert spare.worker_id in round_.members
 
 
-def test_only_the_holder_of_the_election_key_writes_rounds(start: Callable[..., Worker]) -> None:
+def test_only_the_holder_of_the_election_key_writes_rounds(start: StartWorker) -> None:
     workers = job_of(start, 3)
     election = present(workers[0].client.get(workers[0].membership.keys.coordinator))
     assert present(workers[0].membership.view.round).convener == election.value.decode()
 
 
 def test_a_coordinator_that_lost_its_key_cannot_write_a_round(
-    start: Callable[..., Worker], client: EtcdClient, monkeypatch: pytest.MonkeyPatch
+    start: StartWorker, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its view may be old, but its write is fenced on the key's create revision."""
     (coordinator,) = job_of(start, 1)
@@ -197,7 +200,7 @@ def test_a_coordinator_that_lost_its_key_cannot_write_a_round(
 
 
 def test_election_key_without_a_holder_is_removed(
-    start: Callable[..., Worker], client: EtcdClient, monkeypatch: pytest.MonkeyPatch
+    start: StartWorker, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator, "CHECK_S", 0.2)
     (first,) = job_of(start, 1)
@@ -206,7 +209,7 @@ def test_election_key_without_a_holder_is_removed(
     assert first.wait_for_round(2).members == [first.worker_id, late.worker_id]
 
 
-def test_when_the_coordinator_leaves_another_worker_coordinates(start: Callable[..., Worker]) -> None:
+def test_when_the_coordinator_leaves_another_worker_coordinates(start: StartWorker) -> None:
     coordinator, [other] = coordinator_of(job_of(start, 2))
     late = ready(start, min_workers=1)
     coordinator.membership.close()
@@ -218,7 +221,7 @@ def test_when_the_coordinator_leaves_another_worker_coordinates(start: Callable[
 
 
 def test_loss_is_recorded_with_its_round_even_if_etcds_answer_is_lost(
-    start: Callable[..., Worker], client: EtcdClient, monkeypatch: pytest.MonkeyPatch
+    start: StartWorker, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator, (lost, other) = coordinator_of(job_of(start, 3))
     keys, carry_out = coordinator.membership.keys, coordinator.client.txn
@@ -243,7 +246,7 @@ def test_loss_is_recorded_with_its_round_even_if_etcds_answer_is_lost(
     assert events[0].data["worker_id"] == lost.worker_id
 
 
-def test_a_dead_worker_is_evicted_with_all_its_records(start: Callable[..., Worker], client: EtcdClient) -> None:
+def test_a_dead_worker_is_evicted_with_all_its_records(start: StartWorker, client: EtcdClient) -> None:
     dead, [survivor] = coordinator_of(job_of(start, 2))
     keys = dead.membership.keys
     dead.membership.own.drain("about to die")
@@ -259,7 +262,7 @@ def test_a_dead_worker_is_evicted_with_all_its_records(start: Callable[..., Work
     assert survivor.worker_id in new
 
 
-def test_living_worker_that_was_evicted_stops_taking_part(start: Callable[..., Worker]) -> None:
+def test_living_worker_that_was_evicted_stops_taking_part(start: StartWorker) -> None:
     first, second = job_of(start, 2)
     first.membership.evict([second.worker_id])
     eventually(lambda: second.membership.own.evicted, "the eviction")
@@ -271,7 +274,7 @@ def test_living_worker_that_was_evicted_stops_taking_part(start: Callable[..., W
     assert first.client.get(first.membership.keys.workers + second.worker_id) is None
 
 
-def test_returned_worker_is_not_evicted_for_its_former_registration(start: Callable[..., Worker], client: EtcdClient) -> None:
+def test_returned_worker_is_not_evicted_for_its_former_registration(start: StartWorker, client: EtcdClient) -> None:
     first, second = job_of(start, 2)
     key = first.membership.keys.workers + second.worker_id
     assert first.membership.workers.of([second.worker_id])
@@ -282,7 +285,7 @@ def test_returned_worker_is_not_evicted_for_its_former_registration(start: Calla
     assert client.get(key) is not None
 
 
-def test_a_lease_that_ends_takes_the_worker_with_it(start: Callable[..., Worker]) -> None:
+def test_a_lease_that_ends_takes_the_worker_with_it(start: StartWorker) -> None:
     first, second = job_of(start, 2)
     third = start(min_workers=2)  # the first worker can continue with this one
     third.membership.register()
@@ -297,9 +300,7 @@ def test_a_lease_that_ends_takes_the_worker_with_it(start: Callable[..., Worker]
 
 
 @pytest.mark.parametrize("is_replaced_first", [False, True])
-def test_worker_that_must_leave_at_once_does_not_wait_for_a_replacement(
-    is_replaced_first: bool, start: Callable[..., Worker]
-) -> None:
+def test_worker_that_must_leave_at_once_does_not_wait_for_a_replacement(is_replaced_first: bool, start: StartWorker) -> None:
     first, second = job_of(start, 2)
     if is_replaced_first:
         assert first.membership.shared.replace(second.worker_id, "slow")
@@ -310,7 +311,7 @@ def test_worker_that_must_leave_at_once_does_not_wait_for_a_replacement(
     assert first.membership.view.replacements == frozenset()
 
 
-def test_ended_worker_does_not_block_other_replacements(start: Callable[..., Worker]) -> None:
+def test_ended_worker_does_not_block_other_replacements(start: StartWorker) -> None:
     first, second = job_of(start, 2)
     assert first.membership.shared.replace(second.worker_id, "slow")
     first.wait_for(lambda view: True if view.replacements == {second.worker_id} else None)
@@ -320,7 +321,7 @@ def test_ended_worker_does_not_block_other_replacements(start: Callable[..., Wor
         assert first.wait_for(lambda view: True if not view.replacements else None)
 
 
-def test_worker_with_an_expired_lease_registers_again_if_still_awaited(start: Callable[..., Worker]) -> None:
+def test_worker_with_an_expired_lease_registers_again_if_still_awaited(start: StartWorker) -> None:
     first, second = job_of(start, 2)
     before = first.membership.view.round
     second.membership.own.drain("leave when another one is there")
@@ -337,7 +338,7 @@ def test_worker_with_an_expired_lease_registers_again_if_still_awaited(start: Ca
     assert first.membership.view.round == before
 
 
-def test_worker_whose_lease_has_just_ended_changes_the_records_of_its_job(start: Callable[..., Worker]) -> None:
+def test_worker_whose_lease_has_just_ended_changes_the_records_of_its_job(start: StartWorker) -> None:
     _, second = job_of(start, 2)
     second.stop()  # the thread that would register it again has no turn before the change
     second.membership.own.lease.revoke()
@@ -350,7 +351,7 @@ def test_worker_whose_lease_has_just_ended_changes_the_records_of_its_job(start:
     assert second.client.get(second.membership.own.address_key) is not None
 
 
-def test_evicted_worker_changes_no_record_of_its_job(start: Callable[..., Worker]) -> None:
+def test_evicted_worker_changes_no_record_of_its_job(start: StartWorker) -> None:
     first, second = job_of(start, 2)
     second.stop()
     first.membership.evict([second.worker_id])
@@ -359,9 +360,7 @@ def test_evicted_worker_changes_no_record_of_its_job(start: Callable[..., Worker
     assert second.worker_id not in first.membership.all_records().workers
 
 
-def test_late_repetition_of_a_write_restores_no_old_state(
-    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_repetition_of_a_write_restores_no_old_state(start: StartWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer repeats its request after a timeout, and the first one may still be on its way to etcd."""
     worker = start()
     sent = []
@@ -383,9 +382,7 @@ def test_late_repetition_of_a_write_restores_no_old_state(
     assert decode(WorkerRecord, present(worker.client.get(key)).value, key).state == "ready"
 
 
-def test_worker_continues_after_a_write_without_an_answer(
-    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_continues_after_a_write_without_an_answer(start: StartWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = start()
     worker.membership.register()
     carry_out = worker.client.txn
@@ -407,7 +404,7 @@ def test_worker_continues_after_a_write_without_an_answer(
 
 
 @pytest.mark.slow
-def test_a_restart_of_etcd_costs_no_worker_and_no_round(start: Callable[..., Worker], private_etcd: EmbeddedEtcd) -> None:
+def test_a_restart_of_etcd_costs_no_worker_and_no_round(start: StartWorker, private_etcd: EmbeddedEtcd) -> None:
     first, second = job_of(start, 2, endpoint=private_etcd.endpoint, lease_ttl_s=10)
     private_etcd.kill()
     with pytest.raises(TimeoutError):
@@ -423,7 +420,7 @@ def test_a_restart_of_etcd_costs_no_worker_and_no_round(start: Callable[..., Wor
         worker.end()  # ends while its etcd is up
 
 
-def test_notice_of_a_lost_coordinator_does_not_delay_a_new_start(start: Callable[..., Worker]) -> None:
+def test_notice_of_a_lost_coordinator_does_not_delay_a_new_start(start: StartWorker) -> None:
     first, second = job_of(start, 2)
     first.wait_for(lambda view: view.is_past_start or None)
     for worker in (first, second):
@@ -452,7 +449,7 @@ def pass_office_on(client: EtcdClient, holder: Worker) -> None:
     eventually(look, "another coordinator")
 
 
-def test_worker_writes_its_record_again_over_garbage(start: Callable[..., Worker], client: EtcdClient) -> None:
+def test_worker_writes_its_record_again_over_garbage(start: StartWorker, client: EtcdClient) -> None:
     coordinator, (victim, other) = coordinator_of(job_of(start, 3))
     key = victim.membership.keys.workers + victim.worker_id
     entry = present(client.get(key))
@@ -464,7 +461,7 @@ def test_worker_writes_its_record_again_over_garbage(start: Callable[..., Worker
     assert not victim.membership.own.evicted
 
 
-def test_next_coordinator_knows_the_last_readable_round(start: Callable[..., Worker], client: EtcdClient) -> None:
+def test_next_coordinator_knows_the_last_readable_round(start: StartWorker, client: EtcdClient) -> None:
     workers = job_of(start, 3)
     workers[0].membership.shared.update_job(lambda job: dataclasses.replace(job, min_workers=1))
     coordinator, (one, other) = coordinator_of(workers)
@@ -480,37 +477,35 @@ def test_next_coordinator_knows_the_last_readable_round(start: Callable[..., Wor
 
 
 @pytest.mark.parametrize("phase", ["finished", "failed"])
-def test_a_job_that_has_ended_is_not_joined(phase: str, start: Callable[..., Worker], client: EtcdClient, keys: Keys) -> None:
+def test_a_job_that_has_ended_is_not_joined(phase: str, start: StartWorker, client: EtcdClient, keys: Keys) -> None:
     record = JobRecord(phase, True, 1, 4, VERSION, message="out of luck")  # type: ignore[arg-type]
     client.put(keys.job, encode(record))
     with pytest.raises(JobClosedError, match=f"has {phase}: out of luck; start a new run"):
         start().membership.register()
 
 
-def test_job_lost_in_a_later_fit_is_an_error(start: Callable[..., Worker], client: EtcdClient, keys: Keys) -> None:
+def test_job_lost_in_a_later_fit_is_an_error(start: StartWorker, client: EtcdClient, keys: Keys) -> None:
     client.put(keys.job, encode(JobRecord("finished", True, 1, 4, VERSION, fits_begun=2, fits_finished=1)))
     with pytest.raises(MembershipError, match="lost in fit number 2 of the script") as raised:
         start().membership.register()
     assert not isinstance(raised.value, JobClosedError)
 
 
-def test_a_worker_of_another_release_is_refused(start: Callable[..., Worker]) -> None:
+def test_a_worker_of_another_release_is_refused(start: StartWorker) -> None:
     job_of(start, 1)
     with pytest.raises(MembershipError, match=r"is run by lightning-dlrover 1, this worker has 2: install"):
         start(version="2").membership.register()
 
 
 @pytest.mark.parametrize("place", ["job", "round"])
-def test_job_with_unreadable_records_is_not_joined(
-    place: str, start: Callable[..., Worker], client: EtcdClient, keys: Keys
-) -> None:
+def test_job_with_unreadable_records_is_not_joined(place: str, start: StartWorker, client: EtcdClient, keys: Keys) -> None:
     job_of(start, 1)
     client.put(keys.shared + place, b"garbage")
     with pytest.raises(MembershipError, match=f"cannot be joined: key '{keys.shared}{place}' holds 7 bytes"):
         start().membership.register()
 
 
-def test_joiner_outwaits_an_outage_of_etcd(start: Callable[..., Worker], private_etcd: EmbeddedEtcd) -> None:
+def test_joiner_outwaits_an_outage_of_etcd(start: StartWorker, private_etcd: EmbeddedEtcd) -> None:
     (first,) = job_of(start, 1, endpoint=private_etcd.endpoint, lease_ttl_s=30)
     late = start(endpoint=private_etcd.endpoint, timeout_s=1.0, lease_ttl_s=30)
     assert late.membership.register() == "standby"
@@ -525,7 +520,7 @@ def test_joiner_outwaits_an_outage_of_etcd(start: Callable[..., Worker], private
 # --- records ------------------------------------------------------------------------------------------------------------------
 
 
-def test_concurrent_changes_of_the_job_are_all_kept(start: Callable[..., Worker]) -> None:
+def test_concurrent_changes_of_the_job_are_all_kept(start: StartWorker) -> None:
     first, second = job_of(start, 2)
 
     def one_more(job: JobRecord) -> JobRecord:
@@ -538,7 +533,7 @@ def test_concurrent_changes_of_the_job_are_all_kept(start: Callable[..., Worker]
     assert decode(JobRecord, entry.value, entry.key).global_batch_size == 20
 
 
-def test_events_are_written_in_order(start: Callable[..., Worker]) -> None:
+def test_events_are_written_in_order(start: StartWorker) -> None:
     (worker,) = job_of(start, 1)
     for number in range(5):
         worker.membership.shared.event(UnknownEvent({}, "test"), str(number))
@@ -547,7 +542,7 @@ def test_events_are_written_in_order(start: Callable[..., Worker]) -> None:
     assert texts == [str(number) for number in range(5)]
 
 
-def test_result_of_a_search_is_written_once_etcd_is_back(start: Callable[..., Worker], private_etcd: EmbeddedEtcd) -> None:
+def test_result_of_a_search_is_written_once_etcd_is_back(start: StartWorker, private_etcd: EmbeddedEtcd) -> None:
     (worker,) = job_of(start, 1, endpoint=private_etcd.endpoint, lease_ttl_s=10)
     private_etcd.kill()
     worker.membership.shared.put_search(1, SearchRecord("{}"))  # must not raise: training continues
@@ -557,7 +552,7 @@ def test_result_of_a_search_is_written_once_etcd_is_back(start: Callable[..., Wo
     worker.end()  # ends while its etcd is up
 
 
-def test_events_of_many_writers_stay_bounded(start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_of_many_writers_stay_bounded(start: StartWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "MAX_EVENTS", 20)
     _, [other] = coordinator_of(job_of(start, 2))  # the coordinator has written events before, so it trims later
     keys = other.membership.keys
@@ -571,7 +566,7 @@ def test_events_of_many_writers_stay_bounded(start: Callable[..., Worker], monke
     assert "0" not in texts
 
 
-def test_a_line_of_the_history_that_cannot_be_read_is_left_out(start: Callable[..., Worker], client: EtcdClient) -> None:
+def test_a_line_of_the_history_that_cannot_be_read_is_left_out(start: StartWorker, client: EtcdClient) -> None:
     (worker,) = job_of(start, 1)
     client.put(worker.membership.keys.events + "0", b"garbage")
     client.put(worker.membership.keys.events + "1", encode(EventRecord("test", 1.0, "kept")))
@@ -584,7 +579,7 @@ def other_host(worker_id: str, address: str, port: int = 1) -> WorkerRecord:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "10.1.2.3"])
 def test_workers_of_several_hosts_do_not_meet_over_loopback(
-    address: str, start: Callable[..., Worker], client: EtcdClient, keys: Keys
+    address: str, start: StartWorker, client: EtcdClient, keys: Keys
 ) -> None:
     client.put(f"{keys.workers}far", encode(other_host("far", address)))
     with pytest.raises(MembershipError, match=r"loopback address 127.*--rdzv-endpoint=ADDRESS:PORT"):
@@ -592,7 +587,7 @@ def test_workers_of_several_hosts_do_not_meet_over_loopback(
     assert client.get(f"{keys.workers}far") is not None
 
 
-def test_refused_connection_proves_death_only_of_reached_hosts(start: Callable[..., Worker], client: EtcdClient) -> None:
+def test_refused_connection_proves_death_only_of_reached_hosts(start: StartWorker, client: EtcdClient) -> None:
     worker = start()
     worker.membership.register()
     key = worker.membership.keys.workers + "far"
@@ -611,7 +606,7 @@ def test_refused_connection_proves_death_only_of_reached_hosts(start: Callable[.
 
 
 def test_newest_changes_made_while_etcd_is_full_are_recorded_once_there_is_room(
-    start: Callable[..., Worker], private_etcd: EmbeddedEtcd
+    start: StartWorker, private_etcd: EmbeddedEtcd
 ) -> None:
     with EtcdClient(EtcdConfig(private_etcd.endpoint)) as other:
         worker = start(private_etcd.endpoint)
@@ -634,7 +629,7 @@ def test_newest_changes_made_while_etcd_is_full_are_recorded_once_there_is_room(
 
 @pytest.mark.parametrize("coordinator_is_silent", [False, True])
 def test_time_to_return_begins_when_a_full_etcd_has_room(
-    coordinator_is_silent: bool, start: Callable[..., Worker], private_etcd: EmbeddedEtcd
+    coordinator_is_silent: bool, start: StartWorker, private_etcd: EmbeddedEtcd
 ) -> None:
     return_s = 3.0
     with EtcdClient(EtcdConfig(private_etcd.endpoint)) as other:
@@ -658,7 +653,7 @@ def test_time_to_return_begins_when_a_full_etcd_has_room(
     assert waited_s >= 0.9 * return_s
 
 
-def test_worker_removes_its_record_from_a_full_etcd(start: Callable[..., Worker], tmp_path: Path, keys: Keys) -> None:
+def test_worker_removes_its_record_from_a_full_etcd(start: StartWorker, tmp_path: Path, keys: Keys) -> None:
     """etcd before 3.5.7 refuses a transaction of deletions then, but still ends leases."""
     with small_etcd(tmp_path) as (server, others):
         worker = start(server.endpoint, lease_ttl_s=60)
