@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -12,10 +11,8 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, Put
 from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, Keys
-from tests.support.torchrun_agent import Agent
+from tests.support.torchrun_agent import StartAgent
 from tests.support.waiting import eventually
-
-StartAgent = Callable[..., Agent]
 
 FINISHED = {"live/shared/job", "live/shared/round", "live/shared/notice", "events/"}
 """Keys of a live job that has finished."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,8 @@ from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError
 from lightning_dlrover.rdzv.job.records import Keys
 from tests.support.secure_etcd import PASSWORD, SecureEtcd, secure_etcd
-from tests.support.torchrun_agent import Agent
+from tests.support.torchrun_agent import StartAgent
 from tests.support.waiting import eventually
-
-StartAgent = Callable[..., Agent]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from faulty_etcd import EtcdProxy
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
-    RendezvousHandler,
     RendezvousParameters,
     RendezvousStateError,
     RendezvousTimeoutError,
@@ -51,11 +50,10 @@ from lightning_dlrover.rdzv.transport import transfer
 from tests.rdzv.present import present
 from tests.support.elastic_agents import ElasticAgents, Node
 from tests.support.full_etcd import fill, full, make_room, small_etcd
-from tests.support.torchrun_agent import Agent
+from tests.support.torchrun_agent import Agent, StartAgent
 from tests.support.waiting import eventually
 from tests.support.warm_process import WarmProcess, run_code
 
-StartAgent = Callable[..., Agent]
 MakeHandler = Callable[..., EtcdRendezvousHandler]
 
 SUM = """
@@ -265,21 +263,6 @@ def test_late_node_starts_beside_workers_that_still_import(start_agent: StartAge
 
 
 # -- the handler alone
-
-
-@pytest.fixture
-def make_handler(etcd: EmbeddedEtcd, run_id: str) -> Any:
-    made: list[RendezvousHandler] = []
-
-    def make(min_nodes: int = 1, max_nodes: int = 1, *, server: Any = etcd, **conf: str) -> RendezvousHandler:
-        conf = {"last_call_timeout": "0", "lease_ttl": "2", **conf}
-        params = RendezvousParameters("etcd-v3", server.endpoint, run_id, min_nodes, max_nodes, **conf)
-        made.append(create_backend()(params))
-        return made[-1]
-
-    yield make
-    for handler in made:
-        handler.shutdown()
 
 
 def test_a_node_beyond_the_maximum_is_turned_away_with_a_reason(make_handler: MakeHandler) -> None:

@@ -190,7 +190,7 @@ def test_place_is_the_innermost_line_outside_of_libraries() -> None:
     place = place_of(library["all_gather"]())  # type: ignore[operator]
     assert place.user.endswith("in test_place_is_the_innermost_line_outside_of_libraries")
     assert place.caller == "lightning.pytorch.core.module.all_gather"
-    assert place.line.startswith("test_purpose.py:")
+    assert place.line.startswith("test_monitor.py:")
 
 
 def test_shown_place_is_not_compared() -> None:
