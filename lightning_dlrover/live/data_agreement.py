@@ -587,7 +587,7 @@ def compare_next_batches(loaders: Sequence[ElasticLoader], round_: Round, joinin
                 continue
             if found := _difference_of_batches([HandedOut(*ours)], [HandedOut(*theirs)]):
                 names = f"rank {standing}", "this worker" if other == rank else f"rank {other}"
-                end = "The job goes on without this worker" if other in joining_ranks else "The job ends"
+                end = "The job continues without this worker" if other in joining_ranks else "The job ends"
                 raise MembershipError(f"{_text(loader.iterable, found, *names)}. {end}")
 
 

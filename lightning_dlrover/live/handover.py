@@ -331,7 +331,7 @@ class JobState:
         message = transfer.receive(from_rank, STATE_CLASSES, self.names)
         if "refused" in message:
             raise StateError(
-                f"the others cannot hand over the job's state: {message['refused']}. The job goes on without this worker"
+                f"the others cannot hand over the job's state: {message['refused']}. The job continues without this worker"
             )
         return TrainerState(**message)
 

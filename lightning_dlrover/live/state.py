@@ -345,7 +345,7 @@ def restore(
     if joins and (
         problem := different_callbacks(monitoring(_callbacks(trainer)), state.running.monitoring, "this worker", "the others")
     ):
-        raise StateError(f"{problem}. The job goes on without this worker")
+        raise StateError(f"{problem}. The job continues without this worker")
     sizes = [loader.global_batch_size for loader in loaders if loader.iterable is None]
     for loader, loader_state in zip(loaders, state.loaders, strict=True):
         loader.load_state(loader_state)

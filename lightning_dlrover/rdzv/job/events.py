@@ -422,15 +422,10 @@ class UnknownEvent(PlannerEvent):
     kind: str
 
 
-def _by_kind() -> dict[str, list[type[Event]]]:
-    types: dict[str, list[type[Event]]] = {}
-    for known in (*Event.__subclasses__(), *PlannerEvent.__subclasses__()):
-        if known not in (PlannerEvent, UnknownEvent):
-            types.setdefault(known.KIND, []).append(known)
-    return types
-
-
-_TYPES = _by_kind()
+_TYPES: dict[str, list[type[Event]]] = {}
+for _known in (*Event.__subclasses__(), *PlannerEvent.__subclasses__()):
+    if _known not in (PlannerEvent, UnknownEvent):
+        _TYPES.setdefault(_known.KIND, []).append(_known)
 _TYPES["sequence"] = _TYPES[IterableOpened.KIND]  # the kind's name in histories of earlier commits
 
 
