@@ -39,8 +39,7 @@ class UnsupportedScriptError(Exception):
     """A script does something that goes wrong with several workers."""
 
 
-HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
-"""Options of parameter groups that schedulers set."""
+HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")  # options of parameter groups that schedulers set
 
 
 def check_optimizers(optimizers: Sequence[Any]) -> None:

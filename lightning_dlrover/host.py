@@ -73,8 +73,7 @@ GROUP_NAME = re.compile(r"dlrover-(\d+)-(.+)")
 """Names of our groups: the id of the process that created it, and the name of its owner."""
 
 
-CONTROLLER = "controller"
-"""Last part of the name of the controller's own group."""
+CONTROLLER = "controller"  # last part of the name of the controller's own group
 
 
 def cgroup_folders(controller: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Path]:

@@ -50,8 +50,7 @@ def worst(findings: Sequence[Finding]) -> Verdict:
 
 log = logging.getLogger(__name__)
 
-_BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
-"""Characters that reorder the text after them on a screen."""
+_BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}  # characters that reorder the text after them on a screen
 
 
 def printable(text: str) -> str:

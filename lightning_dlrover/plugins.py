@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 K = TypeVar("K")
 
-CALLBACKS = "dlrover.callbacks"
-"""Group of the entry points that name a `CallbackPlugin`."""
+CALLBACKS = "dlrover.callbacks"  # group of the entry points that name a `CallbackPlugin`
 
 
 class PluginError(Exception):

@@ -57,41 +57,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.5
-"""Seconds between two looks at this worker. Each takes time from its training thread."""
-
-STOPPED_S = 5.0
-"""Seconds between two looks from which on the process counts as stopped meanwhile, or its host as asleep."""
-
-DEFAULT_RESIZE_COST_S = 0.5
-"""Seconds assumed until the job has measured a change of the world of its own."""
-
-REMEDIES: tuple[Act, ...] = ("replace", "enlarge", "add_workers")
-"""Acts that end in another worker."""
-
-DEFAULT_LEAD_S = 30.0
-"""Seconds from a request for a worker to the round with it, assumed until the job has measured it."""
+POLL_S = 0.5  # seconds between two looks at this worker. Each takes time from its training thread
+STOPPED_S = 5.0  # seconds between two looks from which on the process counts as stopped meanwhile, or its host as asleep
+DEFAULT_RESIZE_COST_S = 0.5  # seconds assumed until the job has measured a change of the world of its own
+REMEDIES: tuple[Act, ...] = ("replace", "enlarge", "add_workers")  # acts that end in another worker
+DEFAULT_LEAD_S = 30.0  # seconds from a request for a worker to the round with it, assumed until the job has measured it
 
 SEARCH_SHARE = 0.005
 """Maximum share of a core for the search for stragglers. Training computes on the same cores, and one search takes 5 ms."""
 
-MAX_SEARCH_PAUSE_S = 10.0
-"""Maximum seconds between two searches. With hundreds of workers one takes long."""
-
-JUDGE_AGAIN_S = 10.0
-"""Seconds until a straggler is judged again if its replacement does not pay, while it remains one."""
+MAX_SEARCH_PAUSE_S = 10.0  # maximum seconds between two searches. With hundreds of workers one takes long
+JUDGE_AGAIN_S = 10.0  # seconds until a straggler is judged again if its replacement does not pay, while it remains one
 
 GIL_TIMEOUT_S = 15.0
 """Seconds without a chance to run after which the watch reports that no Python thread of this worker could run."""
 
-GIL_POLL_S = 1.0
-"""Seconds between two looks whether a Python thread of this worker can run."""
-
-TELL_AGAIN_S = 600.0
-"""Seconds between two equal reports: that no Python thread could run, or that a worker is a straggler."""
-
-MAX_EVENT_BYTES = 60_000
-"""Maximum size of the stacks in one event, all workers together."""
+GIL_POLL_S = 1.0  # seconds between two looks whether a Python thread of this worker can run
+TELL_AGAIN_S = 600.0  # seconds between two equal reports: that no Python thread could run, or that a worker is a straggler
+MAX_EVENT_BYTES = 60_000  # maximum size of the stacks in one event, all workers together
 
 
 @dataclass(frozen=True)

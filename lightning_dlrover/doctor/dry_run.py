@@ -40,8 +40,7 @@ from typing import Any
 from lightning_dlrover.host import current_frames
 from lightning_dlrover.output import Finding, counted, error, ok, warning
 
-NOTES = "notes.jsonl"
-"""File with the notes in the folder of a dry run."""
+NOTES = "notes.jsonl"  # file with the notes in the folder of a dry run
 
 _DEVICES_BY_DEFAULT = ("auto", 1, "1", -1, "-1", None)
 

@@ -55,17 +55,10 @@ FREE_SHARED_BYTES = 256 * MIB
 FILES, FEWEST_FILES = 1024, 256
 """Open files below which large jobs, and even small ones, run out of them. Linux allows 1,024 by default, macOS 256."""
 
-THREADS = 512
-"""Further threads and processes below which a few workers with their loader workers run out of them."""
-
-WORKER_BYTES = GIB
-"""Memory that an agent and a worker with torch and Lightning take, before the model."""
-
-NAME_S = 1.0
-"""Seconds for the name of an address, above which each round of a job is slow to form."""
-
-CLOCK_S = 2.0
-"""Difference of two clocks above which the times of events and ages mislead."""
+THREADS = 512  # further threads and processes below which a few workers with their loader workers run out of them
+WORKER_BYTES = GIB  # memory that an agent and a worker with torch and Lightning take, before the model
+NAME_S = 1.0  # seconds for the name of an address, above which each round of a job is slow to form
+CLOCK_S = 2.0  # difference of two clocks above which the times of events and ages mislead
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
@@ -630,11 +623,8 @@ def check_kubernetes() -> Finding:
 # Start the dry run of a script in a process of its own, and turn its notes into findings.
 
 _OUTPUT = "output.txt"
-_MARGIN_S = 1.0
-"""Seconds before the deadline at which the place of a script that does not end is recorded."""
-
-_END_S = 10.0
-"""Seconds for the process to end after the script."""
+_MARGIN_S = 1.0  # seconds before the deadline at which the place of a script that does not end is recorded
+_END_S = 10.0  # seconds for the process to end after the script
 
 _OF_OTHER_JOBS = re.compile(
     r"DLROVER_|TORCHELASTIC_|SLURM_|PET_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|\w+_SOCKET_IFNAME$"

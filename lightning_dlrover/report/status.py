@@ -71,8 +71,7 @@ log = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
 
-CANCELLED = "cancelled by `dlrover cancel`"
-"""Reason of a job's end, as `dlrover cancel` gives it."""
+CANCELLED = "cancelled by `dlrover cancel`"  # reason of a job's end, as `dlrover cancel` gives it
 
 
 class JobNotFoundError(RuntimeError):
@@ -236,8 +235,7 @@ T = TypeVar("T")
 
 JOB_FILE = "job.json"
 
-MAX_VALUES_LOST = 3
-"""Maximum number of values to name that lack the contributions of lost workers."""
+MAX_VALUES_LOST = 3  # maximum number of values to name that lack the contributions of lost workers
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from lightning_dlrover.tuning.samples import StepProfile
 
 # Read from a job's history the rows of a stream that its batches skip, each row counted once.
 
-MAX_SHOWN_RANGES = 3
-"""Ranges of rows, in one readable line."""
+MAX_SHOWN_RANGES = 3  # ranges of rows, in one readable line
 
 Ranges = Sequence[tuple[int, int]]
 """Half-open ranges of rows."""

@@ -19,8 +19,7 @@ from lightning_dlrover.tuning.samples import NORMAL_WIDTH, Floats
 
 # When a trial is given up, and where the job goes then. On shared cores a step may take a hundred times longer.
 
-FAR_OUT = 2.0
-"""Slowdown at which a trial has failed, relative to steps that would be no worse than those before it."""
+FAR_OUT = 2.0  # slowdown at which a trial has failed, relative to steps that would be no worse than those before it
 
 STEPS_OF_PROOF = 3
 PROOF_S = 1.5

@@ -118,14 +118,8 @@ class Suggestion:
 
 
 def descriptor_of(profile: StepProfile, node_cores: float) -> Descriptor:
-    figures = (
-        profile.dense_flops,
-        profile.dense_bytes,
-        profile.embedding_bytes,
-        profile.lookups_per_sample,
-        profile.global_batch,
-    )
-    return Descriptor(*map(float, figures), profile.device, node_cores)
+    figures = {f.name: float(getattr(profile, f.name)) for f in fields(Descriptor) if f.name not in ("device", "node_cores")}
+    return Descriptor(**figures, device=profile.device, node_cores=node_cores)
 
 
 def distance(one: Descriptor, other: Descriptor) -> float:

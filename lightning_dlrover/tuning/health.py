@@ -25,8 +25,7 @@ from lightning_dlrover.tuning.samples import OwnTimes
 
 # Describe the position of this process's threads, in a few kilobytes. Decides nothing.
 
-MAX_FRAMES = (40, 20, 10, 5)
-"""Frames per thread: the largest number with which all threads fit."""
+MAX_FRAMES = (40, 20, 10, 5)  # frames per thread: the largest number with which all threads fit
 
 MAX_CHARACTERS = 8000  # characters of all threads together
 
@@ -111,8 +110,7 @@ def _of_thread(name: str, frame: FrameType, max_frames: int) -> str:
 
 NUM_KEPT = 100
 
-NUM_SAID = 4
-"""Numbers per worker in a vote."""
+NUM_SAID = 4  # numbers per worker in a vote
 
 _UNKNOWN = 1 << 62
 

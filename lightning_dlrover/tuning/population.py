@@ -373,8 +373,7 @@ Samples of a small world cannot distinguish them. The prior is the mean of the l
 al., Statistical Science 14(4), 1999), and their spread is part of the interval.
 """
 
-BYTE_TERMS = ("ring_inside_node", "ring_between_nodes")
-"""Terms with coefficients per byte."""
+BYTE_TERMS = ("ring_inside_node", "ring_between_nodes")  # terms with coefficients per byte
 
 BETWEEN_NODES: NDArray[np.bool_] = np.array([term.name in ("ring_between_nodes", "network", "pair_of_nodes") for term in TERMS])
 """Terms of synchronisation that need several nodes, apart from those of tables."""

@@ -45,11 +45,8 @@ POOLED_ITERATIONS = 8  # the job's scale of communication needs two more to sett
 ITERATIONS_OF_OVERLAP = 3  # the fit starts at the coefficients of the overlap before
 ITERATIONS_NEARBY = 2  # the fit starts at those of nearly the same measurements
 
-OVERLAPS = (1.0, 1.5, 2.0, 3.0, 5.0)
-"""Values of g: how completely computing and synchronisation overlap."""
-
-EXPOSED = 1 / 3
-"""Share of computing during which nothing is synchronised: the forward pass, half as long as the backward pass."""
+OVERLAPS = (1.0, 1.5, 2.0, 3.0, 5.0)  # values of g: how completely computing and synchronisation overlap
+EXPOSED = 1 / 3  # share of computing during which nothing is synchronised: the forward pass, half as long as the backward pass
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,7 @@ def stored_bytes(payload: bytes) -> int:
 SETTLED_S = 30.0
 """Seconds after which the first window of a round and setting, in which steps may be slower, is replaced by another one."""
 
-PUBLISH_EVERY_S = 600.0
-"""Seconds between later publications of a worker's newest window without a change."""
+PUBLISH_EVERY_S = 600.0  # seconds between later publications of a worker's newest window without a change
 
 CHANGE = 0.25
 """Relative change of a figure above which its window is published or logged at once, if the next window shows it, too."""
@@ -105,11 +104,8 @@ CHANGE = 0.25
 NUM_LOGGED_SINGLY = 10
 """Number of windows of one round and setting that are logged individually, as input for the planner's first judgement."""
 
-LOG_EVERY_S = 180.0
-"""Seconds of later windows that are merged into one."""
-
-DIGITS = 5
-"""Significant digits of a window's figures."""
+LOG_EVERY_S = 180.0  # seconds of later windows that are merged into one
+DIGITS = 5  # significant digits of a window's figures
 
 _MEANS = (
     "step_time_s",

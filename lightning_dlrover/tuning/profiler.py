@@ -158,8 +158,7 @@ def _item_bytes(table: Any) -> int:
 
 # Memory that this process has on its GPU. The only place that reads and resets torch's peaks, of which there is one set.
 
-CUDA_CONTEXT_BYTES = 500 << 20
-"""Context and loaded kernels: 300 to 500 MB (PyTorch forum; RMixer's code charges 310 MB)."""
+CUDA_CONTEXT_BYTES = 500 << 20  # context and loaded kernels: 300 to 500 MB (PyTorch forum; RMixer's code charges 310 MB)
 
 _most_reserved: defaultdict[int, int] = defaultdict(int)  # before the last reset, by index of the device
 _readers: weakref.WeakSet[GpuPeak] = weakref.WeakSet()
@@ -367,8 +366,7 @@ class StepTimes:
 #
 # The training thread only adds a few numbers per step. Processes and devices are examined when a window is closed.
 
-MAX_SETTLING_STEPS = 20
-"""Maximum number of steps at the start of a window that use batches prepared before it."""
+MAX_SETTLING_STEPS = 20  # maximum number of steps at the start of a window that use batches prepared before it
 
 
 @dataclass(frozen=True)

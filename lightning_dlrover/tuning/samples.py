@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-AGENT_BYTES = 160 * 2**20
-"""Memory of a node that its elastic agent takes; the worker and its loader workers get the rest."""
+AGENT_BYTES = 160 * 2**20  # memory of a node that its elastic agent takes; the worker and its loader workers get the rest
 
 STEP_PARTS = ("data_wait", "forward", "backward", "communication", "optimizer", "other")
 """Parts of a step. The fields `StepProfile.<part>_s` of all of them add up to `step_time_s`."""

@@ -179,7 +179,7 @@ def test_larger_node_is_requested_only_within_limits_and_after_leaks() -> None:
 def test_checkpoint_is_written_where_no_controller_starts_workers() -> None:
     remedy = choose_remedy(FORECAST, replace(SITUATION, can_add=False, can_replace=False))
     assert remedy.act == "checkpoint"
-    assert "nobody starts workers" in remedy.reason
+    assert "nothing starts workers" in remedy.reason
     assert "in 25 s (20 s at the earliest)" in remedy.reason
 
 
