@@ -10,7 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# The speed of an elastic job as a policy knows it: steps/s by number of devices and nodes, and how sure that is.
+from lightning_dlrover.tuning.samples import Floats
+
+# The speed of an elastic job as far as a policy can predict it: steps/s by number of devices and nodes, with its uncertainty.
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,8 @@ class Speeds:
         spread: standard deviation of the logarithm of each, shape ``(n,)``; 0: measured there, or known.
     """
 
-    steps_per_s: NDArray[np.float64]
-    spread: NDArray[np.float64]
+    steps_per_s: Floats
+    spread: Floats
 
 
 class Scaling(Protocol):
@@ -125,7 +127,7 @@ class Job:
         submitted_s: on the clock of `State.now_s`.
         waiting_since_s: when it was last put to wait; None: since it was submitted.
         priority: higher ones start first.
-        weight: importance of its speed beside that of others of its priority.
+        weight: importance of its speed relative to that of others of its priority.
         num_devices: as its user asked.
         min_devices: fewest and most devices of an elastic job; 0: `num_devices`.
         served_device_s: seconds times devices that it has had.
@@ -219,14 +221,12 @@ class State:
 def _check_resources(where: str, amounts: Mapping[str, float]) -> None:
     for name, amount in amounts.items():
         if name not in RESOURCES:
-            raise ValueError(f"{where} name {name!r}, which is no resource; known are {', '.join(RESOURCES)}")
+            raise ValueError(f"{where} name {name!r}, which is not a resource; known are {', '.join(RESOURCES)}")
         if not (math.isfinite(amount) and amount >= 0):
             raise ValueError(f"{where} hold {amount} of {name!r}; an amount is finite and not negative")
 
 
 # The interface of a policy, and the settings of policies.
-
-Floats = NDArray[np.float64]
 
 
 class Policy(Protocol):
@@ -238,7 +238,7 @@ class Policy(Protocol):
 
 
 class SpeedPredictor(Protocol):
-    """Predicts the speed of jobs beside each other. `slowdown.SlowdownModel` is one."""
+    """Predicts the speed of jobs that share a device. `slowdown.SlowdownModel` is one."""
 
     def relative_speeds(self, groups: Sequence[Sequence[Job]], device: Device) -> list[Floats]:
         """Return the speed of each job of each group, all on one device, over its speed alone there.
@@ -265,7 +265,7 @@ class PolicySettings:
 
     Args:
         max_wait_s: a job that has waited longer goes before all others, and a device is kept free for it.
-        seed: for policies that choose at random. Equal seeds choose alike.
+        seed: for policies that choose at random. Equal seeds give equal choices.
         most_together: most workers of different jobs on one device, where its places allow more.
         owner_weights: importance of the jobs of each owner; 1 for an owner that is absent.
         may_pause: whether a running elastic job may be put back to wait. Its devices may change anyway.
@@ -281,9 +281,8 @@ class PolicySettings:
     least_gain: float = 0.05
 
 
-# The discipline of every queue of jobs: the order of turns, and the bound on waiting.
-#
-# Policies that place, policies that size, pools and `dlrover colocate` share it. What fits, they decide each for itself.
+# The discipline of every queue of jobs: the order of turns, and the bound on waiting. Policies that place, policies that size,
+# pools and `dlrover colocate` share it, and each decides what fits.
 
 
 class Queued(Protocol):

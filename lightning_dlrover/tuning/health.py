@@ -23,8 +23,6 @@ from lightning_dlrover.host import CGROUPS, PROC, cgroup_folders, current_frames
 from lightning_dlrover.tuning.profiler import StepTimes
 from lightning_dlrover.tuning.samples import OwnTimes
 
-# Describe the position of this process's threads, in a few kilobytes. Decides nothing.
-
 MAX_FRAMES = (40, 20, 10, 5)  # frames per thread: the largest number with which all threads fit
 
 MAX_CHARACTERS = 8000  # characters of all threads together
@@ -85,12 +83,12 @@ def _is_idle_service(thread: threading.Thread, frame: FrameType | None) -> bool:
 
 def _of_thread(name: str, frame: FrameType, max_frames: int) -> str:
     summary = traceback.extract_stack(frame)
-    left_out = len(summary) - max_frames
+    skipped = len(summary) - max_frames
     lines = [f"thread {name}:"]
-    if left_out > 0:
+    if skipped > 0:
         # The innermost calls matter more than the callers of the training.
-        summary = traceback.StackSummary.from_list(summary[left_out:])
-        lines.append(f"  ... {left_out} calls left out")
+        summary = traceback.StackSummary.from_list(summary[skipped:])
+        lines.append(f"  ... {skipped} calls left out")
     for entry in summary:
         lines.append(f"  {entry.filename}:{entry.lineno} in {entry.name}")
         if entry.line:
@@ -98,7 +96,7 @@ def _of_thread(name: str, frame: FrameType, max_frames: int) -> str:
     return "\n".join(lines)
 
 
-# Measure the time that each worker needs by itself for a step, and share it with all workers. Decides nothing.
+# Measure the time of each worker's own work in a step, and share it with all workers.
 #
 # In synchronous training every step takes equally long on all workers, because the others wait in collectives for the slow
 # one. Each worker therefore has a clock that pauses while it is blocked in one (`OwnClock`). It adds its times by that

@@ -201,7 +201,7 @@ def test_broken_history_is_reported_once_and_planning_continues(
     warnings = [r.getMessage() for r in caplog.records if "history" in r.getMessage()]
     assert len(warnings) == 1
     assert str(broken) in warnings[0]
-    assert "training goes on" in warnings[0]
+    assert "training continues" in warnings[0]
     assert job.settings != START
     assert broken.read_bytes().startswith(b"no database")
 

@@ -65,7 +65,7 @@ class TunedJob:
 
     def carry_out(self, proposal: Proposal) -> None:
         self.proposals.append(proposal)
-        self.tuner.took_effect(proposal)
+        self.tuner.advice = proposal.advice
         self.tuner.memory.decide(proposal.decision)
         plan = merged_plan(
             proposed_plan(proposal, self.facts.plan, self._now), self.facts.plan, 0, keeps_workers=proposal.keeps_workers
