@@ -15,7 +15,7 @@ from lightning_dlrover.rdzv.job.events import Event, StragglerFound, events_of, 
 from lightning_dlrover.rdzv.job.records import EventRecord, WorkerRecord
 from lightning_dlrover.rdzv.membership.rounds import WorkerView
 from lightning_dlrover.tuning.samples import OwnTimes
-from lightning_dlrover.watchdog import TELL_AGAIN_S, _Stragglers
+from lightning_dlrover.watchdog import REPORT_AGAIN_S, _Stragglers
 
 MEMBERS = ("w0", "w1", "w2")
 
@@ -60,7 +60,7 @@ class SlowJob:
         self.records = Records()
         self._began = time.monotonic() + 1e6  # ahead of the clock, by which the watch measures what a look costs
         self._heard: list[OwnTimes] = []
-        self._pulse = SimpleNamespace(num_heard=0, heard=lambda _: self._heard)
+        self._pulse = SimpleNamespace(num_observations=0, observations=lambda _: self._heard)
         formation = SimpleNamespace(rank=0, round=SimpleNamespace(number=1, members=MEMBERS, hosts=[0, 1, 2]))
         fit: Any = SimpleNamespace(
             world=SimpleNamespace(membership=self.records),
@@ -79,8 +79,8 @@ class SlowJob:
             times = tuple((0.15 if rank == slow else 0.05) * rng.gauss(1, 0.02) for rank in range(len(MEMBERS)))
             self._heard.append(OwnTimes(2, max(times), times, (0.0,) * 3, (0.0,) * 3))
         self._heard = self._heard[-32:]
-        self._pulse.num_heard += 32
-        self._watch.look(self._began + second)
+        self._pulse.num_observations += 32
+        self._watch.check(self._began + second)
 
     @property
     def named(self) -> list[str]:
@@ -89,14 +89,14 @@ class SlowJob:
 
 def test_worker_that_stays_slow_is_reported_once_in_ten_minutes() -> None:
     job = SlowJob()
-    for second in range(int(2 * TELL_AGAIN_S)):
+    for second in range(int(2 * REPORT_AGAIN_S)):
         job.train(slow=1, second=second)
     assert job.named == ["w1", "w1"]
 
 
 def test_workers_that_are_slow_in_turn_are_each_reported_once_in_ten_minutes() -> None:
     job = SlowJob()
-    for second in range(int(TELL_AGAIN_S)):
+    for second in range(int(REPORT_AGAIN_S)):
         job.train(slow=1 + second % 2, second=second)
     assert sorted(job.named) == ["w1", "w2"]
 

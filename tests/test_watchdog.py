@@ -90,7 +90,7 @@ class Growing:
             self.mib += 2.0
             steps = round(10 * (self.now - 1002.0))
             self.watch.windows.append(replace(self.window, first_step=steps, memory_bytes=round(self.mib * MIB), at=self.now))
-            self.watch.look(self.now)
+            self.watch.check(self.now)
 
 
 def test_checkpoint_saves_the_job_if_the_requested_worker_is_missing() -> None:
@@ -169,11 +169,11 @@ def test_stopped_worker_is_reported_and_not_dumped(caplog: pytest.LogCaptureFixt
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *given, **_: armed.append(given))
     watch = _GilWatch({})
     for now in (0.0, 0.25, 14.0, 34.0, 34.25, 54.0):
-        watch.look(now)
+        watch.check(now)
     [record] = caplog.records
     assert "no Python thread of this worker ran for 20 s" in record.getMessage()
     assert f"{__file__}:" in record.getMessage()
-    watch.look(700.0)
+    watch.check(700.0)
     assert "ran for 646 s" in caplog.records[-1].getMessage()
     watch.close()
     assert armed == []

@@ -20,7 +20,7 @@ from lightning_dlrover.live.ports import Batches, Job, Round, TrainerPort
 from lightning_dlrover.rdzv.job.events import ReplicaDrifted
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.rdzv.transport.transfer import is_expanded
-from lightning_dlrover.tuning.health import NUM_SAID, Pulse
+from lightning_dlrover.tuning.health import NUM_PER_WORKER, Pulse
 
 # Detect replicas that drift apart: weights, buffers and optimizer states that should be equal on all workers and are not.
 #
@@ -364,7 +364,7 @@ class Votes:
         position, formation = self._position, self._round.formation
         assert formation is not None
         self._fit_of_vote = position.fit
-        said = self._pulse.say(formation.round.number, position.rank, position.size)
+        said = self._pulse.encode(formation.round.number, position.rank, position.size)
         tables = self._trainer.elastic_tables
         alike = rates_digest(self._trainer.optimizers) ^ digest(self._batches.all) ^ self._drift.ballot()
         request = self._job.records.checkpoint_request()
@@ -378,7 +378,7 @@ class Votes:
             UnsupportedScriptError: the workers' learning rates differ, or their weights.
             MembershipError: they have read different rows of an `IterableDataset`.
         """
-        wishes, num_said = self._round.wishes, NUM_SAID * self._round.size
+        wishes, num_said = self._round.wishes, NUM_PER_WORKER * self._round.size
         if not wishes:
             return False
         # The first vote may have begun in an earlier fit, with a model that had tables.
@@ -390,7 +390,7 @@ class Votes:
         if wishes[-num_said - 4] and self._fit_of_vote == self._position.fit:  # else the vote began in an earlier fit
             self._wants_stop, self._trainer.lightning.should_stop = False, True
         self._kept.are_needed = bool(wishes[-num_said - 5])
-        self._pulse.hear(wishes[-num_said:], step_time_s)
+        self._pulse.decode(wishes[-num_said:], step_time_s)
         request = wishes[-num_said - 1]
         is_new = request > self.saved_request
         self.saved_request = max(self.saved_request, request)

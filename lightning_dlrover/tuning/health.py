@@ -108,7 +108,7 @@ def _of_thread(name: str, frame: FrameType, max_frames: int) -> str:
 
 NUM_KEPT = 100
 
-NUM_SAID = 4  # numbers per worker in a vote
+NUM_PER_WORKER = 4  # numbers per worker in a vote
 
 _UNKNOWN = 1 << 62
 
@@ -225,11 +225,11 @@ class Pulse:
     """This worker's own times on their way into the votes, and all workers' times from past votes."""
 
     def __init__(self) -> None:
-        self._heard: deque[OwnTimes] = deque(maxlen=NUM_KEPT)  # times of round `_round`
-        self.num_heard = 0  # count over all rounds
+        self._observations: deque[OwnTimes] = deque(maxlen=NUM_KEPT)  # times of round `_round`
+        self.num_observations = 0  # count over all rounds
         self.threads: tuple[int, ...] = ()  # computing threads of each worker, by rank
         self._round = 0
-        self._num_steps = self._said_steps = 0
+        self._num_steps = self._encoded_steps = 0
         self._times = [0.0, 0.0, 0.0]
         self._throttling = Throttling()
         self._throttled_s = self._throttling.seconds()
@@ -240,38 +240,38 @@ class Pulse:
         for i, seconds in enumerate(_parts(compute, data)):
             self._times[i] += seconds
 
-    def heard(self, round_number: int) -> list[OwnTimes]:
+    def observations(self, round_number: int) -> list[OwnTimes]:
         """Return all workers' times in this round, oldest first."""
-        return list(self._heard) if self._round == round_number else []
+        return list(self._observations) if self._round == round_number else []
 
-    def say(self, round_number: int, rank: int, size: int) -> list[int]:
+    def encode(self, round_number: int, rank: int, size: int) -> list[int]:
         """Return the numbers for the next vote: means over the steps since the last one, if the world did not change."""
-        said = [_UNKNOWN] * (NUM_SAID * size)
-        self._said_steps = self._num_steps
+        ballot = [_UNKNOWN] * (NUM_PER_WORKER * size)
+        self._encoded_steps = self._num_steps
         before, self._throttled_s = self._throttled_s, self._throttling.seconds()
         if round_number != self._round:
-            self._heard.clear()  # cleared first: another thread may read the times of the new round
+            self._observations.clear()  # cleared first: another thread may read the times of the new round
             self._round = round_number
         elif self._num_steps:
             # The kernel counts time lost to the worker's own quota as time in the queue, but its host is not to blame.
             back = min(max(0.0, self._throttled_s - before), self._times[2])
             self._times[0] += back
             self._times[2] -= back
-            first = NUM_SAID * rank
-            said[first : first + 3] = [round(seconds / self._num_steps * 1e6) for seconds in self._times]
-            said[first + 3] = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+            first = NUM_PER_WORKER * rank
+            ballot[first : first + 3] = [round(seconds / self._num_steps * 1e6) for seconds in self._times]
+            ballot[first + 3] = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
         self._num_steps = 0
         self._times = [0.0, 0.0, 0.0]
-        return said
+        return ballot
 
-    def hear(self, voted: Sequence[int], step_time_s: float) -> None:
+    def decode(self, voted: Sequence[int], step_time_s: float) -> None:
         """Record every worker's numbers from the vote."""
-        if not self._said_steps or _UNKNOWN in voted:
+        if not self._encoded_steps or _UNKNOWN in voted:
             return
-        compute_s, data_s, queued_s = (tuple(number / 1e6 for number in voted[i::NUM_SAID]) for i in range(3))
-        self.threads = tuple(voted[3::NUM_SAID])
-        self._heard.append(OwnTimes(self._said_steps, step_time_s, compute_s, data_s, queued_s))
-        self.num_heard += 1
+        compute_s, data_s, queued_s = (tuple(number / 1e6 for number in voted[i::NUM_PER_WORKER]) for i in range(3))
+        self.threads = tuple(voted[3::NUM_PER_WORKER])
+        self._observations.append(OwnTimes(self._encoded_steps, step_time_s, compute_s, data_s, queued_s))
+        self.num_observations += 1
 
 
 def _parts(compute: OwnTime, data: OwnTime) -> tuple[float, float, float]:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.rdzv.transport import waits
 from lightning_dlrover.rdzv.transport.process_groups import wait_for_device
-from lightning_dlrover.tuning.health import NUM_SAID, OwnClock, OwnTime, Pulse, Throttling
+from lightning_dlrover.tuning.health import NUM_PER_WORKER, OwnClock, OwnTime, Pulse, Throttling
 from lightning_dlrover.tuning.profiler import StepTimes, marks_of
 
 SLOW_S = 0.3
@@ -166,11 +166,11 @@ def test_time_without_a_core_is_measured_apart() -> None:
 
 
 def vote(pulses: list[Pulse], round_number: int) -> None:
-    said = [pulse.say(round_number, rank, len(pulses)) for rank, pulse in enumerate(pulses)]
-    assert {len(numbers) for numbers in said} == {NUM_SAID * len(pulses)}
+    said = [pulse.encode(round_number, rank, len(pulses)) for rank, pulse in enumerate(pulses)]
+    assert {len(numbers) for numbers in said} == {NUM_PER_WORKER * len(pulses)}
     least = [min(numbers) for numbers in zip(*said, strict=True)]
     for pulse in pulses:
-        pulse.hear(least, step_time_s=0.5)
+        pulse.decode(least, step_time_s=0.5)
 
 
 def step(pulses: list[Pulse]) -> None:
@@ -185,7 +185,7 @@ def test_a_vote_brings_the_times_of_all_workers_to_all() -> None:
         step(pulses)
     vote(pulses, 1)
     for pulse in pulses:
-        (seen,) = pulse.heard(1)
+        (seen,) = pulse.observations(1)
         assert (seen.num_steps, seen.step_time_s) == (4, 0.5)
         assert seen.compute_s == pytest.approx((0.1, 0.19, 0.28))
         assert seen.data_s == pytest.approx((0.02,) * 3)
@@ -199,14 +199,14 @@ def test_times_of_another_round_are_not_given_out_for_this_one() -> None:
     vote(pulses, 1)
     step(pulses)
     vote(pulses, 1)
-    assert len(pulses[0].heard(1)) == 1
-    assert pulses[0].heard(2) == []
+    assert len(pulses[0].observations(1)) == 1
+    assert pulses[0].observations(2) == []
     step(pulses)  # contains the change of the world
     vote(pulses, 2)
-    assert pulses[0].heard(2) == []
+    assert pulses[0].observations(2) == []
     step(pulses)
     vote(pulses, 2)
-    assert len(pulses[0].heard(2)) == 1
+    assert len(pulses[0].observations(2)) == 1
 
 
 def test_silent_worker_leaves_the_others_without_a_comparison() -> None:
@@ -214,4 +214,4 @@ def test_silent_worker_leaves_the_others_without_a_comparison() -> None:
     vote(pulses, 1)
     pulses[0].step_ended(OwnTime(0.1, 0.0), OwnTime(0.0, 0.0))
     vote(pulses, 1)
-    assert pulses[0].heard(1) == []
+    assert pulses[0].observations(1) == []
