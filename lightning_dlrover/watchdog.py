@@ -430,11 +430,7 @@ class _Memory:
         if remedy.act == "none":
             return
         event = MemoryShort(
-            worker_id=membership.worker_id,
-            round=number,
-            step=self._fit.now.counts[0],
-            **asdict(remedy),
-            **asdict(forecast),
+            worker_id=membership.worker_id, round=number, step=self._fit.now.counts[0], **asdict(remedy), **asdict(forecast)
         )
         shared.event(event, f"{membership.worker_id}: {remedy.reason}")
         log.warning("memory of this worker: %s", remedy.reason)

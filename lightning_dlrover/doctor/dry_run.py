@@ -103,8 +103,7 @@ def dry_run(notes: Notes, folder: Path, script: str, arguments: list[str]) -> No
     on_import(observe)
     # The module imports torch, so only scripts that use it import it.
     when_imported(
-        "lightning_dlrover.rdzv.group.world",
-        lambda module: _wrap(module.World, "steps", lambda steps: _stepping(steps, notes)),
+        "lightning_dlrover.rdzv.group.world", lambda module: _wrap(module.World, "steps", lambda steps: _stepping(steps, notes))
     )
     notes.reached("start")
     try:

@@ -151,9 +151,7 @@ def check_memory(available: int | None = None, cores: float | None = None, addre
 
 
 def check_name(
-    endpoint: tuple[str, int] | None,
-    name: str | None = None,
-    resolve: Callable[[str], str | None] = address_of_name,
+    endpoint: tuple[str, int] | None, name: str | None = None, resolve: Callable[[str], str | None] = address_of_name
 ) -> Finding:
     """Check that this host's name resolves, and show the address that other hosts get.
 

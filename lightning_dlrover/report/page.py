@@ -195,14 +195,7 @@ def step_parts_picture(timeline: JobTimeline) -> Figure:
             mean_ms = 1000 * sum(p.part_s[part] * p.num_steps for p in chosen) / num_steps
             by_size.bar(place, mean_ms, bottom=base, width=0.62, color=PART_COLOURS[part], linewidth=0)
             base += mean_ms
-        by_size.annotate(
-            f"{base:.0f} ms",
-            (place, base),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-        )
+        by_size.annotate(f"{base:.0f} ms", (place, base), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=9)
     by_size.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     by_size.set_xlim(-0.6, max(len(sizes), 1) - 0.4)
     by_size.set_xlabel("workers")
@@ -261,10 +254,7 @@ def prediction_picture(timeline: JobTimeline) -> Figure:
     by_settings.set_title("by settings (last decision)" if shown else "by settings")
     over_time.set_title("over time")
     over_time.set_ylabel("step time (ms)")
-    _limit_to_typical(
-        over_time,
-        [1000 * p.step_time_s for p in timeline.profiles] + [1000 * c.high_s for c in considered],
-    )
+    _limit_to_typical(over_time, [1000 * p.step_time_s for p in timeline.profiles] + [1000 * c.high_s for c in considered])
     handles, labels = over_time.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside upper center", ncols=2)
@@ -468,14 +458,7 @@ def _limit_to_typical(axes: Axes, values: Sequence[float]) -> None:
 def _legend_above(axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        axes.legend(
-            handles,
-            labels,
-            loc="lower center",
-            bbox_to_anchor=(0.5, 1.0),
-            ncols=len(handles),
-            columnspacing=1.4,
-        )
+        axes.legend(handles, labels, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(handles), columnspacing=1.4)
 
 
 def _thousands() -> Any:
@@ -560,11 +543,7 @@ def _facts(timeline: JobTimeline) -> list[_Fact]:
     else:
         stall = _Fact("total stall", "not measured" if timeline.num_resizes else "none")
     return [
-        _Fact(
-            "duration",
-            _clock(timeline.duration_s),
-            timeline.end or "not finished",
-        ),
+        _Fact("duration", _clock(timeline.duration_s), timeline.end or "not finished"),
         _Fact("steps", f"{timeline.num_steps:,}"),
         _Fact(
             "samples profiled",
@@ -572,10 +551,7 @@ def _facts(timeline: JobTimeline) -> list[_Fact]:
             f"{timeline.num_profiled_samples / seconds:,.0f}/s in steps" if seconds else "",
         ),
         _Fact("rounds", str(len(timeline.rounds)), f"{timeline.num_resizes} of them changes"),
-        _Fact(
-            "workers",
-            " to ".join(str(n) for n in sorted({min(sizes), max(sizes)})) if sizes else "unknown",
-        ),
+        _Fact("workers", " to ".join(str(n) for n in sorted({min(sizes), max(sizes)})) if sizes else "unknown"),
         _Fact("workers lost", str(timeline.num_losses)),
         stall,
     ]

@@ -288,11 +288,7 @@ class Analyst:
     """
 
     def __init__(
-        self,
-        membership: Membership | None,
-        config: TuningConfig,
-        node_cores: float,
-        load: MachineLoad | None = None,
+        self, membership: Membership | None, config: TuningConfig, node_cores: float, load: MachineLoad | None = None
     ) -> None:
         self._membership = membership
         self._load = load

@@ -188,8 +188,7 @@ def _figures(settings: Settings) -> tuple[int, ...]:
 
 def _nearest(now: Settings, measured: Iterable[Settings]) -> Settings:
     return min(
-        measured,
-        key=lambda s: sum(abs(math.log((1 + a) / (1 + b))) for a, b in zip(_figures(s), _figures(now), strict=True)),
+        measured, key=lambda s: sum(abs(math.log((1 + a) / (1 + b))) for a, b in zip(_figures(s), _figures(now), strict=True))
     )
 
 

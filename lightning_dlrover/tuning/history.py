@@ -174,12 +174,7 @@ class JobHistory:
             connection.execute(insert(table), new)
 
     def _put_decisions(
-        self,
-        connection: Connection,
-        tables: _Tables,
-        key: str,
-        decisions: Sequence[Decision],
-        outcomes: Sequence[Outcome],
+        self, connection: Connection, tables: _Tables, key: str, decisions: Sequence[Decision], outcomes: Sequence[Outcome]
     ) -> None:
         from sqlalchemy import insert, select
 

@@ -285,10 +285,7 @@ MEMORY_TERMS: tuple[MemoryTerm, ...] = (
         0.0,
     ),
     MemoryTerm(
-        "loader_processes",
-        "pages that a loader worker does not share with its worker",
-        lambda c: c.loader_workers,
-        50.0 * MIB,
+        "loader_processes", "pages that a loader worker does not share with its worker", lambda c: c.loader_workers, 50.0 * MIB
     ),
     MemoryTerm(
         "prefetched_batches",
@@ -602,11 +599,7 @@ def choose_remedy(forecast: MemoryForecast, situation: GrowthSituation) -> Remed
     return Remedy("checkpoint", f"{forecast.text}{failed}; a checkpoint is written, as {why}: give each worker more memory")
 
 
-_NAMES: dict[Act, str] = {
-    "replace": "a new worker in its place",
-    "enlarge": "a larger node",
-    "add_workers": "more workers",
-}
+_NAMES: dict[Act, str] = {"replace": "a new worker in its place", "enlarge": "a larger node", "add_workers": "more workers"}
 
 
 def least_workers(remedies: Iterable[tuple[str, int]]) -> int:

@@ -325,9 +325,7 @@ def all_settings(limits: Limits, now: Settings) -> list[Settings]:
     prefetch = limits.prefetch_factors or (now.prefetch_factor or 2,)
     found = {now}
     for workers, loaders, threads in product(
-        limits.sizes,
-        limits.loader_workers or (now.loader_workers,),
-        limits.intra_op_threads or (now.intra_op_threads,),
+        limits.sizes, limits.loader_workers or (now.loader_workers,), limits.intra_op_threads or (now.intra_op_threads,)
     ):
         found.update(Settings(workers, loaders, threads, factor) for factor in (prefetch if loaders else (0,)))
     return sorted(found)

@@ -148,12 +148,7 @@ class _Problem:
 
     @classmethod
     def of(
-        cls,
-        amounts: Floats,
-        loader_overlap: Floats,
-        measured: Measured,
-        terms: NDArray[np.bool_],
-        pooled: PooledPulls | None,
+        cls, amounts: Floats, loader_overlap: Floats, measured: Measured, terms: NDArray[np.bool_], pooled: PooledPulls | None
     ) -> _Problem:
         # Columns of equal length: a coefficient then is about the share of the step time that its term takes.
         lengths = np.sqrt(((amounts / measured.step_s[:, None]) ** 2).mean(axis=0))
@@ -336,11 +331,7 @@ class PhysicalPrior:
 
     @classmethod
     def fit(
-        cls,
-        columns: Columns,
-        measured: Measured,
-        like: PhysicalPrior | None = None,
-        population: Population | None = None,
+        cls, columns: Columns, measured: Measured, like: PhysicalPrior | None = None, population: Population | None = None
     ) -> PhysicalPrior:
         """Fit the non-negative coefficients with the smallest squared error of the log, for each shape.
 
