@@ -12,12 +12,9 @@ from lightning_dlrover.rdzv.job.events import FitFinished, RowsSkipped, Sequence
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.tuning.samples import StepProfile
 
-# Read from a job's history the rows of a stream that its batches skip, each row counted once.
-
 MAX_SHOWN_RANGES = 3  # ranges of rows, in one readable line
 
-Ranges = Sequence[tuple[int, int]]
-"""Half-open ranges of rows."""
+Ranges = Sequence[tuple[int, int]]  # half-open ranges of rows
 
 
 @dataclass(frozen=True)
@@ -95,9 +92,6 @@ def shown_ranges(ranges: Ranges) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-# Read from a job's history the streams of its newest fit, and their progress.
-
-
 @dataclass(frozen=True)
 class ReadStreams:
     """The streams of a job's newest fit.
@@ -158,7 +152,7 @@ def read_streams(events: Sequence[EventRecord]) -> ReadStreams | None:
         if opened.fit == fit:
             by_number.setdefault(opened.number, []).append((at, opened))
     # Workers that restart the fit after the loss of all write the records again, counted from their checkpoint.
-    oldest = {number: _oldest_alike(newest_first) for number, newest_first in by_number.items()}
+    oldest = {number: _oldest_equal(newest_first) for number, newest_first in by_number.items()}
     windows = tuple(_windows(by_number[number]) for number in sorted(by_number))
     first = min(at for at, _ in oldest.values())
     finished = [done.global_step for record, done in events_of(events, FitFinished) if record.at >= first]
@@ -178,7 +172,7 @@ def _windows(newest_first: Sequence[tuple[float, StreamOpened]]) -> tuple[Stream
     return tuple(found[epoch] for epoch in sorted(found))
 
 
-def _oldest_alike(newest_first: Sequence[tuple[float, StreamOpened]]) -> tuple[float, StreamOpened]:
+def _oldest_equal(newest_first: Sequence[tuple[float, StreamOpened]]) -> tuple[float, StreamOpened]:
     """Return the oldest record that agrees with the newest one on the rows of each step."""
     _, newest = oldest = newest_first[0]
     if newest.grows:
@@ -203,7 +197,7 @@ def standing(
 ) -> Standing | None:
     """Return how far the fit is; None if nothing has measured it.
 
-    While nothing changes, windows of steps are published every few minutes only. A job that trains is taken to have gone on at
+    While nothing changes, windows of steps are published every few minutes only. A job that trains is assumed to continue at
     the pace of the newest one.
 
     Args:
