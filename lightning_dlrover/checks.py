@@ -1,4 +1,4 @@
-"""Unsupported scripts, loaders and arguments, refused when the Trainer starts."""
+"""Refuse scripts, loaders and arguments that several workers cannot run together without silent errors, with the reason."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.lightning_compat import EarlyStopping, ModelCheckpoint
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 
-# Refuse scripts that several workers cannot run together without silent errors, and explain the reason.
-
 log = logging.getLogger(__name__)
 
 
 class UnsupportedScriptError(Exception):
-    """A script does something that goes wrong with several workers."""
+    """A script cannot run correctly with several workers."""
 
 
 HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")  # options of parameter groups that schedulers set
@@ -51,8 +49,8 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             raise UnsupportedScriptError(
-                "ZeroRedundancyOptimizer spreads its state over the ranks of one round, so a part would go with each worker "
-                "that leaves. Use the optimizer that it wraps by itself; to save memory, shard large embedding tables instead"
+                "ZeroRedundancyOptimizer spreads its state over the ranks of one round, so a part would leave with each "
+                "worker. Use the wrapped optimizer directly; to save memory, shard large embedding tables instead"
             )
 
 
@@ -86,11 +84,11 @@ def check_graphs(module: torch.nn.Module) -> None:
 
 
 def warn_of_max_norm(module: torch.nn.Module) -> None:
-    """Name embeddings that drift apart as soon as there are several workers."""
+    """Warn of embeddings that drift apart with several workers."""
     kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
     if found := [name for name, part in module.named_modules() if isinstance(part, kinds) and part.max_norm is not None]:
         log.warning(
-            "the embeddings %s have max_norm, which rescales rows in the forward pass, on those workers only that read them: "
+            "the embeddings %s have max_norm, which rescales rows in the forward pass, only on the workers that read them: "
             "the workers' models drift apart. Leave max_norm out and rescale all rows in on_train_batch_end, or let "
             "DLRoverStrategy(on_drift='repair') copy rank 0's weights from time to time",
             ", ".join(found),
@@ -105,7 +103,7 @@ def check_capture() -> None:
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         raise UnsupportedScriptError(
-            "this backward pass is captured into a CUDA graph, which reduces gradients with the present workers for ever. Use "
+            "this backward pass is captured into a CUDA graph, which always reduces gradients with the present workers. Use "
             'torch.compile(module, mode="reduce-overhead") instead, which leaves the reduction out of its graphs'
         )
 
@@ -226,8 +224,8 @@ def different_rates(of_ranks: Sequence[list[list[Any]]], rank: int) -> Unsupport
     mine, first = next((a, b) for a, b in zip(of_ranks[rank], of_ranks[0], strict=True) if a != b)
     return UnsupportedScriptError(
         f"this worker's learning rate (or momentum, weight decay) is {mine}, rank 0's is {first}: the weights would drift "
-        "apart. A scheduler or optimizer probably depends on trainer.world_size, trainer.global_rank or a random number when "
-        "it is made; make it depend on the global batch size, which no resize changes"
+        "apart. A scheduler or optimizer probably depends on trainer.world_size, trainer.global_rank or a random number; make "
+        "it depend on the global batch size, which no resize changes"
     )
 
 
@@ -237,7 +235,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-# Decide which data loaders a live job can split anew for every world. Others are refused when the Trainer starts.
+# Data loaders that a job can split again for every world.
 
 GLOBAL_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 """Samplers of torch's own. Their order or seed is used for all workers together."""
@@ -246,7 +244,6 @@ RANK_NAMES = ("num_replicas", "world_size", "num_processes", "num_shards", "rank
 """Attributes that show that a sampler gives each worker its own samples."""
 
 MAX_WRAPPED_SAMPLERS = 8
-
 MAX_WRAPPED_DATASETS = 32
 
 
@@ -256,7 +253,7 @@ class UnsupportedLoaderError(TypeError):
 
 @dataclass(frozen=True)
 class Batching:
-    """The batching of a DataLoader."""
+    """Sampler and batch size of a DataLoader."""
 
     sampler: Any
     batch_size: int
@@ -266,8 +263,8 @@ class Batching:
 def batching_of(loader: DataLoader[Any]) -> Batching:
     """Return the sampler, batch size and `drop_last` of a loader, also if it was given a plain `BatchSampler`.
 
-    An `IterableDataset` has a sampler without meaning.
-    For a loader with a `batch_sampler` torch sets `batch_size` to None, `sampler` to a sequential one, `drop_last` to False.
+    The sampler of an `IterableDataset` has no meaning. For a loader with a `batch_sampler` torch sets `batch_size` to None,
+    `sampler` to a sequential one and `drop_last` to False.
 
     Raises:
         UnsupportedLoaderError: its batches cannot be split again for every world.
@@ -315,7 +312,7 @@ def batching_of(loader: DataLoader[Any]) -> Batching:
 
 
 def check_no_view_of_a_stream(dataset: Any) -> None:
-    """Raise `UnsupportedLoaderError` for a map-style dataset that takes rows of a stream, as `random_split` makes them."""
+    """Raise `UnsupportedLoaderError` for a map-style dataset that takes rows of a stream, such as one of `random_split`."""
     inside: list[Any] = [dataset]
     for each in inside:
         if isinstance(each, Stream) and each is not dataset:
@@ -399,7 +396,7 @@ def _full_name(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-# Refuse arguments of `DLRoverStrategy` that cannot be meant.
+# Arguments of `DLRoverStrategy`.
 
 
 def check_arguments(
@@ -415,11 +412,9 @@ def check_arguments(
     max_share: object,
     on_drift: object,
 ) -> None:
-    """Raise TypeError or ValueError for the first argument that cannot be meant; see `DLRoverStrategy`."""
+    """Raise TypeError or ValueError for the first invalid argument; see `DLRoverStrategy`."""
     if global_batch_size is not None:
-        _check_type("global_batch_size", global_batch_size, Integral, "a whole number of samples, or None")
-        if global_batch_size < 1:  # type: ignore[operator]
-            raise ValueError(f"global_batch_size is {global_batch_size}, it must be at least 1")
+        _check_count("global_batch_size", global_batch_size, "a whole number of samples, or None")
     _check_type("check_interval_s", check_interval_s, Real, "a number of seconds")
     if not 0 < check_interval_s < math.inf:  # type: ignore[operator]
         raise ValueError(f"check_interval_s is {check_interval_s}, it must be above 0")
@@ -435,11 +430,15 @@ def check_arguments(
     if not max_catch_up_s > 0:  # type: ignore[operator]
         raise ValueError(f"max_catch_up_s is {max_catch_up_s}, it must be above 0; math.inf stands for no limit")
     if max_share is not None and max_share != "whole":
-        _check_type("max_share", max_share, Integral, "a whole number of samples, 'whole' or None")
-        if max_share < 1:  # type: ignore[operator]
-            raise ValueError(f"max_share is {max_share}, it must be at least 1")
+        _check_count("max_share", max_share, "a whole number of samples, 'whole' or None")
     if on_drift not in ("end", "repair", "ignore"):
         raise ValueError(f"on_drift is {on_drift!r:.80}, it must be 'end', 'repair' or 'ignore'")
+
+
+def _check_count(name: str, value: object, meant: str) -> None:
+    _check_type(name, value, Integral, meant)
+    if value < 1:  # type: ignore[operator]
+        raise ValueError(f"{name} is {value}, it must be at least 1")
 
 
 def _check_type(name: str, value: object, kind: object, meant: str) -> None:

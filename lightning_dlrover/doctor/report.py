@@ -35,16 +35,15 @@ from lightning_dlrover.doctor.dry_run import NOTES
 from lightning_dlrover.doctor.imports import check_gpus, check_imports, import_all
 from lightning_dlrover.host import CGROUPS, PROC, address_of_name, cgroup_folders, interface_of, own_address, route_address
 from lightning_dlrover.lightning_compat import MALICIOUS
-from lightning_dlrover.output import Finding, error, ok, warning, worst
+from lightning_dlrover.output import Finding, counted, error, ok, warning, worst
 from lightning_dlrover.private_names import TESTED, TRIPLES, Triple, minor, tested_text
 from lightning_dlrover.rdzv.etcd.health import EtcdCondition, inspect, judge
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError, OwnedFolder, find_binary, version_of
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError, is_loopback, parse_endpoints
 from lightning_dlrover.tuning.resources import available_bytes, available_cores
 
-# Check this host: shared memory, limits, names and addresses, ports, clock.
-#
-# Thresholds are chosen so that an ordinary laptop passes. Every check takes the figures that it judges as parameters.
+# Check this host: shared memory, limits, names and addresses, ports, clock. Thresholds are chosen so that an ordinary laptop
+# passes. Every check takes the figures that it judges as parameters.
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -346,7 +345,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
 
 
-# Check the etcd of a job: the servers that are given, or the embedded one that a job starts for itself.
+# Check the etcd of a job: the given servers, or the embedded one that a job starts.
 
 
 def check_embedded() -> list[Finding]:
@@ -403,9 +402,8 @@ def _unreachable(endpoint: str, problem: EtcdError) -> Finding:
     return error("etcd", str(problem), "check that etcd runs, --endpoint, firewalls, and user and certificates")
 
 
-# Compare installed packages with this package's requirements, with the tested releases, and with each other.
-#
-# Reads their metadata and imports none of them: a package that does not fit may crash the process that imports it.
+# Compare installed packages with this package's requirements, with the tested releases, and with each other. Only their
+# metadata is read: a package that does not fit may crash the process that imports it.
 
 _OWN = "lightning-dlrover"
 _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
@@ -422,7 +420,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def is_safe_to_import(installed: Mapping[str, str]) -> bool:
-    """Whether no release is installed that does harm when it is imported."""
+    """Return whether no malicious release is installed."""
     return installed.get("lightning") not in MALICIOUS
 
 
@@ -452,18 +450,15 @@ def _own_requirements() -> list[str]:
 
 def _requirements(installed: Mapping[str, str], requirements: Iterable[str]) -> list[Finding]:
     """Find required packages that are missing or too old."""
-    unmet = []
-    for text in requirements:
-        requirement = Requirement(text)
+    findings = []
+    for requirement in map(Requirement, requirements):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        found = installed.get(canonicalize_name(requirement.name))
+        found, wanted = installed.get(canonicalize_name(requirement.name)), f"{requirement.name}{requirement.specifier}"
         if found is None or not requirement.specifier.contains(found, prereleases=True):
-            unmet.append((f"{requirement.name}{requirement.specifier}", found))
-    return [
-        error("packages", f"{wanted} is required, {found or 'none'} is installed", f"pip install '{wanted}'")
-        for wanted, found in unmet
-    ]
+            text = f"{wanted} is required, {found or 'none'} is installed"
+            findings.append(error("packages", text, f"pip install '{wanted}'"))
+    return findings
 
 
 def _tested(installed: Mapping[str, str]) -> tuple[list[str], list[Finding]]:
@@ -536,7 +531,7 @@ def _torchrec(installed: Mapping[str, str]) -> list[Finding]:
         return [error("fbgemm", f"torchrec {torchrec} needs {wanted}, which is not installed", move)]
     name, fbgemm = found[0]
     if triple is None:
-        return [warning("fbgemm", f"torchrec {torchrec} is of no known release of fbgemm and torch", move)]
+        return [warning("fbgemm", f"torchrec {torchrec} matches no known release of fbgemm and torch", move)]
     wrong = []
     if minor(fbgemm) != triple.fbgemm:
         wrong.append(f"torchrec {torchrec} needs {name} {triple.fbgemm}, {fbgemm} is installed")
@@ -846,7 +841,7 @@ def summary(findings: Iterable[Finding]) -> str:
     if not counts["error"] and not counts["warning"]:
         return f"{counts['ok']} checks, no trouble found"
     found = ((counts[verdict], verdict) for verdict in ("error", "warning") if counts[verdict])
-    parts = [f"{count} {verdict}{'s' if count > 1 else ''}" for count, verdict in found]
+    parts = [counted(count, verdict) for count, verdict in found]
     return f"{sum(counts.values())} checks: {', '.join(parts)}"
 
 
