@@ -115,10 +115,7 @@ class ReadingAhead(DataLoader[int]):
     "loader, advice",
     [
         (DataLoader(Stream(), batch_size=None), "takes whole batches from Stream, .* let the dataset yield single samples"),
-        (
-            ReadingAhead(Stream()),
-            r"ReadingAhead overrides .* Use a plain DataLoader: a live job keeps",
-        ),
+        (ReadingAhead(Stream()), r"ReadingAhead overrides .* Use a plain DataLoader: a live job keeps"),
         (DataLoader(DATA, batch_size=None), "give it a batch_size"),
         (DataLoader(DATA, batch_sampler=OwnBatches(SequentialSampler(DATA), 2, False)), "give the DataLoader a batch_size"),
         (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "batch_sampler list decides"),

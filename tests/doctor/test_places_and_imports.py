@@ -86,12 +86,7 @@ def test_imports_that_take_too_long_are_named(tmp_path: Path) -> None:
     [
         (Imported(), 0, "ok", "none"),
         (Imported(), 2, "warning", "CPU build"),
-        (
-            Imported(cuda="13.0", nccl=(2, 29, 2), num_devices=2),
-            2,
-            "ok",
-            "driver 580.1, torch for CUDA 13.0, NCCL 2.29.2",
-        ),
+        (Imported(cuda="13.0", nccl=(2, 29, 2), num_devices=2), 2, "ok", "driver 580.1, torch for CUDA 13.0, NCCL 2.29.2"),
         (Imported(cuda="13.0", nccl=(2, 28, 5), num_devices=2), 2, "warning", "may crash"),
         (Imported(cuda="13.0", device_problem="driver too old"), 1, "error", "torch can use none: driver too old"),
     ],

@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 from lightning_dlrover.rdzv.job.events import RowsSkipped, StreamOpened, record_of
 from lightning_dlrover.report.streams import described_skipped, merged, shown_ranges, skipped_rows
 
-OPENED = StreamOpened(
-    *(1, 0, "parquet('train')", "/", 2, 100, "digest", 13, 13, False),
-    *(0, 0, 0, 2, 8, 4, 12, 4096),
-)
+OPENED = StreamOpened(*(1, 0, "parquet('train')", "/", 2, 100, "digest", 13, 13, False), *(0, 0, 0, 2, 8, 4, 12, 4096))
 FOUND = RowsSkipped(1, 0, 0, "a.parquet", [[10, 20]], "broken")
 
 

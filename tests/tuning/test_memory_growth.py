@@ -110,13 +110,7 @@ def test_nothing_is_predicted_without_a_limit_or_from_few_windows() -> None:
 
 FORECAST = MemoryForecast(700 * MIB, 200 * MIB, 1000 * MIB, 1.0 * MIB, 250.0, 200.0, 0.1)  # 25 s, 20 s at the earliest
 SITUATION = GrowthSituation(
-    remaining_steps=1000,
-    lead_s=10.0,
-    num_workers=2,
-    max_workers=4,
-    can_add=True,
-    can_replace=True,
-    has_sharded_tables=False,
+    remaining_steps=1000, lead_s=10.0, num_workers=2, max_workers=4, can_add=True, can_replace=True, has_sharded_tables=False
 )
 
 

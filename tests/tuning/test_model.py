@@ -268,9 +268,7 @@ def test_prior_is_monotonic_in_cores_and_workers(seed: int, factor: float, more:
     prior = PhysicalPrior.of(samples)
     here = replace(configuration_of(samples[0]), intra_op_threads=0)
     faster, base, crowded = prior.step_time_s(
-        Columns.of(
-            [replace(here, cores=here.cores * factor), here, replace(here, num_workers=here.num_workers + more)],
-        )
+        Columns.of([replace(here, cores=here.cores * factor), here, replace(here, num_workers=here.num_workers + more)])
     )
     assert faster <= base * (1 + 1e-9)
     assert base <= crowded * (1 + 1e-9)
