@@ -41,11 +41,7 @@ HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")  # options of para
 
 
 def check_optimizers(optimizers: Sequence[Any]) -> None:
-    """Check the optimizers at the start of a job that can change.
-
-    Raises:
-        UnsupportedScriptError: an optimizer's state is spread over the workers of one round.
-    """
+    """Raise `UnsupportedScriptError` for an optimizer whose state is spread over the workers of one round."""
     for optimizer in optimizers:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             raise UnsupportedScriptError(
@@ -55,11 +51,7 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
 
 
 def check_hook_state(state: object | None) -> None:
-    """Check the state of DDP's communication hook at the start of a job that can change.
-
-    Raises:
-        UnsupportedScriptError: the hook has a state, which holds a group or gradients of one round's buckets and workers.
-    """
+    """Raise `UnsupportedScriptError` for a state of DDP's communication hook: it holds a group, or gradients of one round."""
     if state is not None:
         raise UnsupportedScriptError(
             f"ddp_comm_state={type(state).__name__} belongs to the workers of one round: after a change its group is gone, its "
@@ -69,11 +61,7 @@ def check_hook_state(state: object | None) -> None:
 
 
 def check_graphs(module: torch.nn.Module) -> None:
-    """Check for modules that replay CUDA graphs, at the start of a job that can change.
-
-    Raises:
-        UnsupportedScriptError: a graph holds for one size of batches, and each worker's share changes with the workers.
-    """
+    """Raise `UnsupportedScriptError` for modules that replay CUDA graphs, as a graph is valid for one size of batches only."""
     for name, part in module.named_modules():
         if getattr(vars(part).get("forward"), "__module__", "") == "torch.cuda.graphs":
             raise UnsupportedScriptError(
@@ -96,11 +84,7 @@ def warn_of_max_norm(module: torch.nn.Module) -> None:
 
 
 def check_capture() -> None:
-    """Check, in a job that can change, that a backward pass is not being captured.
-
-    Raises:
-        UnsupportedScriptError: a replay would reduce gradients with the workers of the round of its capture.
-    """
+    """Raise `UnsupportedScriptError` while a backward pass is captured: replays would use the workers of that round."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         raise UnsupportedScriptError(
             "this backward pass is captured into a CUDA graph, which always reduces gradients with the present workers. Use "
@@ -109,11 +93,7 @@ def check_capture() -> None:
 
 
 def check_precision_of_tables(precision: Any) -> None:
-    """Check Lightning's precision plugin of a model with tables that are trained in their backward pass.
-
-    Raises:
-        UnsupportedScriptError: it scales the loss, and nothing could undo that before the tables' rows are updated.
-    """
+    """Raise `UnsupportedScriptError` for a precision plugin that scales the loss of tables trained in the backward pass."""
     if getattr(precision, "scaler", None) is not None:
         raise UnsupportedScriptError(
             f"precision={getattr(precision, 'precision', '16-mixed')!r} scales the loss, and embedding tables are updated in "
@@ -150,11 +130,7 @@ def different_callbacks(ones: Sequence[str], others: Sequence[str], one: str, ot
 
 
 def explain_single_sample(error: ValueError, num_samples: int, num_workers: int) -> None:
-    """Explain a BatchNorm error of a training step.
-
-    Raises:
-        ValueError: `error` is BatchNorm's, about a share of a single sample.
-    """
+    """Raise a `ValueError` with an explanation if `error` is BatchNorm's about a share of a single sample."""
     if num_workers > 1 and num_samples == 1 and "more than 1 value per channel" in str(error):
         raise ValueError(
             f"BatchNorm cannot train on one sample, which is this worker's share of the batch: {num_workers} workers share "
@@ -164,11 +140,7 @@ def explain_single_sample(error: ValueError, num_samples: int, num_workers: int)
 
 
 def explain_memory(error: torch.OutOfMemoryError, num_samples: int, num_workers: int, reason: str) -> torch.OutOfMemoryError:
-    """Return an error that explains why a share cannot be computed in parts where it does not fit.
-
-    Args:
-        num_samples: samples of the pass that did not fit.
-    """
+    """Return an error that explains why a share of `num_samples`, which did not fit, cannot be computed in parts."""
     return torch.OutOfMemoryError(
         f"{error}\nThis worker ran out of memory with {num_samples} samples at once, as one of {num_workers} workers, and "
         f"{reason}. Use a smaller global_batch_size, more workers at least (--workers MIN:MAX), or automatic optimization with "
@@ -189,11 +161,7 @@ class BackwardCheck:
         self._num_now += 1
 
     def optimizer_step(self, optimizer: Any, closure: Any) -> None:
-        """Check the gradients' origin. Call it before each step of manual optimization.
-
-        Raises:
-            UnsupportedScriptError: no gradient came from `manual_backward`.
-        """
+        """Raise `UnsupportedScriptError` before a step of manual optimization if no gradient came from `manual_backward`."""
         if self._num_now or self._num_before or getattr(closure, "__name__", "") != "do_nothing_closure":
             return
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):

@@ -69,25 +69,15 @@ WAY_OUT = "give another --out"
 
 @dataclass(frozen=True)
 class RecordForm(Generic[H]):
-    """The form of a kind of files.
+    """The form of a kind of files."""
 
-    Args:
-        header: dataclass of the first line, with a field `format`.
-        records: dataclasses of the other lines, by the field `kind` of a line.
-        format: number of the format that this release reads.
-        file_of: the file as messages name it, such as `a queue`.
-        line_of: one line, such as `a record of a queue`.
-        user: the program that adds lines.
-        error: for files that cannot be read or added to.
-    """
-
-    header: type[H]
-    records: Mapping[str, type]
-    format: int
-    file_of: str
-    line_of: str
-    user: str
-    error: type[ValueError]
+    header: type[H]  # dataclass of the first line, with a field `format`
+    records: Mapping[str, type]  # dataclasses of the other lines, by the field `kind` of a line
+    format: int  # number of the format that this release reads
+    file_of: str  # the file as messages name it, such as `a queue`
+    line_of: str  # one line, such as `a record of a queue`
+    user: str  # the program that adds lines
+    error: type[ValueError]  # for files that cannot be read or added to
 
 
 class RecordFile(Generic[H]):

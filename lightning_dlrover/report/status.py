@@ -381,18 +381,12 @@ def _summary(run_id: str, prefix: str, entries: Mapping[str, KeyValue]) -> JobSu
         keys = Keys(run_id, prefix)
     except ValueError:  # a foreign key under our prefix
         return JobSummary(run_id, "unreadable")
-    problems: list[RecordError] = []
-
-    def record(key: str, kind: type[T]) -> T | None:
-        try:
-            return decode(kind, entries[key].value, key) if key in entries else None
-        except RecordError as error:
-            problems.append(error)
-            return None
-
-    job, round_, nodes = record(keys.job, JobRecord), record(keys.round, RoundRecord), record(keys.nodes, NodesRecord)
-    controller = record(keys.controller, ControllerRecord)
-    each = [record(key, NodeRecord) for key in entries if key.startswith(keys.each_node)]
+    problems: list[str] = []
+    job = _record(JobRecord, entries.get(keys.job), problems)
+    round_ = _record(RoundRecord, entries.get(keys.round), problems)
+    nodes = _record(NodesRecord, entries.get(keys.nodes), problems)
+    controller = _record(ControllerRecord, entries.get(keys.controller), problems)
+    each = [_record(NodeRecord, entry, problems) for key, entry in entries.items() if key.startswith(keys.each_node)]
     state: str = "unreadable" if problems else job.phase if job else "not started"
     is_there = controller is not None or any(key.startswith((keys.workers, keys.agents)) for key in entries)
     if state in ("starting", "training") and not is_there:
@@ -407,6 +401,15 @@ def _summary(run_id: str, prefix: str, entries: Mapping[str, KeyValue]) -> JobSu
         f"process {controller.pid} on {controller.host}" if controller else "",
         job.created_at if job else 0.0,
     )
+
+
+def _record(record_type: type[T], entry: KeyValue | None, problems: list[str]) -> T | None:
+    """Return an entry's record; None if there is none, or if it is unreadable, which is added to the problems."""
+    try:
+        return read(record_type, entry)
+    except RecordError as error:
+        problems.append(str(error))
+        return None
 
 
 def is_locked(folder: Path) -> bool | None:
@@ -497,34 +500,21 @@ def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
     if not entries:
         raise JobNotFoundError(f"etcd holds no job {keys.run_id!r} under {keys.prefix!r}; is the name right, or has it ended?")
     problems: list[str] = []
-
-    def bad(key: str, error: RecordError) -> None:
-        problems.append(str(error))
-
     by_key = {entry.key: entry for entry in entries}
-    view = read_view(by_key, keys, bad)
-
-    def record(record_type: type[T], key: str) -> T | None:
-        try:
-            return read(record_type, by_key.get(key))
-        except RecordError as error:
-            bad(key, error)
-            return None
-
+    view = read_view(by_key, keys, lambda _, error: problems.append(str(error)))
     agents = AgentView(
         agents={a: SeenAgent(agent, by_key[keys.agents + a].create_revision) for a, agent in view.agents.items()},
-        round=record(AgentRound, keys.agent_round),
-        notice=record(AgentNotice, keys.agent_notice),
+        round=_record(AgentRound, by_key.get(keys.agent_round), problems),
+        notice=_record(AgentNotice, by_key.get(keys.agent_notice), problems),
         job=view.job,
     )
-    by_key |= {entry.key: entry for entry in (client.get(keys.snapshot), client.get(keys.progress)) if entry is not None}
     return FoundJob(
         view,
         agents,
-        record(ControllerRecord, keys.controller),
-        record(NodesRecord, keys.nodes),
-        record(SnapshotRecord, keys.snapshot),
-        record(ProgressRecord, keys.progress),
+        _record(ControllerRecord, by_key.get(keys.controller), problems),
+        _record(NodesRecord, by_key.get(keys.nodes), problems),
+        _record(SnapshotRecord, client.get(keys.snapshot), problems),
+        _record(ProgressRecord, client.get(keys.progress), problems),
         problems,
     )
 

@@ -19,16 +19,11 @@ Ranges = Sequence[tuple[int, int]]  # half-open ranges of rows
 
 @dataclass(frozen=True)
 class SkippedFile:
-    """Skipped rows of one file or partition.
-
-    Attributes:
-        ranges: ascending, apart from each other.
-        reason: reason of the rows that were found first.
-    """
+    """Skipped rows of one file or partition."""
 
     file: str
-    ranges: tuple[tuple[int, int], ...]
-    reason: str
+    ranges: tuple[tuple[int, int], ...]  # ascending, apart from each other
+    reason: str  # reason of the rows that were found first
 
     @property
     def num_rows(self) -> int:
@@ -37,14 +32,10 @@ class SkippedFile:
 
 @dataclass(frozen=True)
 class SkippedRows:
-    """Skipped rows of a stream.
-
-    Attributes:
-        is_complete: whether all of them were recorded.
-    """
+    """Skipped rows of a stream."""
 
     files: tuple[SkippedFile, ...] = ()
-    is_complete: bool = True
+    is_complete: bool = True  # whether all of them were recorded
 
     @property
     def num_rows(self) -> int:
@@ -94,18 +85,12 @@ def shown_ranges(ranges: Ranges) -> str:
 
 @dataclass(frozen=True)
 class ReadStreams:
-    """The streams of a job's newest fit.
-
-    Attributes:
-        at: when the fit began, in seconds since the epoch.
-        finished_step: optimizer updates at the end of the fit; None: it has not finished.
-        windows: of each stream, its records by epoch; more than one if it grows.
-    """
+    """The streams of a job's newest fit."""
 
     streams: tuple[StreamOpened, ...]
-    at: float
-    finished_step: int | None = None
-    windows: tuple[tuple[StreamOpened, ...], ...] = ()
+    at: float  # begin of the fit, seconds since the epoch
+    finished_step: int | None = None  # optimizer updates at the end of the fit; None: it has not finished
+    windows: tuple[tuple[StreamOpened, ...], ...] = ()  # of each stream, its records by epoch; more than one if it grows
 
     def window_of(self, stream: StreamOpened, step: int) -> StreamOpened:
         """Return the record that an optimizer update, or a batch where updates vary, belongs to."""
@@ -126,19 +111,12 @@ class Skew:
 
 @dataclass(frozen=True)
 class Standing:
-    """A fit's position.
+    """A fit's position."""
 
-    Attributes:
-        batches: global batches since the beginning of the epoch of the fit's beginning.
-        age_s: seconds since it was measured.
-        batches_per_s: None: not known.
-        skew: None: fewer than two workers were measured, or the fit has finished.
-    """
-
-    batches: int
-    age_s: float
-    batches_per_s: float | None = None
-    skew: Skew | None = None
+    batches: int  # global batches since the beginning of the epoch in which the fit began
+    age_s: float  # seconds since it was measured
+    batches_per_s: float | None = None  # None: unknown
+    skew: Skew | None = None  # None: fewer than two workers were measured, or the fit has finished
 
 
 def read_streams(events: Sequence[EventRecord]) -> ReadStreams | None:

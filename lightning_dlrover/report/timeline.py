@@ -411,18 +411,12 @@ def _wrapped(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class GivenSize:
-    """One size, and its outcome.
+    """One size, and its outcome."""
 
-    Args:
-        at: seconds since the epoch.
-        measured_per_s: samples/s with this size, median of the windows until the next one; None: never measured.
-        pause_s: the job's pause for the change; None: not measured.
-    """
-
-    at: float
+    at: float  # seconds since the epoch
     given: SizeGiven
-    measured_per_s: float | None
-    pause_s: float | None
+    measured_per_s: float | None  # samples/s with this size, median of the windows until the next one; None: never measured
+    pause_s: float | None  # the job's pause for the change; None: not measured
 
 
 def given_sizes(events: Sequence[EventRecord], profiles: Sequence[Profile]) -> list[GivenSize]:

@@ -44,27 +44,16 @@ class TuningConfig:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """A job's records and history at the time of a decision.
+    """A job's records and history at the time of a decision."""
 
-    Args:
-        job: None: the worker trains alone, without a job whose workers can change.
-        plan: the job's present plan.
-        nodes: the limits of the job's nodes; None unless a controller starts and ends them.
-        has_controller: whether a controller carries out plans.
-        events: the job's events, oldest first.
-        age_s: seconds since the job's start.
-        similar: earlier jobs like this one.
-        population: common properties of other jobs on this hardware.
-    """
-
-    job: JobRecord | None = None
-    plan: PlanRecord | None = None
-    nodes: NodesRecord | None = None
-    has_controller: bool = False
-    events: Sequence[EventRecord] = ()
-    age_s: float = 0.0
-    similar: Sequence[PastJob] = ()
-    population: Population | None = None
+    job: JobRecord | None = None  # None: the worker trains alone, without a job whose workers can change
+    plan: PlanRecord | None = None  # the job's present plan
+    nodes: NodesRecord | None = None  # the limits of the job's nodes; None unless a controller starts and ends them
+    has_controller: bool = False  # whether a controller carries out plans
+    events: Sequence[EventRecord] = ()  # the job's events, oldest first
+    age_s: float = 0.0  # seconds since the job's start
+    similar: Sequence[PastJob] = ()  # earlier jobs like this one
+    population: Population | None = None  # common properties of other jobs on this hardware
 
     @property
     def is_by_hand(self) -> bool:
@@ -77,19 +66,12 @@ class JobFacts:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A decision to carry out.
+    """A decision to carry out."""
 
-    Args:
-        decision: the settings of the job as far as the planner may choose them now, and why.
-        advice: the settings that would be best if the planner chose all of them. The plan takes its number of workers.
-        is_binding: whether the planner decides on workers and nodes, and a controller carries that out.
-        keeps_workers: whether the plan's number of workers stays as it is.
-    """
-
-    decision: Decision
-    advice: Decision
-    is_binding: bool
-    keeps_workers: bool = False
+    decision: Decision  # the settings that the planner may choose now, and why
+    advice: Decision  # the best settings if the planner chose all of them; the plan takes its number of workers
+    is_binding: bool  # whether the planner decides on workers and nodes, and a controller carries that out
+    keeps_workers: bool = False  # whether the plan's number of workers stays as it is
 
 
 class Autotuner:

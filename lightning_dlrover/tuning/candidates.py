@@ -192,7 +192,7 @@ def _nearest(now: Settings, measured: Iterable[Settings]) -> Settings:
     )
 
 
-# What a decision is based on: the state of a running job, the model of its steps, and the rules.
+# The basis of a decision: the state of a running job, the model of its steps, and the rules.
 
 
 class Model(Protocol):
@@ -205,32 +205,21 @@ class Model(Protocol):
 class PlanRequest:
     """The state of a running job.
 
-    Args:
-        windows: windows of rank 0, oldest first; the last one shows the present settings.
-        node_cores: cores of one node, all its workers together; 0: unknown.
-        remaining_samples: samples that the whole job has still to train on; None if unknown.
-        resize_cost_s: seconds that the whole job pauses when workers change, as measured.
-        retune_cost_s: seconds that it pauses when the other settings change, as measured.
-        age_s: seconds since the job's start.
-        spent: money spent so far; None: unknown.
-        past: earlier decisions of this job, in any order; they keep the planner from going back and forth.
-        suggestion: final settings of similar jobs; None: there were none.
-
     Example:
         >>> request = PlanRequest(windows, node_cores=4, remaining_samples=1e6)  # `windows`: step profiles of one job
         >>> request.current.num_workers
         2
     """
 
-    windows: Sequence[StepProfile]
-    node_cores: float = 0.0
-    remaining_samples: float | None = None
-    resize_cost_s: float = 0.5
-    retune_cost_s: float = 0.1
-    age_s: float = 0.0
-    spent: float | None = None
-    past: Sequence[Decision] = ()
-    suggestion: Suggestion | None = None
+    windows: Sequence[StepProfile]  # windows of rank 0, oldest first; the last one shows the present settings
+    node_cores: float = 0.0  # cores of one node, all its workers together; 0: unknown
+    remaining_samples: float | None = None  # samples that the whole job has still to train on; None: unknown
+    resize_cost_s: float = 0.5  # seconds that the whole job pauses when workers change, as measured
+    retune_cost_s: float = 0.1  # seconds that it pauses when the other settings change, as measured
+    age_s: float = 0.0  # seconds since the job's start
+    spent: float | None = None  # money spent so far; None: unknown
+    past: Sequence[Decision] = ()  # earlier decisions of this job, in any order: they prevent oscillation
+    suggestion: Suggestion | None = None  # final settings of similar jobs; None: there were none
 
     def __post_init__(self) -> None:
         if not self.windows:

@@ -1,4 +1,4 @@
-"""Findings about installed packages, places for nodes, and imports."""
+"""Findings about installed packages, places for nodes, imports and GPUs."""
 
 from __future__ import annotations
 
