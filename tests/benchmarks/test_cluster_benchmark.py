@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from cluster_policies import compare
 from cluster_requests import LOAD, MEMORY_USE_OF_REQUEST, NUM_NODES, UNITS_PER_NODE, Result, draw_requests, run
 from jobs import BenchmarkError
 from measured_clusters import write_speeds, write_trace
+from windows import TRACES, needs_traces
 
 from lightning_dlrover.lab.simulate import simulator, traces
 from lightning_dlrover.lab.simulate.simulator import Cluster
@@ -24,7 +24,6 @@ from lightning_dlrover.lab.simulate.study import read_inputs
 from lightning_dlrover.lab.simulate.traces import TraceError
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEEDS = Path(os.environ.get("DLROVER_SHARED_DATA", ROOT.parent / "shared" / "data")) / "step_traces"
 
 
 @pytest.mark.long
@@ -106,10 +105,10 @@ def test_figures_need_jct_and_another_policy(tmp_path: Path) -> None:
             quickly(tmp_path, policies=policies)
 
 
-@pytest.mark.skipif(not SPEEDS.is_dir(), reason=f"no {SPEEDS}: set DLROVER_SHARED_DATA to the folder that holds step_traces")
+@needs_traces
 @pytest.mark.long
 def test_one_decision_for_a_large_cluster_is_fast_and_near_the_optimum() -> None:
-    figures = figures_of("cluster.py", "--scale", "--quick", "--speeds", str(SPEEDS), environment=ONE_THREAD)
+    figures = figures_of("cluster.py", "--scale", "--quick", "--speeds", str(TRACES), environment=ONE_THREAD)
     assert list(figures) == ["decision_s", "decision_mb", "optimality"]
     assert figures["decision_s"] < 5  # 0.25 s on an idle core
     assert figures["decision_mb"] < 500

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +9,10 @@ from pathlib import Path
 import perf_model
 import pytest
 from benchmark_figures import ONE_THREAD, figures_of
+from windows import TRACES, needs_traces
 
 ROOT = Path(__file__).resolve().parents[2]
-DATA = Path(os.environ.get("DLROVER_SHARED_DATA", ROOT.parent / "shared" / "data"))
 SPLITS = ("interp", "extrap", "scale", "few", "by_placement")
-needs_traces = pytest.mark.skipif(
-    not (DATA / "step_traces").is_dir(), reason=f"no step_traces in {DATA}: set DLROVER_SHARED_DATA to their folder"
-)
 
 
 @needs_traces
@@ -68,7 +64,7 @@ def test_other_jobs_on_the_same_hardware_lower_the_errors() -> None:
 @pytest.mark.parametrize("layers, of_others", [(perf_model.LAYERS, False), (perf_model.OF_HISTORY, True)])
 def test_each_layer_that_is_left_out_changes_a_prediction(layers: tuple[perf_model.Layer, ...], of_others: bool) -> None:
     job, *others = (
-        perf_model.with_bytes(model, perf_model.read(DATA / "step_traces", model, "placements", with_sync=True))
+        perf_model.with_bytes(model, perf_model.read(TRACES, model, "placements", with_sync=True))
         for model in ("bert", "cifar10", "imagenet", "yolov3")
     )
     cases = [next(perf_model.splits(split, job, (), 1)) for split in ("interp", "off_node")]

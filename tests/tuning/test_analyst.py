@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from simulated_jobs import Truth, input_bound, window
+from simulated_jobs import Truth, input_bound, settings_under, window
 from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -50,10 +50,7 @@ class RunningJob:
             plan = self.membership.view.plan
             if plan is not None:
                 self.cores = max(self.cores, float(plan.node_cpus or 0))
-                workers = plan.num_workers if plan.binding else self.settings.num_workers
-                loaders = plan.loader_workers if plan.loader_workers is not None else self.settings.loader_workers
-                threads = plan.intra_op_threads or self.settings.intra_op_threads
-                self.settings = Settings(workers, loaders, threads, (plan.prefetch_factor or 2) if loaders else 0)
+                self.settings = settings_under(plan, self.settings)
 
     def _wait_until_digested(self) -> None:
         deadline = time.monotonic() + 20

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import fsum
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +29,7 @@ from simulated_jobs import (
     traced_steps,
     window,
 )
+from windows import TRACES, needs_traces
 
 from lightning_dlrover.tuning import MemoryModel, StepTimeModel
 from lightning_dlrover.tuning.autoscale import TrialWatch, expected_improvement, give_up_above_s, has_failed, plan, retreat
@@ -48,10 +47,9 @@ from lightning_dlrover.tuning.plan import (
     configuration,
     why_not,
 )
-from lightning_dlrover.tuning.samples import StepProfile
+from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
 
 ONE = Settings(1, 0, 1, 0)
-TRACES = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data")) / "step_traces"
 
 
 def ours(request: PlanRequest, limits: Limits, number: int) -> Decision:
@@ -151,12 +149,10 @@ def test_planner_settles_from_anywhere_no_worse_than_it_began(
     assert truth.parts(end).step_s <= truth.parts(first).step_s * (1.03 + 2 * noise)
 
 
+@needs_traces
 @pytest.mark.parametrize("name", ["ncf", "cifar10", "deepspeech2", "bert", "imagenet", "yolov3"])
 def test_on_measured_traces_the_number_of_workers_ends_close_to_the_best(name: str) -> None:
-    file = TRACES / f"{name}-placements.csv"
-    if not file.exists():
-        pytest.skip(f"{file} does not exist; set DLROVER_SHARED_DATA to the folder that holds step_traces")
-    traced = traced_steps(file)
+    traced = traced_steps(TRACES / f"{name}-placements.csv")
     batches = [batch for nodes, workers, batch in traced if (nodes, workers) == (1, 1)]
     per_worker = sorted(batches)[len(batches) // 2]
 
@@ -186,12 +182,7 @@ def test_on_measured_traces_the_number_of_workers_ends_close_to_the_best(name: s
                     global_batch=per_worker * 4,
                     local_batch=math.ceil(per_worker * 4 / workers),
                     step_time_s=time_s,
-                    data_wait_s=0.0,
-                    communication_s=0.0,
-                    forward_s=0.0,
-                    backward_s=0.0,
-                    optimizer_s=0.0,
-                    other_s=0.0,
+                    **{f"{part}_s": 0.0 for part in STEP_PARTS},
                 )
             )
         request = PlanRequest(samples, remaining_samples=2e4 * per_worker, past=tuple(past))

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from simulated_jobs import Truth, input_bound, window
+from simulated_jobs import Truth, input_bound, settings_under, window
 
 from lightning_dlrover.rdzv.job.records import JobRecord, NodesRecord, PlanRecord
 from lightning_dlrover.tuning.analyst import merged_plan, proposed_plan
@@ -74,10 +74,7 @@ class TunedJob:
             return
         self.facts = dataclasses.replace(self.facts, plan=plan)
         self.cores = max(self.cores, float(plan.node_cpus or 0))
-        workers = plan.num_workers if plan.binding else self.settings.num_workers
-        loaders = plan.loader_workers if plan.loader_workers is not None else self.settings.loader_workers
-        threads = plan.intra_op_threads or self.settings.intra_op_threads
-        self.settings = Settings(workers, loaders, threads, (plan.prefetch_factor or 2) if loaders else 0)
+        self.settings = settings_under(plan, self.settings)
 
 
 def test_every_change_is_judged_once_and_the_job_becomes_faster() -> None:
