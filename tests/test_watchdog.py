@@ -184,21 +184,21 @@ def test_stopped_worker_is_reported_and_not_dumped(caplog: pytest.LogCaptureFixt
 
 def test_slow_etcd_is_no_time_without_the_gil(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "GIL_TIMEOUT_S", 2.0)
-    num_looks, looked_again = 0, threading.Event()
+    num_checks, checked_again = 0, threading.Event()
 
     def wait_for_etcd(_: Any, now: float) -> None:
-        nonlocal num_looks
-        num_looks += 1
-        if num_looks == 1:
-            looked_again.wait(3.0)  # nobody sets it meanwhile: as long as etcd does not answer
+        nonlocal num_checks
+        num_checks += 1
+        if num_checks == 1:
+            checked_again.wait(3.0)  # not set in between, as long as etcd does not answer
         else:
-            looked_again.set()
+            checked_again.set()
 
     for each in ("_Hangs", "_Stragglers"):
-        monkeypatch.setattr(watchdog, each, lambda *_: SimpleNamespace(look=lambda *_, **__: None))
-    monkeypatch.setattr(watchdog, "_Memory", type("_Slow", (), {"__init__": lambda *_: None, "look": wait_for_etcd}))
+        monkeypatch.setattr(watchdog, each, lambda *_: SimpleNamespace(check=lambda *_, **__: None))
+    monkeypatch.setattr(watchdog, "_Memory", type("_Slow", (), {"__init__": lambda *_: None, "check": wait_for_etcd}))
     watch = watchdog.Watchdog(SimpleNamespace())  # type: ignore[arg-type]
-    assert looked_again.wait(30.0)
+    assert checked_again.wait(30.0)
     watch.close()
     assert "no Python thread" not in caplog.text
 
@@ -240,11 +240,11 @@ for thread in threads:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_looks", [5000, pytest.param(50_000, marks=pytest.mark.on_demand)])
-def test_busy_worker_survives_thousands_of_dumps(tmp_path: Path, num_looks: int) -> None:
+@pytest.mark.parametrize("num_checks", [5000, pytest.param(50_000, marks=pytest.mark.on_demand)])
+def test_busy_worker_survives_thousands_of_dumps(tmp_path: Path, num_checks: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(BUSY)
-    command = [sys.executable, str(script), str(num_looks)]
+    command = [sys.executable, str(script), str(num_checks)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
