@@ -241,7 +241,7 @@ def batching_of(loader: DataLoader[Any]) -> Batching:
         raise UnsupportedLoaderError(
             f"{type(loader).__name__} overrides DataLoader.__iter__, and its own states are those of one process: they cannot "
             "be split again when workers join or leave. Use a plain DataLoader: a live job keeps the dataset's state_dict() "
-            "in its checkpoints and hands it to joiners by itself"
+            "in its checkpoints and hands it to joiners"
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise UnsupportedLoaderError(
@@ -304,8 +304,10 @@ def check_data_loader(loader: object, is_split_by_user: bool, hook: str) -> None
         hook: name of the hook that returned the loader, for the error.
     """
     if not isinstance(loader, DataLoader):
+        kind = type(loader)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         raise UnsupportedLoaderError(
-            f"{hook} holds a {_full_name(type(loader))}, which is not a torch.utils.data.DataLoader: a live job splits every "
+            f"{hook} holds a {name}, which is not a torch.utils.data.DataLoader: a live job splits every "
             "batch over the workers there are, and needs single samples for that. Put them in a map-style dataset "
             "(__getitem__ and __len__) or an IterableDataset, and that in a DataLoader with a batch_size, or use "
             "strategy='ddp' with a fixed number of workers"
@@ -313,8 +315,8 @@ def check_data_loader(loader: object, is_split_by_user: bool, hook: str) -> None
     sampler = batching_of(loader).sampler
     if is_split_by_user and not isinstance(loader.dataset, IterableDataset) and type(sampler) not in GLOBAL_SAMPLERS:
         raise UnsupportedLoaderError(
-            f"{hook}: with Trainer(use_distributed_sampler=False) sampler {type(sampler).__name__} decides by itself which "
-            "samples this worker gets, and its samples would be split over the workers a second time. If it gives the order of "
+            f"{hook}: with Trainer(use_distributed_sampler=False) sampler {type(sampler).__name__} decides which samples "
+            "this worker gets, and its samples would be split over the workers a second time. If it gives the order of "
             "the whole epoch, for all workers together, leave use_distributed_sampler at True: live jobs never replace it"
         )
 
@@ -358,10 +360,6 @@ def _place_among_workers(sampler: Any) -> str:
                     return f"{spelled} {getattr(sampler, spelled)}"
         sampler = getattr(sampler, "sampler", None)
     return ""
-
-
-def _full_name(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 # Arguments of `DLRoverStrategy`.

@@ -46,7 +46,7 @@ def from_fields(record_type: type[T], document: Any, where: str) -> T:
             place = f"{where}: field {name!r} of {record_type.__name__}"
             values[name] = value = _converted(document[name], hints[name], place)
             if name.endswith("port") and not 0 <= value <= _LARGEST_PORT:
-                raise RecordError(f"{place} is {value}, which is no port")
+                raise RecordError(f"{place} is {value}, which is not a port")
         elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise RecordError(f"{where}: field {name!r} of {record_type.__name__} is missing")
     if unknown := sorted(set(document) - set(fields)):

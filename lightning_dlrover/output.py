@@ -53,7 +53,11 @@ _BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}  # characters that reor
 
 def printable(text: str) -> str:
     """Return `text` with its control characters spelled out, except line ends and tabs. Others may have written it."""
-    return "".join(c if c in "\n\t" or not _controls(c) else c.encode("unicode_escape").decode() for c in text)
+
+    def controls(character: str) -> bool:
+        return unicodedata.category(character) == "Cc" or ord(character) in _BIDI
+
+    return "".join(c if c in "\n\t" or not controls(c) else c.encode("unicode_escape").decode() for c in text)
 
 
 def counted(number: object, noun: str, plural: str = "") -> str:
@@ -198,10 +202,6 @@ def _dropping(write: Callable[..., Any]) -> Callable[..., Any]:
 class _State:
     is_reported = False
     transient = ""
-
-
-def _controls(character: str) -> bool:
-    return unicodedata.category(character) == "Cc" or ord(character) in _BIDI
 
 
 def _renew(name: Literal["stdout", "stderr"]) -> None:

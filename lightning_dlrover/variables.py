@@ -71,8 +71,8 @@ HISTORY = "DLROVER_HISTORY"  # location of the job history, or `off`
 UNSAFE_STACKS = "DLROVER_UNSAFE_STACKS"
 """Set to 1: after `watchdog.GIL_TIMEOUT_S` faulthandler's thread, which needs no GIL, writes the stacks to standard error.
 
-Off by default: the thread reads frames that may change meanwhile. That may crash a worker that is not stuck but was stopped, or
-starved by an overloaded machine.
+Off by default: the thread reads frames that may change at the same time. That may crash a worker that is not stuck but was
+stopped, or starved by an overloaded machine.
 """
 
 

@@ -130,7 +130,7 @@ class Watchdog:
                     log.warning("hangs and stragglers go unnoticed until etcd is back: %s", error)
                 away = True
             except Exception:
-                # Training must go on without the watch. The traceback records the failure.
+                # Training must continue without the watch. The traceback records the failure.
                 log.exception("the watch over this worker failed")
             polled_at = time.monotonic()
 

@@ -112,7 +112,8 @@ def throughput_picture(timeline: JobTimeline) -> Figure:
     _scale_time(timeline, rate, workers)
     unit = _time_unit(timeline)
     profiles = _thin(timeline.profiles)
-    ended_at = _ends_of_rounds(timeline)
+    in_order = sorted(timeline.rounds, key=lambda r: r.number)
+    ended_at = {one.number: later.at for one, later in itertools.pairwise(in_order)}
     for first, run in _runs(timeline, profiles):
         # A round's last window is recorded after the next round has begun.
         ends = [_x(timeline, min(p.at, ended_at.get(p.round_number, p.at))) for p in run]
@@ -430,12 +431,6 @@ def _runs(timeline: JobTimeline, profiles: Sequence[Profile]) -> list[tuple[bool
     for profile in sorted(profiles, key=lambda p: p.at):
         rounds.setdefault(profile.round_number, []).append(profile)
     return [(i == 0, run) for i, run in enumerate(rounds.values())]
-
-
-def _ends_of_rounds(timeline: JobTimeline) -> dict[int, float]:
-    """Return the start of the next round by the number of each round except the last."""
-    ordered = sorted(timeline.rounds, key=lambda r: r.number)
-    return {one.number: later.at for one, later in itertools.pairwise(ordered)}
 
 
 def _limit_to_typical(axes: Axes, values: Sequence[float]) -> None:

@@ -250,7 +250,7 @@ def _asked(plan: PlanRecord) -> tuple[int | bool | None, ...]:
 
 
 def _is_tuned(plan: PlanRecord, settings: Settings) -> bool:
-    """Whether `settings` match the plan's settings that each worker applies by itself."""
+    """Whether `settings` match the plan's settings that each worker applies."""
     asked = (plan.loader_workers, plan.intra_op_threads, plan.prefetch_factor if plan.loader_workers != 0 else None)
     has = (settings.loader_workers, settings.intra_op_threads, settings.prefetch_factor)
     return all(a is None or a == h for a, h in zip(asked, has, strict=True))
@@ -285,6 +285,9 @@ class Analyst:
         membership: membership in a job with changing workers; None: the worker runs alone.
         node_cores: cores of one node.
         load: load on this worker's node; None: no other programs run there.
+
+    Attributes:
+        trial: trial whose settings this job runs with, or is about to, until its outcome is recorded; on rank 0 only.
     """
 
     def __init__(
@@ -298,7 +301,7 @@ class Analyst:
         self._tuner = Autotuner(config, node_cores, JobMemory())
         self._started_at = time.time()
         self._is_rank_0 = False
-        self._trial: Decision | None = None
+        self.trial: Decision | None = None
         self._num_submitted = self._num_digested = 0
         self._inbox: queue.SimpleQueue[_WindowReport | _FailedTrial | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="dlrover-analyst", daemon=True)
@@ -307,11 +310,6 @@ class Analyst:
     @property
     def is_alone(self) -> bool:
         return self._membership is None
-
-    @property
-    def trial(self) -> Decision | None:
-        """Trial whose settings this job runs with, or is about to, until its outcome is recorded; on rank 0 only."""
-        return self._trial
 
     @property
     def is_idle(self) -> bool:
@@ -367,9 +365,9 @@ class Analyst:
                     log.warning("step profiles are not published until etcd is back: %s", error)
                 away = True
             except Exception:
-                # Training must go on without plans. Each failing window logs one traceback.
+                # Training must continue without plans. Each failing window logs one traceback.
                 log.exception("planning failed")
-            self._trial = self._tuner.memory.trial if self._is_rank_0 else None
+            self.trial = self._tuner.memory.trial if self._is_rank_0 else None
             self._num_digested += 1
 
     def _digest(self, report: _WindowReport) -> None:

@@ -443,7 +443,7 @@ def _visits(windows: Sequence[StepProfile], global_batch: int) -> Mapping[Settin
 
 
 def _sigma(of_window: Floats, noise: float, settings: Sequence[Settings], measured: Sequence[Settings]) -> Floats:
-    """Return the standard deviation of the log of each settings' true step time, as far as a trial can reduce it.
+    """Return the part of the deviation of the log of each settings' true step time that a trial can reduce.
 
     A window's noise is not part of it. Settings near measured ones share their error. The rest is the deviation of a Gaussian
     process given its nearest neighbour, so that trials are spread (Rasmussen and Williams, 2006, equation 2.24).

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_dlrover.tuning.samples import Floats
 
-# The speed of an elastic job as far as a policy can predict it: steps/s by number of devices and nodes, with its uncertainty.
+# The predicted speed of an elastic job: steps/s by number of devices and nodes, with its uncertainty.
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ HOST_RESOURCES = ("cores", "memory_bandwidth", "input")
 RESOURCES = (*HOST_RESOURCES, "gpu", "pcie")
 """Measured resources: cores in cores, "memory_bandwidth" and "pcie" in bytes/s, the others in fractions of the time.
 
-"gpu" is the time in which a kernel runs. The bandwidth of a GPU's memory is no resource here, as nothing measures it: NVML's
+"gpu" is the time in which a kernel runs. The bandwidth of a GPU's memory is left out, as nothing measures it: NVML's
 percentage is the time in which that memory is read or written, however few bytes these are.
 """
 

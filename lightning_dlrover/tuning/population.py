@@ -68,7 +68,7 @@ class ResidualGP:
 
 @dataclass(frozen=True)
 class JobResidualGP:
-    """Deviations of one job, as far as its measurements show them."""
+    """Deviations of one job that its measurements show."""
 
     gp: ResidualGP
     columns: Columns  # measured configurations
@@ -308,7 +308,7 @@ TERMS: tuple[Term, ...] = (
     Term(
         "ring_between_nodes",
         "communication",
-        "the same ring, but its slowest link is the network; nothing where bytes are unknown, for `network` says as much then",
+        "the same ring, but its slowest link is the network; nothing where bytes are unknown, as `network` covers it then",
         lambda c: _ring(c) * c.dense_bytes * _several(c),
         default=1 / INTER_NODE_BYTES_PER_S,
         doubt=0.2,

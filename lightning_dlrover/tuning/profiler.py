@@ -443,7 +443,7 @@ class StepProfiler:
         self._times.stop()
 
     def pause(self) -> None:
-        """Stop the clock during validation, a checkpoint or anything else that is no step."""
+        """Stop the clock during validation, a checkpoint or anything else outside of steps."""
         if self._paused_at is None:
             self._paused_at = time.perf_counter()
 

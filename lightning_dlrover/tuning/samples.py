@@ -95,7 +95,7 @@ def impossible_figure(sample: StepProfile) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class OwnTimes:
-    """Time that each worker needed by itself in a few consecutive steps of one round: means per step, by global rank."""
+    """Time of each worker's own work in a few consecutive steps of one round: means per step, by global rank."""
 
     num_steps: int
     step_time_s: float

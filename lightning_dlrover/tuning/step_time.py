@@ -504,7 +504,7 @@ def _hold_out(
 #
 # Each job's prior is fitted alone. The coefficients of communication, relative to the job's own scale, then have a mean and
 # a deviation between jobs (Gelman, Hill, Data Analysis Using Regression and Multilevel/Hierarchical Models, 2007, chapter
-# 12). A new job is pulled to the means as far as jobs agree. Only windows of other jobs are used, never their names.
+# 12). A new job is pulled to the means in proportion to their agreement. Only windows of other jobs are used, not their names.
 
 MIN_CONFIGURATIONS = 6  # fewer do not determine the terms of a job
 POOLED_TERMS = frozenset({"ring_inside_node", "ring_between_nodes", "network", "stages", "latency_of_workers", "pair_of_nodes"})

@@ -146,7 +146,7 @@ class _Times:
 
     num_steps: Floats  # shape ``(num_observations,)``
     step_time_s: Floats  # the same
-    total_s: Floats  # time that a worker needs by itself
+    total_s: Floats  # time of a worker's own work
     data_s: Floats
     busy_s: Floats  # including the time without a core
     excess: Floats  # logarithm of the ratio of `total_s` to the median of the others
