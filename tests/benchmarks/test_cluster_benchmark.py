@@ -10,18 +10,18 @@ from typing import Any
 
 import cluster_workloads
 import pytest
-from benchmark_figures import ONE_THREAD, figures_of
 from cluster_fidelity import CORES, JOBS, Inputs, simulated_times
 from cluster_policies import compare
 from cluster_requests import LOAD, MEMORY_USE_OF_REQUEST, NUM_NODES, UNITS_PER_NODE, Result, draw_requests, run
 from jobs import BenchmarkError
-from measured_clusters import write_speeds, write_trace
-from windows import TRACES, needs_traces
 
 from lightning_dlrover.lab.simulate import simulator, traces
 from lightning_dlrover.lab.simulate.simulator import Cluster
 from lightning_dlrover.lab.simulate.study import read_inputs
 from lightning_dlrover.lab.simulate.traces import TraceError
+from tests.support.benchmark_figures import ONE_THREAD, figures_of
+from tests.support.measured_clusters import write_speeds, write_trace
+from tests.support.windows import TRACES, needs_traces
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import perf_model
 import pytest
-from benchmark_figures import ONE_THREAD, figures_of
-from windows import TRACES, needs_traces
+
+from tests.support.benchmark_figures import ONE_THREAD, figures_of
+from tests.support.windows import TRACES, needs_traces
 
 ROOT = Path(__file__).resolve().parents[2]
 SPLITS = ("interp", "extrap", "scale", "few", "by_placement")

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
-from kubernetes_cluster import kubernetes_cluster
 
 from lightning_dlrover.doctor.imports import Imported, check_gpus, check_imports, import_all
 from lightning_dlrover.doctor.report import check_kubernetes, check_slurm, check_versions, installed_versions, is_safe_to_import
 from lightning_dlrover.output import Finding
+from tests.support.kubernetes_cluster import kubernetes_cluster
 
 FITTING = {
     "torch": "2.13.0+cpu",

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
-from windows import window
 
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.page import plans_picture, step_parts_picture, summary_text, throughput_picture, write_report
 from lightning_dlrover.report.timeline import explain_text, outcome_of, timeline_of
 from lightning_dlrover.tuning.plan import Candidate, Decision, Settings
+from tests.support.windows import window
 
 PACKAGE = Path(__file__).resolve().parents[2] / "lightning_dlrover"
 

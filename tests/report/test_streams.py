@@ -6,7 +6,6 @@ import itertools
 from dataclasses import asdict, replace
 
 import pytest
-from history_rows import window
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from lightning_dlrover.report.streams import (
     skipped_rows,
     standing,
 )
+from tests.support.history_rows import window
 
 OPENED = StreamOpened(1, 0, "parquet('a')", "/", 2, 100, "x", 13, 13, False, 0, 0, 0, 2, 8, 4, 12, 4096)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import windows
-
 from lightning_dlrover.tuning.candidates import Descriptor
 from lightning_dlrover.tuning.history import JobEntry
 from lightning_dlrover.tuning.plan import Candidate, Decision, Settings
 from lightning_dlrover.tuning.samples import StepProfile
+from tests.support import windows
 
 SETTINGS = Settings(1, 0, 1, 0)
 DESCRIPTOR = Descriptor(1e6, 4e6, 0.0, 0.0, 512.0, "cpu", 4.0)

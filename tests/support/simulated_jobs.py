@@ -15,12 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from windows import WINDOW
-
 from lightning_dlrover.rdzv.job.records import PlanRecord
 from lightning_dlrover.tuning.candidates import PlanRequest
 from lightning_dlrover.tuning.plan import Decision, Limits, Settings, tunable_axes
 from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
+from tests.support.windows import WINDOW
 
 Planner = Callable[[PlanRequest, Limits, int], Decision]
 

@@ -15,21 +15,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_jobs import (
-    KINDS,
-    SimulatedJob,
-    Truth,
-    dense_heavy,
-    embedding_heavy,
-    input_bound,
-    limits_of,
-    slowed,
-    storage_bound,
-    throughput_share,
-    traced_steps,
-    window,
-)
-from windows import TRACES, needs_traces
 
 from lightning_dlrover.tuning import MemoryModel, StepTimeModel
 from lightning_dlrover.tuning.autoscale import TrialWatch, expected_improvement, give_up_above_s, has_failed, plan, retreat
@@ -48,6 +33,21 @@ from lightning_dlrover.tuning.plan import (
     why_not,
 )
 from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
+from tests.support.simulated_jobs import (
+    KINDS,
+    SimulatedJob,
+    Truth,
+    dense_heavy,
+    embedding_heavy,
+    input_bound,
+    limits_of,
+    slowed,
+    storage_bound,
+    throughput_share,
+    traced_steps,
+    window,
+)
+from tests.support.windows import TRACES, needs_traces
 
 ONE = Settings(1, 0, 1, 0)
 

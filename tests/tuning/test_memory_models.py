@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from windows import MIB, memory_window, window
 
 from lightning_dlrover.tuning import MemoryModel, StepProfile, configuration_of
 from lightning_dlrover.tuning.memory import (
@@ -33,6 +32,7 @@ from lightning_dlrover.tuning.memory import (
     inherited_forecast,
     least_workers,
 )
+from tests.support.windows import MIB, memory_window, window
 
 
 def test_margin_without_records_is_the_default() -> None:

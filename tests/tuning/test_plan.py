@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_jobs import dense_heavy, limits_of, window
 
 from lightning_dlrover.tuning import configuration_of
 from lightning_dlrover.tuning.plan import (
@@ -35,6 +34,7 @@ from lightning_dlrover.tuning.plan import (
     tunable_axes,
     why_not,
 )
+from tests.support.simulated_jobs import dense_heavy, limits_of, window
 
 seconds = st.floats(1e-6, 1e6)
 some_settings = st.builds(Settings, st.integers(1, 64), st.integers(0, 8), st.integers(0, 16), st.integers(0, 8))

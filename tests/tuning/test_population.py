@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from windows import TRACES, needs_traces, window, written
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.lab.evaluate import evaluate
@@ -19,6 +18,7 @@ from lightning_dlrover.tuning import Columns, Population, StepTimeModel, configu
 from lightning_dlrover.tuning.population import MAX_CONFIGURATIONS, JobResidualGP, ResidualGP, Residuals, variances_of
 from lightning_dlrover.tuning.prior import EXPOSED, PhysicalPrior
 from lightning_dlrover.tuning.samples import Floats, Measured, StepProfile, windows_by_configuration
+from tests.support.windows import TRACES, needs_traces, window, written
 
 NAMES = ("ncf", "cifar10", "deepspeech2", "bert", "imagenet", "yolov3")
 
