@@ -121,8 +121,8 @@ def test_a_job_is_tuned_recorded_judged_and_the_start_of_the_next_one(start: Sta
     assert 1 <= len(changes) <= 8
     assert TRUTH.parts(job.settings).step_s < 0.6 * TRUTH.parts(START).step_s
     assert [d.decision_id for d in decisions] == list(range(1, len(decisions) + 1))
-    outcomes = {event.data["decision_id"] for event in job.events("outcome")}
-    assert outcomes == {d.decision_id for d in changes}
+    outcomes = [event.data["decision_id"] for event in job.events("outcome")]
+    assert outcomes == [d.decision_id for d in changes]
     assert all(len(encode(event)) < 8000 for event in job.events("decision"))
     assert decisions[-1].spent is not None
     assert decisions[-1].spent >= decisions[0].spent >= 0  # type: ignore[operator]
@@ -134,7 +134,7 @@ def test_a_job_is_tuned_recorded_judged_and_the_start_of_the_next_one(start: Sta
     assert entry.outcome == "finished"
     assert entry.num_settings == len({d.chosen for d in changes} | {START})
     assert history.decisions(entry.key) == decisions
-    assert {o.decision_id for o in history.outcomes(entry.key)} == outcomes
+    assert [o.decision_id for o in history.outcomes(entry.key)] == outcomes
 
     following = start(name=f"{run_id}-again")
     following.run(WINDOWS_PER_DECISION)
@@ -184,6 +184,7 @@ def test_planner_of_a_pooled_job_tunes_workers_but_leaves_their_number_to_the_br
     newest = job.decisions()[-1]
     assert {c.num_workers for c in newest.candidates} == {1, 2, 3, 4}
     assert newest.current_workers == newest.chosen_workers == 2
+    assert "the job's pool decides on workers" in " ".join(d.reason for d in job.decisions())
 
 
 def test_broken_history_is_reported_once_and_planning_continues(

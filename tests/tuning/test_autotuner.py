@@ -77,15 +77,6 @@ class TunedJob:
         self.settings = settings_under(plan, self.settings)
 
 
-def test_every_change_is_judged_once_and_the_job_becomes_faster() -> None:
-    job = TunedJob()
-    job.run(40)
-    changes = [d.decision_id for d in job.decisions if d.is_change]
-    assert 1 <= len(changes) <= 8
-    assert [o.decision_id for o in job.outcomes] == changes
-    assert TRUTH.parts(job.settings).step_s < 0.6 * TRUTH.parts(START).step_s
-
-
 def test_same_windows_give_the_same_decisions() -> None:
     first, second = TunedJob(), TunedJob()
     first.run(20)
@@ -158,16 +149,6 @@ def test_plan_of_a_user_stays() -> None:
     assert all("chosen by hand" in d.reason for d in job.decisions)
     # The reason appears once.
     assert not any(f": {d.reason.partition(' (a recommendation')[0]})" in d.reason for d in job.decisions)
-
-
-def test_number_of_workers_in_a_pool_is_the_pools() -> None:
-    job = TunedJob(dataclasses.replace(IN_JOB, plan=PlanRecord(2, "brain", "pool p: starts with 2 workers", True)))
-    job.settings = Settings(2, 0, 1, 0)
-    job.run(24)
-    assert (job.plan.owner, job.plan.num_workers, job.plan.binding) == ("pool", 2, True)
-    assert job.plan.loader_workers  # an input-bound job is faster with some
-    assert {c.num_workers for c in job.decisions[-1].candidates} == {1, 2, 3, 4}
-    assert "the job's pool decides on workers" in " ".join(d.reason for d in job.decisions)
 
 
 def test_failed_trial_ends_after_one_window() -> None:

@@ -259,6 +259,12 @@ def test_measured_peaks_of_held_out_configurations_are_predicted() -> None:
 # --- growth ------------------------------------------------------------------------------------------------------------------
 
 
+def forecast_of(windows: list[StepProfile]) -> MemoryForecast:
+    forecast = forecast_memory(windows)
+    assert forecast is not None
+    return forecast
+
+
 def growing(per_step_mib: float, num: int = 12, noise_mib: float = 3.0, seed: int = 0) -> list[StepProfile]:
     rng = random.Random(seed)
     windows = [memory_window(i, 400 + per_step_mib * 20 * (i + 1) + rng.uniform(-noise_mib, noise_mib)) for i in range(num)]
@@ -268,8 +274,7 @@ def growing(per_step_mib: float, num: int = 12, noise_mib: float = 3.0, seed: in
 @pytest.mark.parametrize("per_step_mib", [0.2, 0.5, 1.5])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_steady_growth_is_extrapolated_to_the_limit_less_a_reserve(per_step_mib: float, seed: int) -> None:
-    forecast = forecast_memory(growing(per_step_mib, seed=seed))
-    assert forecast is not None
+    forecast = forecast_of(growing(per_step_mib, seed=seed))
     assert forecast.bytes_per_step == pytest.approx(per_step_mib * MIB, rel=0.1)
     expected = (950 - (400 + per_step_mib * 240)) / per_step_mib
     assert forecast.steps_left == pytest.approx(expected, rel=0.15)
@@ -280,9 +285,7 @@ def test_a_steady_growth_is_extrapolated_to_the_limit_less_a_reserve(per_step_mi
 def test_a_few_odd_windows_do_not_move_the_forecast() -> None:
     windows = growing(0.5, num=20)
     odd = [replace(w, memory_bytes=w.memory_bytes + 300 * MIB) if i in (6, 12) else w for i, w in enumerate(windows)]
-    plain, disturbed = forecast_memory(windows), forecast_memory(odd)
-    assert plain is not None
-    assert disturbed is not None
+    plain, disturbed = forecast_of(windows), forecast_of(odd)
     assert disturbed.steps_left == pytest.approx(plain.steps_left, rel=0.1)
 
 
