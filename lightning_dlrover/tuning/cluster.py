@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.tuning.samples import Floats
+Floats = NDArray[np.float64]
 
 # The predicted speed of an elastic job: steps/s by number of devices and nodes, with its uncertainty.
 

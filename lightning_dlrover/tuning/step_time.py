@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,8 @@ from lightning_dlrover.tuning.samples import (
     one_openmp_thread,
     windows_by_configuration,
 )
+
+T = TypeVar("T")
 
 COVERAGE = 0.9  # fraction of measured windows that an interval should hold
 UNTESTED_SIGMA = 0.1  # minimum uncertainty of a prior fitted to too few configurations to hold any out
@@ -332,10 +334,8 @@ class StepTimeModel:
         parts = (predicted.parts_s, predicted.parts_low_s, predicted.parts_high_s)
         rows = zip(*(figure.tolist() for figure in (*figures, *parts)), strict=True)
         return [
-            Prediction(
-                *row, dict(zip(PARTS, parts_s, strict=True)), dict(zip(PARTS, zip(lows_s, highs_s, strict=True), strict=True))
-            )
-            for *row, parts_s, lows_s, highs_s in rows
+            Prediction(step_s, low_s, high_s, rate, _by_part(parts_s), _by_part(zip(lows_s, highs_s, strict=True)))
+            for step_s, low_s, high_s, rate, parts_s, lows_s, highs_s in rows
         ]
 
     def predict_columns(self, columns: Columns) -> Predictions:
@@ -377,6 +377,10 @@ class StepTimeModel:
             parts_low_s=np.maximum(0.0, parts_s - np.hypot(parts_s * -np.expm1(-low)[:, None], of_shares_s)),
             parts_high_s=parts_s + np.hypot(parts_s * np.expm1(high)[:, None], of_shares_s),
         )
+
+
+def _by_part(values: Iterable[T]) -> dict[str, T]:
+    return dict(zip(PARTS, values, strict=True))
 
 
 def _check(index: int, sample: StepProfile) -> None:

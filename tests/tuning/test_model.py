@@ -320,7 +320,6 @@ def test_earlier_jobs_alone_are_enough_but_nothing_counts_as_measured() -> None:
     model = StepTimeModel.fit([], earlier=[scaled(size) for size in (1, 2, 4)])
     assert model.predict(configuration_of(scaled(2))).step_time_s == pytest.approx(scaled(2).step_time_s, rel=0.1)
     assert not model.evidence
-    assert model.measured(2, 32) is None
 
 
 def test_own_measurements_outweigh_those_of_earlier_jobs() -> None:
