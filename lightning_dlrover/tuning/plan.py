@@ -502,7 +502,7 @@ class Objective:
         return FASTEST_ELASTICITY if self.aim == "fastest" else 1.0
 
     def describe(self) -> str:
-        text = "best throughput per cost" if self.aim == "efficient" else self.aim
+        text: str = "best throughput per cost" if self.aim == "efficient" else self.aim
         if self.budget is not None:
             text += f" within a budget of {self.budget:g}"
         if self.deadline_s is not None:

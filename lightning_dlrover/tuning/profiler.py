@@ -502,15 +502,16 @@ class StepProfiler:
         elapsed = max(1e-9, use.at - window.use.at)
         gpu_memory, gpu_percent = self._gpu_peak.take(), self._busy_time.take()
         self._window = _Window(place, step, time.perf_counter(), use)
+        figures: dict[str, Any] = {**vars(place), **vars(model.descriptors), **_mean_parts(kept, step_time_s)}
+        del figures["workers_here"]
         return StepProfile(
+            **figures,
             worker_id=self._worker_id,
-            **{name: figure for name, figure in vars(place).items() if name != "workers_here"},
             first_step=window.first_step,
             num_steps=num_steps,
             cores=available_cores(),
             device="cpu" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
             step_time_s=step_time_s,
-            **_mean_parts(kept, step_time_s),
             samples_per_s=place.global_batch / step_time_s if step_time_s else 0.0,
             memory_bytes=memory.resident_bytes,
             peak_memory_bytes=memory.peak_bytes,
@@ -518,7 +519,6 @@ class StepProfiler:
             cpu_percent=100 * max(0.0, use.cpu_s - window.use.cpu_s) / elapsed,
             dense_bytes=model.dense_bytes,
             embedding_bytes=model.embedding_bytes,
-            **vars(model.descriptors),
             gpu_memory_bytes=gpu_memory,
             gpu_limit_bytes=gpu_limit_bytes(self._device),
             gpu_percent=gpu_percent,
