@@ -170,7 +170,8 @@ def test_on_measured_traces_the_number_of_workers_ends_close_to_the_best(name: s
     rng, workers = random.Random(0), 1
     past: list[Any] = []
     samples: list[StepProfile] = []
-    template = window(dense_heavy(8), ONE, rng, 0.0)
+    unmeasured: dict[str, Any] = {f"{part}_s": 0.0 for part in STEP_PARTS}
+    template = replace(window(dense_heavy(8), ONE, rng, 0.0), **unmeasured)
     for number in range(10):
         for _ in range(3):
             time_s = step_s(workers) * rng.lognormvariate(0, 0.03)
@@ -182,7 +183,6 @@ def test_on_measured_traces_the_number_of_workers_ends_close_to_the_best(name: s
                     global_batch=per_worker * 4,
                     local_batch=math.ceil(per_worker * 4 / workers),
                     step_time_s=time_s,
-                    **{f"{part}_s": 0.0 for part in STEP_PARTS},
                 )
             )
         request = PlanRequest(samples, remaining_samples=2e4 * per_worker, past=tuple(past))
