@@ -163,7 +163,7 @@ def test_colours_reach_only_a_terminal_that_wants_them(
 @pytest.mark.parametrize(
     ("number", "text"), [(18830.4, "18,830"), (1234567.0, "1,234,567"), (12.3456, "12.35"), (0.012345, "0.01235"), (0, "0")]
 )
-def test_large_numbers_are_no_powers_of_ten(number: float, text: str) -> None:
+def test_large_numbers_are_not_written_as_powers_of_ten(number: float, text: str) -> None:
     assert number_text(number) == text
 
 

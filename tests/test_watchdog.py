@@ -182,7 +182,9 @@ def test_stopped_worker_is_reported_and_not_dumped(caplog: pytest.LogCaptureFixt
     assert armed == []
 
 
-def test_slow_etcd_is_no_time_without_the_gil(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_etcd_does_not_count_as_time_without_the_gil(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watchdog, "GIL_TIMEOUT_S", 2.0)
     num_checks, checked_again = 0, threading.Event()
 

@@ -257,7 +257,7 @@ def test_sharded_tables_leave_no_snapshot(tmp_path: Path) -> None:
     assert set(users_folder().glob(folders)) == before
 
 
-def test_refused_argument_is_told_from_an_error_of_the_script(tmp_path: Path) -> None:
+def test_refused_argument_is_distinguished_from_an_error_of_the_script(tmp_path: Path) -> None:
     def note(raise_it: Callable[[], object]) -> dict[str, Any]:
         file = tmp_path / f"{raise_it.__name__}.jsonl"
         try:

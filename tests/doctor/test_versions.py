@@ -42,7 +42,7 @@ def test_installed_packages_fit_each_other() -> None:
         {"torch": "2.13.1+cu130", "fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.1"},
     ],
 )
-def test_fitting_packages_are_no_trouble(installed: dict[str, str | None]) -> None:
+def test_fitting_packages_are_fine(installed: dict[str, str | None]) -> None:
     assert troubles(installed, "torch>=2.13", "kubernetes>=29; extra == 'kubernetes'") == []
 
 

@@ -123,7 +123,7 @@ def test_job_ends_though_its_event_file_was_removed(
     assert f"{file} does not exist" in caplog.text
 
 
-def test_events_that_an_earlier_process_has_copied_are_no_news(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+def test_events_copied_by_an_earlier_process_are_not_new(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     with Mirror(client, keys.events) as mirror:
         put_event(client, keys, 1, 1.0)
@@ -142,7 +142,7 @@ def test_a_half_written_line_does_not_hide_the_others(tmp_path: Path) -> None:
     assert [e.text for e in read_event_file(file)] == ["whole"]
 
 
-def test_a_job_that_etcd_does_not_know_is_not_made_up(client: EtcdClient, keys: Keys) -> None:
+def test_a_job_that_etcd_does_not_hold_is_not_found(client: EtcdClient, keys: Keys) -> None:
     with pytest.raises(JobNotFoundError, match=keys.run_id):
         read_job(client, keys)
 

@@ -143,7 +143,7 @@ def test_a_job_is_tuned_recorded_judged_and_the_start_of_the_next_one(start: Sta
     assert TRUTH.parts(decision.chosen).step_s <= 1.1 * TRUTH.parts(job.settings).step_s
 
 
-def test_new_rank_0_knows_the_earlier_trials_from_events_or_from_the_history(start: StartJob) -> None:
+def test_new_rank_0_reads_earlier_trials_from_events_or_from_the_history(start: StartJob) -> None:
     first = start()
     first.run(30)
     decisions = first.decisions()

@@ -291,7 +291,7 @@ def test_setting_measured_worse_is_left_and_not_repeated() -> None:
     assert not decide(request_of(truth, ONE, two, ONE, past=(back,)), Limits(1, 2)).is_change
 
 
-def test_settings_that_were_explored_in_vain_are_not_explored_again() -> None:
+def test_settings_explored_without_success_are_not_explored_again() -> None:
     request = request_of(dense_heavy(4), ONE)
     first = decide(request, Limits(1, 2))
     assert first.explored

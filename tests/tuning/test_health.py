@@ -112,7 +112,7 @@ def times_s(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("is_guarded", [False, True])
 @pytest.mark.parametrize("part", PARTS)
-def test_waiting_for_a_slow_worker_is_no_time_of_ones_own(
+def test_own_time_excludes_waiting_for_a_slow_worker(
     times_s: list[dict[str, list[float]]], part: str, is_guarded: bool
 ) -> None:
     if f"{part} {is_guarded}" in times_s[0]:

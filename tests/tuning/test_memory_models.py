@@ -294,7 +294,7 @@ def test_memory_that_only_fluctuates_does_not_grow(seed: int) -> None:
     assert forecast_memory(growing(0.0, num=30, noise_mib=20.0, seed=seed)) is None
 
 
-def test_allocations_at_the_start_of_a_round_are_no_growth() -> None:
+def test_allocations_at_the_start_of_a_round_do_not_count_as_growth() -> None:
     settling = [memory_window(0, 300), memory_window(1, 500), *[memory_window(i, 600) for i in range(2, 12)]]
     assert forecast_memory(settling) is None
     changed = [memory_window(i, 300, 1) for i in range(10)] + [memory_window(10 + i, 600, 2) for i in range(10)]
@@ -312,7 +312,7 @@ def test_memory_that_was_taken_at_once_does_not_grow(before: int, after: int, se
         assert forecast_memory(windows[:number]) is None
 
 
-def test_loader_workers_that_come_one_after_the_other_are_no_growth() -> None:
+def test_loader_workers_that_start_one_by_one_do_not_count_as_growth() -> None:
     windows = [replace(memory_window(i, 400 + 60 * (i // 5)), loader_workers=i // 5, prefetch_factor=2) for i in range(25)]
     for number in range(1, len(windows) + 1):
         assert forecast_memory(windows[:number]) is None
@@ -335,7 +335,7 @@ def test_a_peak_inside_of_a_window_counts() -> None:
     assert low.steps_left - high.steps_left == pytest.approx(400, rel=0.1)  # 200 MiB at half a MiB a step
 
 
-def test_allocations_of_a_process_first_seconds_are_no_growth() -> None:
+def test_allocations_in_the_first_seconds_of_a_process_do_not_count_as_growth() -> None:
     windows = growing(0.5)
     assert forecast_memory(windows) is not None
     assert forecast_memory([replace(w, step_time_s=0.02) for w in windows]) is None

@@ -321,7 +321,7 @@ def test_the_environment_carries_an_objective_from_the_command_line() -> None:
         ({"DLROVER_PRICES": "core_hour=-1"}, "core_hour"),
     ],
 )
-def test_an_objective_that_makes_no_sense_is_refused_by_name(environ: dict[str, str], named: str) -> None:
+def test_invalid_objective_is_refused_by_name(environ: dict[str, str], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         objective_from(environ)
 

@@ -256,7 +256,7 @@ def test_errors_of_a_place_fade_with_the_distance_and_with_the_share_of_communic
     assert abs(quiet[0]) < 1e-4 * here
 
 
-def test_windows_with_other_threads_do_not_count_as_alike() -> None:
+def test_errors_do_not_carry_over_to_other_numbers_of_threads() -> None:
     own = JobResidualGP.of(BATCH_ERRORS, residuals(columns([(2, 1, 16)]), np.array([0.1]), np.array([0.2])))
     same = columns([(4, 1, 16)])
     other = dataclasses.replace(same, threads=8 * same.threads)

@@ -100,7 +100,7 @@ def test_lasting_change_is_published_with_its_second_window() -> None:
     assert published.is_due(replace(slow, round_number=2), 1000, now=20.0)
 
 
-def test_windows_that_differ_in_turn_are_no_change() -> None:
+def test_alternating_windows_do_not_count_as_a_change() -> None:
     published = PublishedProfile()
     published.is_due(WINDOW, 1000, now=0.0)
     swings = [replace(WINDOW, step_time_s=0.1 * (2 if i % 2 else 0.5)) for i in range(14)]

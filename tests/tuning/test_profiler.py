@@ -194,7 +194,7 @@ def test_memory_limit_is_shared_by_the_workers_of_a_node(childless: None, bench:
     assert window(workers_here=4).memory_limit_bytes == before.memory_limit_bytes // 4 > 0
 
 
-def test_a_pause_is_no_part_of_a_step(bench: Bench) -> None:
+def test_a_pause_does_not_count_as_time_of_a_step(bench: Bench) -> None:
     bench.train()
     bench.profiler.pause()
     bench.now += 100.0
@@ -336,7 +336,7 @@ def test_time_without_work_belongs_to_the_part_that_the_device_waits_for(gpu: Pl
     )
 
 
-def test_backward_pass_within_a_manual_training_step_is_no_forward_pass(gpu: PlayedGpu, times: StepTimes) -> None:
+def test_backward_pass_within_a_manual_training_step_does_not_count_as_forward(gpu: PlayedGpu, times: StepTimes) -> None:
     with times.measure("optimizer"), times.measure("forward"):
         gpu.compute(0.010)
         with times.measure("backward"):
@@ -385,7 +385,7 @@ def window(gpu: PlayedGpu, monkeypatch: pytest.MonkeyPatch, step: Callable[[Step
     return profile
 
 
-def test_wait_for_data_counts_only_as_far_as_the_device_waits(gpu: PlayedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_data_counts_only_while_the_device_waits(gpu: PlayedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     def step(times: StepTimes) -> None:
         gpu.now += 0.030  # the device still computes the former step for 18 of these 30 ms
         times.data_wait_s = 0.030
@@ -412,7 +412,7 @@ def test_window_that_the_device_has_not_reached_has_no_parts(gpu: PlayedGpu, mon
     assert math.isnan(Measured.of([[profile]], [1.0]).compute_s[0])
 
 
-def test_own_time_leaves_out_what_the_device_waited_for_others(gpu: PlayedGpu, times: StepTimes) -> None:
+def test_own_time_excludes_the_wait_of_the_device_for_others(gpu: PlayedGpu, times: StepTimes) -> None:
     """The host waits for the device once in a step, so that its own clock counts the device's wait as work."""
     clock = OwnClock(times)
     before = clock.read()

@@ -78,7 +78,7 @@ def test_best_settings_of_similar_jobs_are_suggested() -> None:
 
 
 @pytest.mark.parametrize(("noisy_s", "ends"), [((0.1, 0.12, 0.095), TWO), ((0.1, 0.12, 0.07), ONE)])
-def test_settings_faster_than_a_part_of_the_first_windows_only_are_no_advice(
+def test_settings_are_suggested_only_if_faster_than_every_window_of_the_first_ones(
     noisy_s: tuple[float, ...], ends: Settings
 ) -> None:
     first = [windows({ONE: time_s})[0] for time_s in noisy_s]
