@@ -336,7 +336,7 @@ def test_time_without_work_belongs_to_the_part_that_the_device_waits_for(gpu: Pl
     )
 
 
-def test_backward_pass_within_a_manual_training_step_does_not_count_as_forward(gpu: PlayedGpu, times: StepTimes) -> None:
+def test_backward_pass_of_a_manual_training_step_is_not_counted_as_forward(gpu: PlayedGpu, times: StepTimes) -> None:
     with times.measure("optimizer"), times.measure("forward"):
         gpu.compute(0.010)
         with times.measure("backward"):
