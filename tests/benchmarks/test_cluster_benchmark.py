@@ -19,9 +19,7 @@ from lightning_dlrover.lab.simulate import simulator, traces
 from lightning_dlrover.lab.simulate.simulator import Cluster
 from lightning_dlrover.lab.simulate.study import read_inputs
 from lightning_dlrover.lab.simulate.traces import TraceError
-from tests.support.benchmark_figures import ONE_THREAD, figures_of
 from tests.support.measured_clusters import write_speeds, write_trace
-from tests.support.windows import TRACES, needs_traces
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,16 +101,6 @@ def test_figures_need_jct_and_another_policy(tmp_path: Path) -> None:
     for policies in (["jct"], ["as-requested", "sia"]):
         with pytest.raises(BenchmarkError, match="the figures need jct and another policy"):
             quickly(tmp_path, policies=policies)
-
-
-@needs_traces
-@pytest.mark.long
-def test_one_decision_for_a_large_cluster_is_fast_and_near_the_optimum() -> None:
-    figures = figures_of("cluster.py", "--scale", "--quick", "--speeds", str(TRACES), environment=ONE_THREAD)
-    assert list(figures) == ["decision_s", "decision_mb", "optimality"]
-    assert figures["decision_s"] < 5  # 0.25 s on an idle core
-    assert figures["decision_mb"] < 500
-    assert figures["optimality"] >= 0.98
 
 
 # --- jobs with too large requests --------------------------------------------------------------------------------------------
