@@ -285,9 +285,6 @@ class Analyst:
         membership: membership in a job with changing workers; None: the worker runs alone.
         node_cores: cores of one node.
         load: load on this worker's node; None: no other programs run there.
-
-    Attributes:
-        trial: trial whose settings this job runs with, or is about to, until its outcome is recorded; on rank 0 only.
     """
 
     def __init__(
@@ -301,7 +298,7 @@ class Analyst:
         self._tuner = Autotuner(config, node_cores, JobMemory())
         self._started_at = time.time()
         self._is_rank_0 = False
-        self.trial: Decision | None = None
+        self._trial: Decision | None = None
         self._num_submitted = self._num_digested = 0
         self._inbox: queue.SimpleQueue[_WindowReport | _FailedTrial | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="dlrover-analyst", daemon=True)
@@ -310,6 +307,11 @@ class Analyst:
     @property
     def is_alone(self) -> bool:
         return self._membership is None
+
+    @property
+    def trial(self) -> Decision | None:
+        """Trial whose settings this job runs with, or is about to, until its outcome is recorded; on rank 0 only."""
+        return self._trial
 
     @property
     def is_idle(self) -> bool:
@@ -367,7 +369,7 @@ class Analyst:
             except Exception:
                 # Training must continue without plans. Each failing window logs one traceback.
                 log.exception("planning failed")
-            self.trial = self._tuner.memory.trial if self._is_rank_0 else None
+            self._trial = self._tuner.memory.trial if self._is_rank_0 else None
             self._num_digested += 1
 
     def _digest(self, report: _WindowReport) -> None:
