@@ -1,7 +1,7 @@
 """Watch over a job while it trains: workers that make the others wait, that hang, or that are about to run out of memory.
 
-One thread per worker. `tuning/stragglers.py` computes a straggler's cost and decides whether replacing it pays; the controller
-that starts and ends nodes carries it out. Every finding is an event.
+One thread per worker, which acts only where the job itself cannot. `tuning/stragglers.py` computes a straggler's cost and
+decides whether replacing it pays; the controller that starts and ends nodes carries it out. Every finding is an event.
 """
 
 from __future__ import annotations

@@ -310,14 +310,18 @@ class JobHistory:
 
 def export_windows(history: JobHistory, jobs: Sequence[JobEntry], form: Literal["csv", "jsonl"], output: IO[str]) -> int:
     """Write the windows of `jobs` in the format of `dlrover lab evaluate`. Return their number."""
-    rows = [dataclasses.asdict(window) for job in jobs for window in history.windows(job.key)]
+    table = csv.DictWriter(output, [f.name for f in dataclasses.fields(StepProfile)], lineterminator="\n")
     if form == "csv":
-        table = csv.DictWriter(output, [f.name for f in dataclasses.fields(StepProfile)], lineterminator="\n")
         table.writeheader()
-        table.writerows(rows)
-    else:
-        output.writelines(json.dumps(row) + "\n" for row in rows)
-    return len(rows)
+    count = 0
+    for window in (window for job in jobs for window in history.windows(job.key)):
+        row = dataclasses.asdict(window)
+        if form == "csv":
+            table.writerow(row)
+        else:
+            output.write(json.dumps(row) + "\n")
+        count += 1
+    return count
 
 
 def _connect(url: str) -> Engine:
