@@ -23,7 +23,7 @@ from lightning_dlrover.rdzv.job.events import ReplicaDrifted, SharesChanged
 from lightning_dlrover.rdzv.membership.member import Formation
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.rdzv.transport.transfer import is_expanded
-from lightning_dlrover.tuning.health import NUM_SAID, Pulse
+from lightning_dlrover.tuning.health import NUM_PER_WORKER, Pulse
 from lightning_dlrover.tuning.resources import available_bytes, status_bytes
 from lightning_dlrover.tuning.stragglers import SPEED_UNIT, better_speeds
 
@@ -360,7 +360,7 @@ class SpeedShares:
         self._trainer = trainer
         self._position = position
         self._pulse = pulse
-        self._looked_at = 0  # votes heard at rank 0's newest decision
+        self._looked_at = 0  # votes counted at rank 0's newest decision
         self._largest = 1.0
         self._next_memory_look = 0.0
 
@@ -385,12 +385,12 @@ class SpeedShares:
 
     def _decided(self) -> tuple[int, ...]:
         position, pulse = self._position, self._pulse
-        if position.formation is None or position.size < 2 or pulse.num_heard < self._looked_at + LOOK_EVERY:
+        if position.formation is None or position.size < 2 or pulse.num_observations < self._looked_at + LOOK_EVERY:
             return position.speeds
-        self._looked_at = pulse.num_heard
+        self._looked_at = pulse.num_observations
         round_ = position.formation.round
         found = better_speeds(
-            pulse.heard(round_.number), self._batches.first.global_batch_size, round_.hosts, pulse.largest_shares
+            pulse.observations(round_.number), self._batches.first.global_batch_size, round_.hosts, pulse.largest_shares
         )
         return position.speeds if found is None else found
 
@@ -475,7 +475,7 @@ class Votes:
         position, formation = self._position, self._round.formation
         assert formation is not None
         self._fit_of_vote = position.fit
-        said = self._pulse.say(formation.round.number, position.rank, position.size, self._shares.largest_share())
+        said = self._pulse.encode(formation.round.number, position.rank, position.size, self._shares.largest_share())
         tables = self._trainer.elastic_tables
         alike = rates_digest(self._trainer.optimizers) ^ digest(self._batches.all) ^ self._drift.ballot()
         request = self._job.records.checkpoint_request()
@@ -490,7 +490,7 @@ class Votes:
             MembershipError: they have read different rows of an `IterableDataset`.
         """
         size = self._round.size
-        voted, num_said = self._round.wishes, NUM_SAID * size
+        voted, num_said = self._round.wishes, NUM_PER_WORKER * size
         if not voted:
             return False
         wishes, speeds = voted[:-size], voted[-size:]
@@ -503,7 +503,7 @@ class Votes:
         if wishes[-num_said - 4] and self._fit_of_vote == self._position.fit:  # else the vote began in an earlier fit
             self._wants_stop, self._trainer.lightning.should_stop = False, True
         self._kept.are_needed = bool(wishes[-num_said - 5])
-        self._pulse.hear(wishes[-num_said:], step_time_s, self._position.speeds)
+        self._pulse.decode(wishes[-num_said:], step_time_s, self._position.speeds)
         self._shares.take(speeds)
         request = wishes[-num_said - 1]
         is_new = request > self.saved_request

@@ -1,15 +1,14 @@
 """Find the worker that makes the others wait, and decide whether replacing it pays. Pure.
 
-In synchronous training all workers have the same step time. The comparison therefore uses the time that each needs by itself:
-its own computing and its own wait for data, without the time blocked in collectives. In each of the newest observations, each
-worker is compared with the median of the others. It is named only if nearly all observations agree: an occasional slow step
-makes no straggler.
+In synchronous training all workers have the same step time. The comparison therefore uses each worker's own time: its
+computing and its wait for data, without the time blocked in collectives. In each of the newest observations, each worker is
+compared with the median of the others. It is named only if nearly all observations agree, so an occasional slow step does not
+make it a straggler.
 
 Time in which a worker was ready but had no core is left out among workers of one host, which all wait for the same cores. For
-a worker alone on its host it counts: a neighbour that takes the cores makes a node slow like any other fault.
-
-The cost of a straggler includes that time. The step is as long as the slowest worker's, so without the straggler it would be as
-long as the second slowest's.
+a worker alone on its host it counts: a neighbour that takes the cores makes a node slow like any other fault. The cost of a
+straggler includes that time. A step takes as long as the slowest worker, so without the straggler it would take as long as the
+second slowest.
 """
 
 from __future__ import annotations
@@ -23,40 +22,19 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_dlrover.tuning.plan import seconds_text
-from lightning_dlrover.tuning.samples import OwnTimes
+from lightning_dlrover.tuning.samples import Floats, OwnTimes
 
-Floats = NDArray[np.float64]
-
-
-SPANS = (12, 24, 48)
-"""Numbers of newest steps by which a worker is judged; longer spans are tried where times vary much."""
-
-MIN_OBSERVATIONS = 6
-"""Minimum number of observations before a worker can be called a straggler."""
-
-MIN_RATIO = 1.3
-"""Minimum median ratio to the median of the others. Below it, a replacement would hardly be noticed."""
-
-MIN_SHARE = 0.8
-"""Fraction of the observations that have to show at least half of that excess."""
-
-NUM_DEVIATIONS = 4.0
-"""Minimum excess in standard errors of its median. The bound is high because all workers are judged several times a second."""
-
-MIN_LOST = 0.05
-"""Minimum fraction of a step that the others wait for it. On shared cores a slow worker may cost nothing: others use them."""
-
-ASSUMED_DEVIATION = 0.3
-"""Minimum deviation of the logarithm of a worker's ratio to the others, assumed below `NUM_KNOWN` observations."""
-
-NUM_KNOWN = 24
-"""Observations after which the measured variation of that ratio is used alone."""
-
-MARGIN = 2.0
-"""Minimum ratio of a replacement's saving to its cost: the new worker may turn out slower than the others, too."""
+SPANS = (12, 24, 48)  # numbers of newest steps by which a worker is judged; longer spans are tried where times vary much
+MIN_OBSERVATIONS = 6  # minimum number of observations before a worker can be called a straggler
+MIN_RATIO = 1.3  # minimum median ratio to the median of the others; below it, a replacement would hardly be noticed
+MIN_SHARE = 0.8  # fraction of the observations that have to show at least half of that excess
+NUM_DEVIATIONS = 4.0  # minimum excess in standard errors of its median; high, as all workers are judged several times a second
+MIN_LOST = 0.05  # minimum fraction of a step that the others wait for it: on shared cores a slow worker may cost nothing
+ASSUMED_DEVIATION = 0.3  # minimum deviation of the log of a worker's ratio to the others, below `NUM_KNOWN` observations
+NUM_KNOWN = 24  # observations after which the measured variation of that ratio is used alone
+MARGIN = 2.0  # minimum ratio of a replacement's saving to its cost: the new worker may turn out slower than the others, too
 
 
 @dataclass(frozen=True)
@@ -65,8 +43,8 @@ class Straggler:
 
     global_rank: int
     part: Literal["compute", "data"]  # the part of its step that takes longer
-    own_s: float  # own time per step as compared, median
-    others_s: float  # the same time of the others, median
+    own_s: float  # median of its own time per step, as compared
+    others_s: float  # the same of the others
     ratio: float
     lost_s: float  # time by which a step would be shorter without it
     step_time_s: float
@@ -76,7 +54,7 @@ class Straggler:
     def text(self) -> str:
         what = "computing" if self.part == "compute" else "waiting for its data"
         return (
-            f"{self.own_s * 1e3:.3g} ms a step by itself where the others need {self.others_s * 1e3:.3g} ms, "
+            f"{self.own_s * 1e3:.3g} ms a step of its own work where the others need {self.others_s * 1e3:.3g} ms, "
             f"{self.ratio:.1f} times as long in {self.num_steps} steps, mostly {what}; "
             f"the others wait {self.lost_s * 1e3:.3g} of {self.step_time_s * 1e3:.3g} ms for it"
         )
@@ -100,7 +78,7 @@ def find_straggler(
     Args:
         observations: those of one round, oldest first.
         hosts: host of each worker, by rank; empty: each has its own.
-        loads: relative computing time that each worker may take, by rank, such as samples over cores; empty: all alike. A
+        loads: relative computing time that each worker may take, by rank, such as samples over cores; empty: equal. A
             straggler must be one with and without this scaling, because not all work is faster on more cores.
     Raises:
         ValueError: the numbers of workers differ, or a load is not above 0.
@@ -148,14 +126,14 @@ def judge_replacement(
 ) -> Replacement:
     """Decide whether a straggler costs more over the rest of the job than its replacement by a new worker.
 
-    The new worker starts while the others train, so the job loses only the time of one change of the world. Until it has
-    started, the straggler stays: only the steps after that are saved time.
+    The new worker starts while the others train, so the job pauses for only one change of the world. The straggler stays until
+    the new worker has started, so only the steps after that are faster.
 
     Args:
         remaining_steps: steps left in the job; None if unknown.
         resize_cost_s: seconds that the whole job pauses for a change of the world.
-        num_earlier: stragglers that this job has replaced already. Each further one has to save twice as much: where new
-            workers are slow, too, replacing does not help.
+        num_earlier: stragglers that this job has replaced already. Each further one has to save twice as much, because
+            replacing does not help where new workers are slow, too.
         lead_s: seconds until the new worker can train.
         horizon_s: remaining time assumed when the number of steps is unknown.
     Raises:
@@ -183,7 +161,7 @@ class _Times:
 
     num_steps: Floats  # shape ``(num_observations,)``
     step_time_s: Floats  # the same
-    total_s: Floats  # time that a worker needs by itself
+    total_s: Floats  # time of a worker's own work
     data_s: Floats
     busy_s: Floats  # including the time without a core
     excess: Floats  # logarithm of the ratio of `total_s` to the median of the others
@@ -226,7 +204,7 @@ def _judge(times: _Times, count: int) -> list[Straggler]:
     recent = times.excess[-count:]
     excess = np.median(recent, axis=0)
     clear = (recent > math.log(MIN_RATIO) / 2).mean(axis=0) >= MIN_SHARE
-    # The whole round counts, too: a few observations may happen to be much alike.
+    # The whole round counts, too: a few observations may agree by chance.
     deviation = np.maximum(_deviation(recent), times.deviation)
     if len(times.excess) < NUM_KNOWN:
         deviation = np.maximum(deviation, ASSUMED_DEVIATION)
@@ -260,13 +238,13 @@ def _judge(times: _Times, count: int) -> list[Straggler]:
 
 
 def _deviation(values: Floats) -> Floats:
-    """Standard deviation, per column, of a normal distribution with the column's median absolute deviation."""
+    """Return the standard deviation, per column, of a normal distribution with the column's median absolute deviation."""
     deviation: Floats = 1.4826 * np.median(np.abs(values - np.median(values, axis=0)), axis=0)
     return deviation
 
 
 def _log_ratio(values: Floats) -> Floats:
-    """Log ratio of each worker to the median of the others."""
+    """Return the log ratio of each worker to the median of the others."""
     ratio: Floats = np.log(np.maximum(values, 1e-9) / np.maximum(_median_of_others(values), 1e-9))
     return ratio
 

@@ -223,7 +223,7 @@ def test_job_without_streams_and_unknown_job_are_refused(dlrover: RunCli, etcd: 
     assert "etcd holds no job 'other'" in errors
     code, _, errors = dlrover("data", "other")
     assert code == 2
-    assert "events.jsonl does not exist: neither etcd nor the run folder knows this job" in errors
+    assert "events.jsonl does not exist: neither etcd nor the run folder has this job" in errors
 
 
 def test_progress_without_the_files_shows_rows_and_the_reason(

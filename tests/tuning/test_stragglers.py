@@ -69,7 +69,7 @@ def test_worker_that_waits_for_data_is_named_for_that() -> None:
     assert "waiting for its data" in found.text
 
 
-def test_lone_worker_is_no_straggler() -> None:
+def test_lone_worker_cannot_be_a_straggler() -> None:
     assert find_straggler(observed([0.05])) is None
 
 
@@ -81,13 +81,13 @@ def test_waiting_for_cores_counts_only_on_a_host_of_its_own() -> None:
     assert found.global_rank == 2
 
 
-def test_slow_worker_without_waiting_peers_is_no_straggler() -> None:
+def test_slow_worker_without_waiting_peers_is_not_a_straggler() -> None:
     """The others need as long because they share too few cores, and this worker uses less of them."""
     seen = observed([0.05, 0.05, 0.1], queued_s=[0.06, 0.06, 0.0])
     assert find_straggler(seen, hosts=["a"] * 3) is None
 
 
-def test_more_work_or_fewer_cores_are_no_fault_of_the_worker() -> None:
+def test_more_work_or_fewer_cores_do_not_make_a_straggler() -> None:
     assert find_straggler(observed([0.05, 0.05, 0.1]), loads=[1, 1, 2]) is None
     # On more cores a worker should be faster, but not in every part.
     assert find_straggler(observed([0.05, 0.05, 0.05]), loads=[1, 1, 0.25]) is None
@@ -117,7 +117,7 @@ def test_a_replacement_pays_if_it_saves_more_than_it_costs() -> None:
     assert judge_replacement(SLOW, None, resize_cost_s=0.5, num_earlier=0).pays  # an unknown end counts as an hour away
 
 
-def test_a_worker_that_would_start_too_late_replaces_nobody() -> None:
+def test_a_replacement_that_would_start_too_late_does_not_pay() -> None:
     for lead_s, pays in ((5.0, True), (15.0, False), (60.0, False)):
         found = judge_replacement(SLOW, 160, resize_cost_s=0.5, num_earlier=0, lead_s=lead_s)
         assert found.pays == pays
