@@ -16,7 +16,10 @@ from lightning_dlrover.checks import UnsupportedScriptError, different_rates, ra
 from lightning_dlrover.live.data_agreement import digest, refuse_different_rows
 from lightning_dlrover.live.metrics import KeptValues
 from lightning_dlrover.live.order import FitPosition, Position
-from lightning_dlrover.live.ports import Batches, Job, Round, TrainerPort
+from lightning_dlrover.live.recovery import ResilientCollectives
+from lightning_dlrover.live.replica import TrainerOfFit
+from lightning_dlrover.live.train_loaders import TrainLoaders
+from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.events import ReplicaDrifted
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.rdzv.transport.transfer import is_expanded
@@ -136,9 +139,8 @@ def explain_drift(name: str, difference: float, rank: int) -> str:
 class DriftCheck:
     """One worker's checksums in the votes, and what follows from them."""
 
-    def __init__(self, job: Job, round_: Round, batches: Batches, trainer: TrainerPort, position: FitPosition) -> None:
-        self._job = job
-        self._round = round_
+    def __init__(self, world: World, batches: TrainLoaders, trainer: TrainerOfFit, position: FitPosition) -> None:
+        self._world = world
         self._batches = batches
         self._trainer = trainer
         self._position = position
@@ -228,11 +230,11 @@ class DriftCheck:
                 continue
             is_repaired = self._trainer.strategy.on_drift == "repair" or item.name in as_ever
             text = explain_drift(item.name, difference, rank)
-            if self._round.rank == 0:
+            if self._position.rank == 0:
                 place = self._batches.batch_number
                 shown = f"{item.name} of rank {rank} had drifted, and was set to rank 0's" if is_repaired else text
                 log.warning("%s", shown)
-                self._job.event(ReplicaDrifted(place, item.name, rank, is_repaired), shown)
+                self._world.event(ReplicaDrifted(place, item.name, rank, is_repaired), shown)
             if not is_repaired:
                 raise UnsupportedScriptError(text)
             with torch.no_grad():
@@ -329,30 +331,23 @@ def _relative_difference(tensor: Tensor, first: Tensor) -> float:
 # Each vote on the round carries numbers. A worker receives the minimum of each over all workers one vote later.
 
 
+@dataclass(eq=False)
 class Votes:
     """One worker's numbers in the votes, and the actions that follow from the results."""
 
-    def __init__(
-        self,
-        job: Job,
-        round_: Round,
-        batches: Batches,
-        trainer: TrainerPort,
-        position: FitPosition,
-        pulse: Pulse,
-        kept: KeptValues,
-    ) -> None:
-        self._job = job
-        self._round = round_
-        self._batches = batches
-        self._trainer = trainer
-        self._position = position
-        self._kept = kept
-        self._pulse = pulse
-        self._drift = DriftCheck(job, round_, batches, trainer, position)
-        self._wants_stop = False  # `should_stop` was set on this worker and not on all
-        self._fit_of_vote = 0  # `fit` of the script at the newest vote's beginning
-        self.saved_request = 0  # newest request for a checkpoint that was carried out
+    _world: World
+    _collectives: ResilientCollectives
+    _batches: TrainLoaders
+    _trainer: TrainerOfFit
+    _position: FitPosition
+    _pulse: Pulse
+    _kept: KeptValues
+    _wants_stop: bool = False  # `should_stop` was set on this worker and not on all
+    _fit_of_vote: int = 0  # `fit` of the script at the newest vote's beginning
+    saved_request: int = 0  # newest request for a checkpoint that was carried out
+
+    def __post_init__(self) -> None:
+        self._drift = DriftCheck(self._world, self._batches, self._trainer, self._position)
 
     def begin_fit(self) -> None:
         self._drift.begin_fit()
@@ -361,13 +356,13 @@ class Votes:
 
     def wishes(self) -> list[int]:
         """Return this worker's numbers for a vote that begins."""
-        position, formation = self._position, self._round.formation
+        position, formation = self._position, self._position.formation
         assert formation is not None
         self._fit_of_vote = position.fit
         said = self._pulse.say(formation.round.number, position.rank, position.size)
         tables = self._trainer.elastic_tables
         alike = rates_digest(self._trainer.optimizers) ^ digest(self._batches.all) ^ self._drift.ballot()
-        request = self._job.records.checkpoint_request()
+        request = self._world.records.checkpoint_request()
         mine = [-int(self._kept.has_values), -int(self._wants_stop), alike, -alike, request]
         return [*(tables.wishes() if tables is not None else []), *mine, *said]
 
@@ -378,13 +373,15 @@ class Votes:
             UnsupportedScriptError: the workers' learning rates differ, or their weights.
             MembershipError: they have read different rows of an `IterableDataset`.
         """
-        wishes, num_said = self._round.wishes, NUM_SAID * self._round.size
+        wishes, num_said = self._world.wishes, NUM_SAID * self._position.size
         if not wishes:
             return False
         # The first vote may have begun in an earlier fit, with a model that had tables.
-        self._round.wishes = wishes[: -num_said - 5] if self._trainer.elastic_tables is not None else []
+        self._world.wishes = wishes[: -num_said - 5] if self._trainer.elastic_tables is not None else []
         if wishes[-num_said - 3] != -wishes[-num_said - 2]:
-            self._refuse_different_rates()
+            by_rank = transfer.all_gather(rates(self._trainer.optimizers))
+            if (error := different_rates(by_rank, self._position.rank)) is not None:
+                raise error
             refuse_different_rows(self._batches.all)
             self._drift.examine()
         if wishes[-num_said - 4] and self._fit_of_vote == self._position.fit:  # else the vote began in an earlier fit
@@ -395,11 +392,6 @@ class Votes:
         is_new = request > self.saved_request
         self.saved_request = max(self.saved_request, request)
         return is_new
-
-    def _refuse_different_rates(self) -> None:
-        error = different_rates(transfer.all_gather(rates(self._trainer.optimizers)), self._round.rank)
-        if error is not None:
-            raise error
 
     def agree_on_stop(self, phase: str) -> None:
         """Let `trainer.should_stop` end the loops on all workers at one place.
@@ -412,8 +404,8 @@ class Votes:
         if not trainer.should_stop or is_alone or not trainer.fit_loop._can_stop_early:
             return
         place = f"stop/{position.fit}/{phase}/{position.batch}"
-        while (reached := self._round.attempt(self._round.all_reach, place)) is None:
-            self._round.recover()
+        while (reached := self._collectives.attempt(self._world.all_reach, place)) is None:
+            self._collectives.recover()
             if self._have_stopped(place):
                 reached = (True,)
                 break
@@ -421,12 +413,12 @@ class Votes:
             position.stopped_at = place
             return
         if not self._wants_stop:
-            log.warning("worker %s: trainer.should_stop was not set on all workers; all will stop soon", self._job.worker_id)
+            log.warning("worker %s: trainer.should_stop was not set on all workers; all will stop soon", self._world.worker_id)
         trainer.should_stop, self._wants_stop = False, True
 
     def _have_stopped(self, place: str) -> bool:
         """Return whether members of the new round found all workers at `place` before the former round broke, and went on."""
-        formation = self._round.formation
+        formation = self._position.formation
         assert formation is not None
         positions = (Position.decode(hello) for hello in formation.hellos.values())
         return any(position is not None and position.stopped_at == place for position in positions)

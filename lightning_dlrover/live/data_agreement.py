@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import itertools
@@ -14,8 +13,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +22,8 @@ import torch
 from torch.utils.data import SubsetRandomSampler
 
 from lightning_dlrover.data.dataset import Stream
-from lightning_dlrover.live import lightning_adapter
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.order import HandedOut, SequenceOrder, SequenceSettings, StreamOrder
+from lightning_dlrover.live.order import FitPosition, HandedOut, SequenceOrder, SequenceSettings, StreamOrder
 from lightning_dlrover.rdzv.job.events import SequenceOpened, StreamOpened
 from lightning_dlrover.rdzv.membership.member import MembershipError
 from lightning_dlrover.rdzv.transport import transfer
@@ -34,8 +31,6 @@ from lightning_dlrover.report.streams import described, described_sequence
 
 if TYPE_CHECKING:
     import lightning as L
-
-    from lightning_dlrover.live.ports import Round
 
 # Check whether all workers train on the same data: lengths, and a few samples as far as they can be compared.
 #
@@ -99,7 +94,7 @@ class DataFingerprint:
     val: list[int] | None  # numbers of samples; None: validation loaders do not exist yet
 
     def encode(self) -> str:
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+        return json.dumps(asdict(self), separators=(",", ":"))
 
     @staticmethod
     def decode(text: str) -> DataFingerprint:
@@ -335,8 +330,8 @@ def _collect(value: Any, texts: list[str], arrays: list[list[float]]) -> None:
         texts.append(f"sequence of {len(value)}")
         for each in value:
             _collect(each, texts, arrays)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
             _collect(getattr(value, field.name), texts, arrays)
     else:
         _collect_object(value, texts, arrays)
@@ -416,8 +411,8 @@ MAX_RANGES = 100
 
 def opened_streams(
     trainer: L.Trainer, loaders: Sequence[ElasticLoader], fit: int, begins_epoch: bool = False
-) -> list[StreamOpened]:
-    """Return the records of the training loaders that read streams.
+) -> list[tuple[StreamOpened, str]]:
+    """Return records of the training loaders that read streams, and their lines of the history.
 
     Args:
         fit: number of the script's `fit`.
@@ -432,39 +427,28 @@ def opened_streams(
             continue
         source = repr(stream.source)
         ranges = stream.window_as_data
-        streams.append(
-            StreamOpened(
-                fit=fit,
-                number=number,
-                source=source if len(source) <= MAX_SOURCE_LENGTH else type(stream.source).__name__,
-                folder=os.getcwd(),
-                num_shards=len(stream.shards),
-                num_rows=len(stream),
-                digest=stream.fingerprint,
-                own_batches=len(loader),
-                epoch_batches=loader.num_epoch_batches,
-                cycles=loader.split.cycles,
-                epoch=trainer.current_epoch,
-                batches_before=progress.total.ready - in_epoch,
-                steps_before=max(0, trainer.global_step - in_epoch // max(1, accumulate)),
-                accumulate=accumulate,
-                batch_size=layout.batch_size,
-                slots=layout.slots,
-                cycle=layout.cycle,
-                block_rows=layout.block_rows,
-                ranges=ranges if ranges is None or len(ranges) <= MAX_RANGES else None,
-                grows=stream.grows or None,
-                seed=loader.order.seed % 2**64 if stream.shuffle_rows else None,  # orders take so many bits, and no sign
-            )
+        opened = StreamOpened(
+            fit=fit,
+            number=number,
+            source=source if len(source) <= MAX_SOURCE_LENGTH else type(stream.source).__name__,
+            folder=os.getcwd(),
+            num_shards=len(stream.shards),
+            num_rows=len(stream),
+            digest=stream.fingerprint,
+            own_batches=len(loader),
+            epoch_batches=loader.num_epoch_batches,
+            cycles=loader.split.cycles,
+            epoch=trainer.current_epoch,
+            batches_before=progress.total.ready - in_epoch,
+            steps_before=max(0, trainer.global_step - in_epoch // max(1, accumulate)),
+            accumulate=accumulate,
+            **asdict(layout),
+            ranges=ranges if ranges is None or len(ranges) <= MAX_RANGES else None,
+            grows=stream.grows or None,
+            seed=loader.order.seed % 2**64 if stream.shuffle_rows else None,  # orders take so many bits, and no sign
         )
+        streams.append((opened, f"reads {described(opened)}"))
     return streams
-
-
-def sentence(opened: StreamOpened) -> str:
-    """Return the line of the history, which is logged as well."""
-    text = f"reads {described(opened)}"
-    log.info("%s", text)
-    return text
 
 
 def _accumulated(trainer: L.Trainer) -> int:
@@ -487,21 +471,14 @@ def settings_for(
     trainer: Any, training: bool, global_batch_size: int, max_catch_up_s: float, compare_data: bool
 ) -> SequenceSettings:
     """Return how a loader of a Trainer reads its `IterableDataset`."""
-    limit = trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
-    settings = SequenceSettings(
+    limit = None if training else trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
+    return SequenceSettings(
         max_catch_up_s=max_catch_up_s,
         max_rows=limit * global_batch_size if isinstance(limit, int) and not isinstance(limit, bool) else None,
         describe=described_row,
         are_alike=are_same_row,
         compares_rows=compare_data,
-    )
-    if not training:
-        return settings
-    return replace(
-        settings,
-        max_rows=None,
-        before_iter=partial(lightning_adapter.fetch_nothing_ahead, trainer.fit_loop),
-        at_end=partial(lightning_adapter.end_with_next_fetch, trainer.fit_loop),
+        fit_loop=trainer.fit_loop if training else None,
     )
 
 
@@ -513,7 +490,7 @@ def sequences_of(loaders: Sequence[ElasticLoader]) -> list[SequenceOrder]:
 
 
 def opened_sequences(loaders: Sequence[ElasticLoader], fit: int) -> list[tuple[SequenceOpened, str]]:
-    """Return the records of the training loaders that read an `IterableDataset`, and log what is guaranteed.
+    """Return records of the training loaders that read an `IterableDataset`, and their lines of the history.
 
     Args:
         fit: number of the script's `fit`.
@@ -523,9 +500,7 @@ def opened_sequences(loaders: Sequence[ElasticLoader], fit: int) -> list[tuple[S
         if (order := loader.sequence) is None:
             continue
         opened = SequenceOpened(fit, number, order.name, order.is_stateful, order.settings.max_catch_up_s)
-        text = f"reads {described_sequence(opened)}"
-        log.info("%s", text)
-        found.append((opened, text))
+        found.append((opened, f"reads {described_sequence(opened)}"))
         if order.unused_loader_workers:
             log.warning(
                 "num_workers=%d of the loader of %s is used as 1: each worker reads an IterableDataset with one process",
@@ -560,7 +535,7 @@ def refuse_different_rows(loaders: Sequence[ElasticLoader]) -> None:
                 raise MembershipError(f"{_text(order, found, 'rank 0', f'rank {rank}')}. The job ends")
 
 
-def compare_next_batches(loaders: Sequence[ElasticLoader], round_: Round, joining_ranks: Sequence[int]) -> None:
+def compare_next_batches(loaders: Sequence[ElasticLoader], position: FitPosition, joining_ranks: Sequence[int]) -> None:
     """Fetch the next batch, and compare it with what other workers have in it. All workers of a round call it together.
 
     Args:
@@ -570,14 +545,14 @@ def compare_next_batches(loaders: Sequence[ElasticLoader], round_: Round, joinin
         MembershipError: this worker joins with other rows, or the workers that have the state differ.
         DataError: this worker joins, and would need too long to read up to the others.
     """
-    orders, size, rank = sequences_of(loaders), round_.size, round_.rank
+    orders, size, rank = sequences_of(loaders), position.size, position.rank
     if not orders or size == 1:
         return
     for order in orders:
         order.is_catching_up = rank in joining_ranks
         order.forget_handed_out()
     mine = [tuple(each) if (each := loader.peek()) is not None else None for loader in loaders]
-    of_ranks = round_.gathered(mine)
+    of_ranks = transfer.all_gather(mine)
     standing = next(each for each in range(size) if each not in joining_ranks)
     for other in range(size):
         if (other in joining_ranks) and other != rank:
@@ -587,7 +562,7 @@ def compare_next_batches(loaders: Sequence[ElasticLoader], round_: Round, joinin
                 continue
             if found := _difference_of_batches([HandedOut(*ours)], [HandedOut(*theirs)]):
                 names = f"rank {standing}", "this worker" if other == rank else f"rank {other}"
-                end = "The job goes on without this worker" if other in joining_ranks else "The job ends"
+                end = "The job continues without this worker" if other in joining_ranks else "The job ends"
                 raise MembershipError(f"{_text(loader.sequence, found, *names)}. {end}")
 
 

@@ -1,8 +1,7 @@
 """Iterate over this worker's part of a loader's batches: one order per epoch, one cursor, one split of every global batch.
 
-The order depends on seed and epoch only (`live/order.py`), and the global batch is constant. Its split over the workers
-follows from the current rank and world size (`live/order.py`). So resizing changes neither a step's samples nor the number of
-steps.
+The order depends on seed and epoch only, and the global batch is constant. Its split over the workers follows from the current
+rank and world size (`live/order.py`). So resizing changes neither a step's samples nor the number of steps.
 """
 
 from __future__ import annotations
@@ -36,20 +35,18 @@ from lightning_dlrover.live.order import (
 from lightning_dlrover.rdzv.job.events import RowsSkipped
 from lightning_dlrover.report.streams import merged
 
-# Collect the rows that one loader's batches of a stream leave out.
-
 MAX_LISTED = 500
-"""Ranges of rows that one worker puts on record for a loader. A damaged store, or a compacted topic, has any number of them."""
+"""Ranges of rows that one worker records for a loader. A damaged store, or a compacted topic, has any number of them."""
 
 
 class SkippedRows:
-    """Rows that one loader's batches leave out. Each is news once, however many batches and epochs have it."""
+    """Rows of a stream that one loader's batches skip. Each is reported once, however many batches and epochs have it."""
 
     def __init__(self) -> None:
         self._known: dict[int, list[tuple[int, int]]] = {}  # ranges of rows by shard
         self._news: dict[int, list[LeftOut]] = {}
         self._num_listed = 0
-        self._is_cut_short = False  # whether a record has told that further rows are not listed
+        self._is_cut_short = False  # whether a record states that further rows are not listed
 
     @property
     def has_news(self) -> bool:
@@ -100,11 +97,10 @@ def _added(known: list[tuple[int, int]], first: int, stop: int) -> bool:
 NOT_FORWARDED = ("state_dict", "load_state_dict")
 """Attributes that Lightning looks for but must not find: nothing is ever fetched from the user's loader, so it has no state."""
 
-
 _KINDS = {SampleOrder: "map-style dataset", StreamOrder: "stream", SequenceOrder: "IterableDataset"}
 
 EVALUATION_SEED = 0
-"""Seed of the orders of validation and test data, alike on all workers without a word between them."""
+"""Seed of the orders of validation and test data, the same on all workers without communication."""
 
 
 @dataclass(frozen=True)
@@ -221,10 +217,6 @@ class ElasticLoader:
         super().__setattr__(name, value)
 
     @property
-    def dataset(self) -> Any:
-        return self._loader.dataset
-
-    @property
     def sampler(self) -> Any:
         return self._batching.sampler
 
@@ -273,7 +265,7 @@ class ElasticLoader:
         self._dealt = self._peeked = None
         self.workers.discard()
         if self.sequence is not None:
-            self.sequence.settings.before_iter()
+            self.sequence.fetch_nothing_ahead()
         self.global_rank, self.world_size = self._peers.place
         if not self._training:
             self.order.forget()  # a joiner must take part when a user's sampler is materialised
@@ -290,7 +282,7 @@ class ElasticLoader:
         finally:
             self.wait_s = time.perf_counter() - started
         if self.sequence is not None and self.cursor >= self.num_epoch_batches:
-            self.sequence.settings.at_end()
+            self.sequence.end_epoch()
         return batch
 
     # --- the strategy's interface -------------------------------------------------------------------------------------
@@ -342,7 +334,7 @@ class ElasticLoader:
     def _order_of(self, lap: int) -> EpochOrder:
         return self.order.of(self.epoch, lap)
 
-    # --- lanes of a stream that are opened before they are read ---
+    # --- lanes of a stream that are opened before they are read ---------------------------------------------------------------
 
     @property
     def reads_lanes(self) -> bool:
@@ -413,7 +405,7 @@ class ElasticLoader:
         self._discard()
 
     def prepare_next(self) -> None:
-        """Let loader workers prepare the next batch, which takes time after a change of the split, while the caller goes on."""
+        """Let loader workers begin with the next batch, as after a change of the split. Does not wait for them."""
         if self.sequence is None and not self.order.needs_others(self.epoch) and self.cursor < self._end:
             self.workers.begin(self.cursor)
 
@@ -430,7 +422,7 @@ class ElasticLoader:
         if self.cursor >= self._end:  # the epoch has ended with the batch before
             raise StopIteration
         self.cursor += 1
-        # The process that reads an `IterableDataset` still has the rows, should a loss repeat this batch.
+        # The process that reads an `IterableDataset` still has the rows in case a loss repeats this batch.
         if self.cursor == self._end and not self._loader.persistent_workers and self.sequence is None:
             self.close()
         return batch
@@ -494,14 +486,14 @@ class ElasticLoader:
 
     @property
     def order_in_checkpoint(self) -> dict[str, Any]:
-        """What the meaning of a cursor depends on, beside `position_in_stream` and the place in an `IterableDataset`."""
+        """What a cursor refers to, in addition to `position_in_stream` and the place in an `IterableDataset`."""
         order = {"kind": _KINDS[type(self.order)], "seed": self.order.seed, "global_batch_size": self.global_batch_size}
         return order | ({"num_samples": self.order.num_samples} if isinstance(self.order, SampleOrder) else {})
 
     def resume(
         self, order: Mapping[str, Any] | None, stream: Mapping[str, Any] | None, sequence: dict[str, Any] | None
     ) -> None:
-        """Go on at the cursor in the order of a checkpoint.
+        """Continue at the cursor in the order of a checkpoint.
 
         Args:
             order, stream, sequence: what the checkpoint has of this loader, as `order_in_checkpoint`, `position_in_stream` and
@@ -523,7 +515,7 @@ class ElasticLoader:
                 raise DataError(
                     f"the checkpoint was saved after {self.cursor} batches of an epoch with {name}={saved[name]}, and the "
                     f"training loader has {name}={own.get(name)} now: samples of that epoch would be trained twice or never. "
-                    f"Go on with the former one until the epoch has ended, or from a checkpoint of an epoch's end"
+                    f"Keep the former one until the epoch has ended, or resume a checkpoint of an epoch's end"
                 )
         if stream is not None and isinstance(self.order, StreamOrder):
             self.order.resume(stream)

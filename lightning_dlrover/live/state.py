@@ -23,12 +23,12 @@ from torch.nn.utils import prune
 from lightning_dlrover.checks import different_callbacks, monitoring
 from lightning_dlrover.data.iterable import Snapshot
 from lightning_dlrover.data.lane_plan import Layout
-from lightning_dlrover.lightning_compat import PACKAGES, CSVLogger
+from lightning_dlrover.lightning_compat import PACKAGES, CSVLogger, package_of, submodule
 from lightning_dlrover.live import lightning_adapter
 from lightning_dlrover.live.data_agreement import are_same_row, described_row
 from lightning_dlrover.live.lightning_adapter import description, new_entry
 from lightning_dlrover.live.loader import LoaderState
-from lightning_dlrover.live.private_api import CALLBACK_CLOCKS, CALLBACK_FIELDS, LOGGER_NAMES
+from lightning_dlrover.live.private_api import CALLBACK_CLOCKS, CALLBACK_FIELDS, LOGGER_NAMES, RESTARTS
 from lightning_dlrover.rdzv.transport import transfer
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def adopt_runs(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
 
 
 def take_over(loggers: Sequence[Any]) -> None:
-    """On the new rank 0: open loggers that would start anew if they were opened as usual."""
+    """On the new rank 0: open loggers that would drop their rows if they were opened as usual."""
     for logger in loggers:
         if isinstance(logger, CSVLogger) and logger._experiment is None:
             _adopt_csv_log(logger)
@@ -229,7 +229,7 @@ def dump(trainer: L.Trainer, loaders: Sequence[ElasticLoader]) -> TrainerState:
 
     Runs the hooks of saving: `state_dict` of callbacks and datamodule, `on_save_checkpoint` of callbacks and module.
     """
-    checkpoint = lightning_adapter.dump_checkpoint(trainer)
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     for part in parts_with_hparams(trainer):
         for key in (part.CHECKPOINT_HYPER_PARAMS_KEY, part.CHECKPOINT_HYPER_PARAMS_NAME, part.CHECKPOINT_HYPER_PARAMS_TYPE):
             checkpoint.pop(key, None)
@@ -250,19 +250,22 @@ def dump(trainer: L.Trainer, loaders: Sequence[ElasticLoader]) -> TrainerState:
 
 def running_state(trainer: L.Trainer) -> RunningState:
     """Return the state that `dump_checkpoint` leaves out."""
-    fit_loop, module = trainer.fit_loop, trainer.lightning_module
+    fit_loop, module, connector = trainer.fit_loop, trainer.lightning_module, trainer._logger_connector
     now = time.monotonic()
-    last_validation = lightning_adapter.validation_time(trainer)
-    train_reload_epoch, val_reload_epoch = lightning_adapter.reload_epochs(trainer)
+    validated_at = getattr(trainer, "_last_val_time", None) if lightning_adapter.validates_by_clock(trainer) else None
     return RunningState(
         should_stop=trainer.should_stop,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         limits=(fit_loop.max_epochs, fit_loop.epoch_loop.max_steps),
-        train_reload_epoch=train_reload_epoch,
-        val_reload_epoch=val_reload_epoch,
-        val_age_s=None if last_validation is None else now - last_validation,
-        first_loop_iter=trainer._logger_connector._first_loop_iter,
-        metrics=lightning_adapter.metrics(trainer),
+        train_reload_epoch=fit_loop._last_train_dl_reload_epoch,
+        val_reload_epoch=fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
+        val_age_s=None if validated_at is None else now - validated_at,
+        first_loop_iter=connector._first_loop_iter,
+        metrics={
+            "callback": dict(connector._callback_metrics),
+            "logged": dict(connector._logged_metrics),
+            "progress_bar": dict(connector._progress_bar_metrics),
+        },
         logged=_logged_values(trainer),
         requires_grad={name: parameter.requires_grad for name, parameter in module.named_parameters()},
         groups=_group_names(trainer),
@@ -285,7 +288,7 @@ def running_state(trainer: L.Trainer) -> RunningState:
 def _logged_values(trainer: L.Trainer) -> list[LoggedValue]:
     return [
         LoggedValue(key=key, has_reset=metric.has_reset, **description(metric))
-        for key, metric in lightning_adapter.results_of(trainer.fit_loop.epoch_loop).items()
+        for key, metric in trainer.fit_loop.epoch_loop._results.items()
         if metric.meta.sync.group is None and (metric.is_tensor or metric.meta.metric_attribute)
     ]
 
@@ -345,7 +348,7 @@ def restore(
     if joins and (
         problem := different_callbacks(monitoring(_callbacks(trainer)), state.running.monitoring, "this worker", "the others")
     ):
-        raise StateError(f"{problem}. The job goes on without this worker")
+        raise StateError(f"{problem}. The job continues without this worker")
     sizes = [loader.global_batch_size for loader in loaders if loader.sequence is None]
     for loader, loader_state in zip(loaders, state.loaders, strict=True):
         loader.load_state(loader_state)
@@ -366,7 +369,7 @@ def restore(
         _set_groups(trainer, state.running.groups, state.checkpoint["optimizer_states"])
     _compare_schedulers(trainer, state.running)
     _restore_checkpoint(trainer, state.checkpoint)
-    adopt_running_state(trainer, strategy, state.running)
+    adopt_running_state(trainer, state.running)
     if joins:
         trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = state.running.limits
     random.setstate(state.python_random)  # type: ignore[arg-type]
@@ -396,12 +399,12 @@ def random_state(device: torch.device) -> dict[str, Any]:
     }
 
 
-def go_on_drawing(saved: Mapping[str, Any], device: torch.device, place: tuple[int, int]) -> None:
-    """Let random generators go on from a checkpoint, unless the script begins with another seed now.
+def restore_random(saved: Mapping[str, Any], device: torch.device, place: tuple[int, int]) -> None:
+    """Let random generators continue from a checkpoint, unless the script begins with another seed now.
 
     Args:
         saved: `random_state` of rank 0 when the checkpoint was saved.
-        place: batch and global rank. Only rank 0 draws on; no two workers may draw the same dropout masks.
+        place: batch and global rank. Only rank 0 continues; no two workers may draw the same dropout masks.
     """
     if saved["seed"] != os.environ.get(SEED_OF_SCRIPT, ""):
         return
@@ -438,8 +441,15 @@ def trained_parameters(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def _restore_checkpoint(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
-    lightning_adapter.restore_checkpoint(trainer, checkpoint)
-    _go_on(trainer)
+    """Restore datamodule, model, callbacks and training state from a checkpoint in memory."""
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = checkpoint
+    connector.restore_datamodule()
+    connector.restore_model()
+    connector.restore_callbacks()
+    connector.restore_training_state()
+    connector._loaded_checkpoint = {}
+    _continue_loops(trainer)
 
 
 def run_epoch_start_hooks(trainer: L.Trainer) -> None:
@@ -448,8 +458,10 @@ def run_epoch_start_hooks(trainer: L.Trainer) -> None:
     The other workers do not run it, so the strategy's collectives return here as on a single device.
     """
     strategy: Any = trainer.strategy
+    call = submodule(package_of(trainer), "trainer.call")
     with strategy.collectives.alone():
-        lightning_adapter.call_hooks(trainer, "on_train_epoch_start")
+        call._call_callback_hooks(trainer, "on_train_epoch_start")
+        call._call_lightning_module_hook(trainer, "on_train_epoch_start")
 
 
 def _restore_loops(trainer: L.Trainer, checkpoint: dict[str, Any]) -> bool:
@@ -459,9 +471,12 @@ def _restore_loops(trainer: L.Trainer, checkpoint: dict[str, Any]) -> bool:
         Whether the next epoch begins.
     """
     part = {"loops": checkpoint["loops"], "callbacks": checkpoint.get("callbacks", {})}
-    lightning_adapter.restore_loops(trainer, part)
-    lightning_adapter.load_callback_states(trainer, part)
-    _go_on(trainer)
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = part
+    connector.restore_loops()
+    connector._loaded_checkpoint = {}
+    submodule(package_of(trainer), "trainer.call")._call_callbacks_load_state_dict(trainer, part)
+    _continue_loops(trainer)
     return _begin_next_epoch_if_ended(trainer)
 
 
@@ -490,32 +505,33 @@ def _run_epoch_start_hooks(trainer: L.Trainer, state: TrainerState) -> None:
     run_epoch_start_hooks(trainer)
 
 
-def _go_on(trainer: L.Trainer) -> None:
+def _continue_loops(trainer: L.Trainer) -> None:
+    """Let the loops continue where the others are. Lightning's own restart would repeat hooks and validation."""
     fit_loop = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
-    optimizations = epoch_loop.automatic_optimization, epoch_loop.manual_optimization
-    # The loops continue where the others are. Lightning's own restart would repeat hooks and validation.
-    lightning_adapter.clear_restart_flags(fit_loop, epoch_loop, epoch_loop.val_loop, *optimizations)
+    loops = fit_loop, epoch_loop, epoch_loop.val_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization
     # The parameter groups of these callbacks exist already.
-    lightning_adapter.clear_restart_flags(
-        *(callback for callback in _callbacks(trainer) if is_lightnings(callback, "BaseFinetuning"))
-    )
+    finetuning = (callback for callback in _callbacks(trainer) if is_lightnings(callback, "BaseFinetuning"))
+    for each in (*loops, *finetuning):
+        for flag in RESTARTS:
+            if hasattr(each, flag):
+                setattr(each, flag, False)
 
 
-def adopt_running_state(trainer: L.Trainer, strategy: LiveStrategy, running: RunningState) -> None:
+def adopt_running_state(trainer: L.Trainer, running: RunningState) -> None:
     """Set the values that another worker's `running_state` returned."""
     now = time.monotonic()
     trainer.should_stop = running.should_stop
     trainer.accumulate_grad_batches = running.accumulate_grad_batches
-    lightning_adapter.set_reload_epochs(trainer, running.train_reload_epoch, running.val_reload_epoch)
+    trainer.fit_loop._last_train_dl_reload_epoch = running.train_reload_epoch
+    trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = running.val_reload_epoch
     if running.val_age_s is not None and lightning_adapter.validates_by_clock(trainer):
-        lightning_adapter.set_validation_time(trainer, now - running.val_age_s)
+        trainer._last_val_time = now - running.val_age_s  # type: ignore[attr-defined]
     trainer._logger_connector._first_loop_iter = running.first_loop_iter
     _set_metrics(trainer, running)
-    results = lightning_adapter.results_of(trainer.fit_loop.epoch_loop)
-    results.clear()  # drops values from hooks that this worker ran while it was alone
+    trainer.fit_loop.epoch_loop._results.clear()  # drops values from hooks that this worker ran while it was alone
     for logged in running.logged:
-        _adopt_logged_value(trainer, strategy, logged)
+        _adopt_logged_value(trainer, logged)
     parameters = dict(trainer.lightning_module.named_parameters())
     for name, requires_grad in running.requires_grad.items():
         if name in parameters and parameters[name].requires_grad != requires_grad:
@@ -530,33 +546,30 @@ def adopt_running_state(trainer: L.Trainer, strategy: LiveStrategy, running: Run
             setattr(callback, name, None if age_s is None else now - age_s)
     for timer in (callback for callback in _callbacks(trainer) if is_lightnings(callback, "Timer")):
         # Its state holds the time until now, so the time that this worker has waited alone does not count.
-        lightning_adapter.restart_timer(timer, now)
+        timer._start_time.update({stage: now for stage, began in timer._start_time.items() if stage == "train" and began})
 
 
 def _set_metrics(trainer: L.Trainer, running: RunningState) -> None:
-    device = trainer.strategy.root_device
+    connector, device = trainer._logger_connector, trainer.strategy.root_device
 
-    def here(name: str) -> dict[str, Any]:
-        return {
-            key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in running.metrics[name].items()
-        }
+    def here(kind: str) -> dict[str, Any]:
+        return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in running.metrics[kind].items()}
 
-    lightning_adapter.set_metrics(trainer, {kind: here(kind) for kind in ("callback", "logged", "progress_bar")})
+    connector._callback_metrics, connector._logged_metrics = here("callback"), here("logged")
+    connector._progress_bar_metrics = here("progress_bar")
 
 
-def _adopt_logged_value(trainer: L.Trainer, strategy: LiveStrategy, logged: LoggedValue) -> None:
+def _adopt_logged_value(trainer: L.Trainer, logged: LoggedValue) -> None:
     """Make an entry, still without a value, for a name that the others have logged before this worker came."""
     try:
-        metric = new_entry(
-            trainer, logged.meta, logged.is_tensor, logged.is_synced, logged.rank_zero_only, strategy.root_device
-        )
+        metric = new_entry(trainer, logged.meta, logged.is_tensor, logged.is_synced, logged.rank_zero_only)
     except AttributeError as error:
         raise StateError(
             f"the others log the metric {logged.key!r} from the module's attribute {logged.meta['metric_attribute']!r}, "
             "which this worker's module does not have; create metrics in __init__ or setup"
         ) from error
     metric.has_reset = logged.has_reset
-    lightning_adapter.results_of(trainer.fit_loop.epoch_loop)[logged.key] = metric
+    trainer.fit_loop.epoch_loop._results[logged.key] = metric
 
 
 def _prune_alike(module: torch.nn.Module, pruned: Mapping[str, torch.Tensor]) -> None:

@@ -158,8 +158,7 @@ class TrainLoaders:
     def batch_number(self) -> int:
         """Number of batches handed out over all epochs."""
         # Not derived from the epoch: loaders made anew may be shorter, and this number must grow.
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        return progress.total.ready
+        return self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
     @property
     def refusal(self) -> str:
@@ -247,7 +246,9 @@ class TrainLoaders:
 
     def close_unused(self) -> None:
         """End the processes of loaders that the Trainer has replaced. Lightning closes only loaders of torch's own."""
-        in_use = lightning_adapter.loaders_of_fit(self._trainer)
+        loops = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop
+        combined = (lightning_adapter.combined_loader(loop) for loop in loops)
+        in_use = [loader for each in combined if each is not None for loader in each.flattened]
         for loader in [made for made in self._made if not any(made is used for used in in_use)]:
             loader.close()
             self._made.remove(loader)
@@ -359,20 +360,14 @@ class TrainLoaders:
         return self.first.split.num_own_samples(self._batch_under_computation)
 
     @property
-    def positions_in_streams(self) -> list[dict[str, Any] | None]:
-        """Where each training loader is in its stream, as plain data for checkpoints; None for other data."""
-        return [loader.position_in_stream for loader in self.all] if self.are_made else []
-
-    @property
-    def places_in_sequences(self) -> list[dict[str, Any] | None]:
-        """Where each training loader is in its `IterableDataset`, for checkpoints; None for other data."""
+    def in_checkpoint(self) -> dict[str, list[Any]]:
+        """Each training loader's place in its data as plain data, see `ElasticLoader.resume`; None for data of another kind."""
         loaders = self.all if self.are_made else []
-        return [loader.sequence.in_checkpoint() if loader.sequence is not None else None for loader in loaders]
-
-    @property
-    def orders(self) -> list[dict[str, Any]]:
-        """What a cursor of each training loader depends on, for checkpoints."""
-        return [loader.order_in_checkpoint for loader in self.all] if self.are_made else []
+        return {
+            "streams": [loader.position_in_stream for loader in loaders],
+            "sequences": [loader.sequence and loader.sequence.in_checkpoint() for loader in loaders],
+            "orders": [loader.order_in_checkpoint for loader in loaders],
+        }
 
     # --- position -------------------------------------------------------------------------------------------------------------
 
@@ -387,11 +382,15 @@ class TrainLoaders:
             if self.saved:
                 loader.resume(*(_saved_at(self.saved.get(name, ()), number) for name in ("orders", "streams", "sequences")))
         self.saved = {}
-        lightning_adapter.fetcher_of(self._trainer.fit_loop).fetched = cursor
+        self._fetcher.fetched = cursor
+
+    @property
+    def _fetcher(self) -> Any:
+        return self._trainer.fit_loop._data_fetcher
 
     def lead_fetcher(self) -> None:
         """Bring Lightning's fetcher to the loaders' position."""
-        fetcher, loader = lightning_adapter.fetcher_of(self._trainer.fit_loop), self.first
+        fetcher, loader = self._fetcher, self.first
         fetcher.fetched = loader.cursor
         if loader.sequence is not None:
             fetcher.length = None if loader.split.num_samples == UNKNOWN else loader.num_epoch_batches

@@ -14,7 +14,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dlrover.live.metrics import KeptValues, Layout, Table, Version, row_bytes, values_in
 from lightning_dlrover.live.order import FitPosition
-from lightning_dlrover.live.ports import Job, Round, TrainerPort
+from lightning_dlrover.live.replica import TrainerOfFit
+from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.membership.member import Formation
 
 CPU = torch.device("cpu")
@@ -91,8 +92,8 @@ def test_a_later_update_counts_before_a_later_round() -> None:
 
 
 def kept_values(updates: int, tables: object = None) -> KeptValues:
-    job, round_, trainer = cast(Job, None), cast(Round, None), cast(TrainerPort, SimpleNamespace(elastic_tables=tables))
-    return KeptValues(job, round_, trainer, FitPosition(None, updates=updates))
+    trainer = cast(TrainerOfFit, SimpleNamespace(elastic_tables=tables))
+    return KeptValues(cast(World, None), trainer, FitPosition(None, updates=updates))
 
 
 FORMER = cast(Formation, SimpleNamespace(round=SimpleNamespace(number=3, members=["a", "b", "c"])))

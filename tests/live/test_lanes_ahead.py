@@ -19,7 +19,9 @@ from lightning_dlrover.data.source import DataError
 from lightning_dlrover.live import fit_parts
 from lightning_dlrover.live.fit_parts import LanePrefetcher
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.ports import Batches, Job, Round
+from lightning_dlrover.live.order import FitPosition
+from lightning_dlrover.live.train_loaders import TrainLoaders
+from lightning_dlrover.rdzv.group.world import World
 
 NUM_ROWS = 4000
 
@@ -127,11 +129,11 @@ def test_read_ahead_that_never_ends_is_an_error_that_names_the_source(log: Path,
 
     data = stream(Logged(log))
     loader = Hanging(DataLoader(data, batch_size=40, num_workers=1), 40, training=True)
-    batches = cast(Batches, SimpleNamespace(all=[loader]))
+    batches = cast(TrainLoaders, SimpleNamespace(all=[loader]))
     try:
         with (
             pytest.raises(DataError, match=r"reading ahead for 0 s and does not answer.*Logged"),
-            LanePrefetcher(cast(Job, None), cast(Round, None), batches).while_waiting(),
+            LanePrefetcher(cast(World, None), batches, FitPosition(None)).while_waiting(),
         ):
             pass
     finally:

@@ -139,7 +139,7 @@ def test_data_is_prepared_without_a_lock_where_none_can_be_taken(tmp_path: Path,
 def test_waiting_worker_names_the_process_that_prepares(
     host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, value in {"TELL_S": 0.0, "LIMIT_S": 0.3}.items():
+    for name, value in {"FIRST_REPORT_S": 0.0, "LIMIT_S": 0.3}.items():
         monkeypatch.setattr(training, name, value)
     host.start("one", "waits")
     host.wait_for("begun-one")

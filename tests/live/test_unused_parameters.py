@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dlrover.checks import UnsupportedScriptError
-from lightning_dlrover.live.replica import UnusedParameters
+from lightning_dlrover.live.replica import LiveStrategy, Replica, UnusedParameters
 from lightning_dlrover.rdzv.transport.torch_names import HashStore
 
 
@@ -25,12 +25,18 @@ class Branches(nn.Module):
         self.used, self.other = nn.Linear(2, 1), nn.Linear(2, 1)
 
 
-def after_step(unused: UnusedParameters, *names: str, ignored: set[str] | None = None) -> bool:
+def after_step(unused: UnusedParameters, *names: str, ignored: Collection[str] = ()) -> bool:
     """Return whether the search is on after a worker alone has used these branches."""
     module = Branches()
     torch.stack([getattr(module, name)(torch.ones(2)).sum() for name in names]).sum().backward()  # type: ignore[no-untyped-call]
-    strategy: Any = SimpleNamespace(table_names=ignored or set())
-    unused.check(module, module, strategy, num_workers=1, is_reporter=True)
+    unused.check(cast(LiveStrategy, SimpleNamespace(lightning_module=module, model=module, world_size=1, table_names=ignored)))
+    return unused.found
+
+
+def after_setup(unused: UnusedParameters, is_automatic: bool, num_optimizers: int) -> bool:
+    module = SimpleNamespace(automatic_optimization=is_automatic)
+    strategy: Any = SimpleNamespace(lightning_module=module, model=None, optimizers=[None] * num_optimizers)
+    Replica(strategy, unused).note_optimizers()
     return unused.found
 
 
@@ -48,15 +54,14 @@ def test_users_own_choice_is_kept(kwargs: dict[str, Any]) -> None:
     unused = UnusedParameters(kwargs, is_live=True)
     assert not after_step(unused, "used")
     unused.agree(found=True, is_reporter=True)
-    unused.note_optimizers(is_automatic=False, num_optimizers=2)
-    assert not unused.found
+    assert not after_setup(unused, is_automatic=False, num_optimizers=2)
 
 
-def test_manual_optimizers_of_separate_parts_need_the_search() -> None:
-    for is_automatic, num_optimizers, expected in ((False, 2, True), (False, 1, False), (True, 1, False)):
-        unused = UnusedParameters({}, is_live=True)
-        unused.note_optimizers(is_automatic, num_optimizers)
-        assert unused.found is expected
+@pytest.mark.parametrize(
+    ("is_automatic", "num_optimizers", "expected"), [(False, 2, True), (False, 1, False), (True, 1, False), (True, 2, False)]
+)
+def test_manual_optimizers_of_separate_parts_need_the_search(is_automatic: bool, num_optimizers: int, expected: bool) -> None:
+    assert after_setup(UnusedParameters({}, is_live=True), is_automatic, num_optimizers) is expected
 
 
 def test_workers_of_a_round_take_over_the_unused_parameters() -> None:
