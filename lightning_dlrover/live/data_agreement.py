@@ -1,4 +1,4 @@
-"""Let all workers agree on the data of a fit: fingerprints of datasets, streams that were opened, iterable datasets."""
+"""Check that all workers train on the same data: fingerprints of datasets, opened streams, rows of iterable datasets."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import SubsetRandomSampler
 
+from lightning_dlrover.codec import from_fields, to_json
 from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.order import FitPosition, HandedOut, SequenceOrder, SequenceSettings, StreamOrder
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FETCHES_PER_SAMPLE = 3
-"""Fetches of each sample. An image that is flipped at random comes out alike three times in one of four cases."""
+"""Fetches of each sample. An image that is flipped at random is the same three times in one of four cases."""
 
 MIN_DIFFERENT_SAMPLES = 2
 """Minimum number of samples that must differ to show another dataset. One may be chance; a single equal one rules it out."""
@@ -51,8 +52,6 @@ PROBING_S = 2.0
 
 OFFSETS = "offsets "
 """Prefix of a digest of what a stream reads, if that is a range of each partition of a topic."""
-
-UNCOUNTED = -1
 
 MAX_TEXTS = 5000
 """Parts of a sample above which it is not compared."""
@@ -65,7 +64,10 @@ SINGLE_TOLERANCE = 1e-6
 """Share by which a single number of at least 32 bits may differ. Neighbours in a time series differ by little."""
 
 ABSOLUTE_TOLERANCE = 1e-9
-"""Difference at which two single numbers are alike: where the result should be 0, all digits are last digits."""
+"""Difference up to which two single numbers are equal: where the result should be 0, all digits are last digits."""
+
+LARGEST = 1e18
+"""Absolute value from which on all numbers are alike."""
 
 EXACT_BYTES = 4
 """Minimum size of integers that are compared exactly, as those of texts' tokens. Smaller ones may be pixels and sound."""
@@ -78,10 +80,13 @@ class Sketch:
     kind: str  # digest of its structure and texts
     arrays: list[list[float]]  # deviation and means of some pieces of each array, or its only number
 
+    def __str__(self) -> str:
+        return f"{self.kind} {[x for array in self.arrays for x in array[1:] or array][:4]}"
+
 
 @dataclass(frozen=True)
 class LoaderFingerprint:
-    num_samples: int  # `UNCOUNTED` for an `IterableDataset`
+    num_samples: int | None  # None for an `IterableDataset`
     sketches: list[Sketch | None]  # the same places on every worker; None: not known, or not comparable
     shards: str = ""  # digest of what a stream reads
 
@@ -94,27 +99,19 @@ class DataFingerprint:
     val: list[int] | None  # numbers of samples; None: validation loaders do not exist yet
 
     def encode(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return to_json(self).decode()
 
     @staticmethod
     def decode(text: str) -> DataFingerprint:
-        """Return the decoded fingerprint. Raises ValueError if `text` is none."""
+        """Return the decoded fingerprint.
+
+        Raises:
+            ValueError: `text` is not one.
+        """
         try:
-            fields = json.loads(text)
-            train = [
-                LoaderFingerprint(
-                    int(loader["num_samples"]),
-                    [
-                        Sketch(str(each["kind"]), [[float(x) for x in array] for array in each["arrays"]]) if each else None
-                        for each in loader["sketches"]
-                    ],
-                    str(loader.get("shards", "")),
-                )
-                for loader in fields["train"]
-            ]
-            return DataFingerprint(train, None if fields["val"] is None else [int(length) for length in fields["val"]])
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ValueError(f"{text!r:.80} is no fingerprint of data") from error
+            return from_fields(DataFingerprint, json.loads(text), "a fingerprint of data")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{text!r:.80} is not a fingerprint of data: {error}") from error
 
 
 class _UncomparableError(Exception):
@@ -128,8 +125,8 @@ def difference(own: DataFingerprint, other: DataFingerprint) -> str:
     for number, (mine, theirs) in enumerate(zip(own.train, other.train, strict=True), 1):
         name = "the training data" if len(own.train) == 1 else f"training loader {number}"
         if mine.num_samples != theirs.num_samples:
-            if UNCOUNTED in (mine.num_samples, theirs.num_samples):
-                return f"{name}: an IterableDataset {'here' if mine.num_samples == UNCOUNTED else 'there'} only"
+            if None in (mine.num_samples, theirs.num_samples):
+                return f"{name}: an IterableDataset {'here' if mine.num_samples is None else 'there'} only"
             return f"{name}: {mine.num_samples} samples here, {theirs.num_samples} there"
         if mine.shards != theirs.shards:
             if mine.shards.startswith(OFFSETS):
@@ -143,9 +140,7 @@ def difference(own: DataFingerprint, other: DataFingerprint) -> str:
         if len(pairs) >= MIN_DIFFERENT_SAMPLES and not any(_alike(a, b) for _, a, b in pairs):
             place, a, b = pairs[0]
             where = ("first", "middle", "last")[place] if place < 3 else "next"
-            return (
-                f"{name}: {mine.num_samples} samples, the {where} one being {_brief_sketch(a)} here, {_brief_sketch(b)} there"
-            )
+            return f"{name}: {mine.num_samples} samples, the {where} one being {a} here, {b} there"
     if own.val is not None and other.val is not None and own.val != other.val:
         return f"the validation data: {own.val} samples here, {other.val} there"
     return ""
@@ -175,7 +170,7 @@ def refuse_other_data(own: DataFingerprint, encoded: str, mine: str, theirs: str
 
 
 def refuse_different_data(encoded: Sequence[str], run: str) -> None:
-    """Refuse to train if the data of any two workers differ. All workers compare all pairs, so all come to one result.
+    """Refuse to train if the data of any two workers differ. All workers compare all pairs, so all have one result.
 
     Args:
         encoded: fingerprints by rank.
@@ -208,7 +203,7 @@ def fingerprint_data(
 
 def _fingerprint_of(loader: ElasticLoader, compare_samples: bool) -> LoaderFingerprint:
     if loader.sequence is not None:  # its rows are compared as they are read, see `compare_next_batches`
-        return LoaderFingerprint(UNCOUNTED, [], loader.order.shards)
+        return LoaderFingerprint(None, [], loader.order.shards)
     if isinstance(loader.order, StreamOrder) and loader.order.grows:
         # The rows are fixed by a record, and those of the first window may be gone by now.
         return LoaderFingerprint(0, [], OFFSETS + loader.order.name)
@@ -373,7 +368,8 @@ def _pieces(array: np.ndarray[Any, Any]) -> list[float]:
 
 
 def _finite(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    finite: np.ndarray[Any, Any] = np.nan_to_num(array.astype(np.float64), posinf=1e30, neginf=-1e30)
+    """Return values within the limits of a record's numbers."""
+    finite: np.ndarray[Any, Any] = np.nan_to_num(array.astype(np.float64)).clip(-LARGEST, LARGEST)
     return finite
 
 
@@ -394,19 +390,13 @@ def _close(one: list[float], other: list[float]) -> bool:
     )
 
 
-def _brief_sketch(each: Sketch) -> str:
-    numbers = [x for array in each.arrays for x in array[1:] or array][:4]
-    return f"{each.kind} {numbers}"
-
-
-# Put on record which streams a fit reads, so that people can find out which rows were trained when.
+# Record the streams that a fit reads, from which users find out which rows were trained when.
 
 MAX_SOURCE_LENGTH = 2000
-"""Characters of a source's expression above which only its type is on record."""
-
+"""Characters of a source's expression above which only its type is recorded."""
 
 MAX_RANGES = 100
-"""Partitions above which their offsets are not on record: a job may have thousands of windows."""
+"""Partitions above which their offsets are not recorded: a job may have thousands of windows."""
 
 
 def opened_streams(
@@ -458,8 +448,7 @@ def _accumulated(trainer: L.Trainer) -> int:
     return 0 if scheduled or not trainer.lightning_module.automatic_optimization else trainer.accumulate_grad_batches
 
 
-# Keep the workers of a fit that reads an `IterableDataset` together: the same rows, the same end, and words for the
-# guarantee.
+# Keep the workers of a fit that reads an `IterableDataset` together: the same rows, and the same end.
 #
 # Each worker reads the dataset by itself. One that splits itself by rank, draws numbers that no seed fixes, or depends on
 # the clock would give each worker rows of its own. So workers compare the lengths of global batches and the first rows of
@@ -484,9 +473,6 @@ def settings_for(
 
 def sequences_of(loaders: Sequence[ElasticLoader]) -> list[SequenceOrder]:
     return [loader.sequence for loader in loaders if loader.sequence is not None]
-
-
-# --- on record -------------------------------------------------------------------------------------------------------------
 
 
 def opened_sequences(loaders: Sequence[ElasticLoader], fit: int) -> list[tuple[SequenceOpened, str]]:
@@ -577,7 +563,7 @@ def _difference_of_batches(mine: Sequence[HandedOut], theirs: Sequence[HandedOut
         if (own.num_rows, own.is_last) != (other.num_rows, other.is_last):
             return f"{where} %s has {_length(own)} and %s has {_length(other)}"
         if own.first is not None and other.first is not None and not are_same_row(own.first, other.first):
-            return f"{where} the first row of %s is {_brief_row(own.first)} and that of %s is {_brief_row(other.first)}"
+            return f"{where} the first row of %s is {Sketch(*own.first)} and that of %s is {Sketch(*other.first)}"
     return ""
 
 
@@ -585,11 +571,6 @@ def _length(seen: HandedOut) -> str:
     if not seen.num_rows:
         return "no row"
     return f"{seen.num_rows} rows" + (", the last ones of the epoch," if seen.is_last else "")
-
-
-def _brief_row(first: Any) -> str:
-    kind, arrays = first
-    return f"{kind} {[x for array in arrays for x in array[1:] or array][:4]}"
 
 
 def _text(order: SequenceOrder, found: str, one: str, other: str) -> str:

@@ -1,18 +1,24 @@
-"""The parts of a fit apart from its steps: begin and end of fits, searches, progress, and the rows of streams."""
+"""Parts of a fit apart from its steps: its begin and end, searches, prepared data, progress, and the rows of streams."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import hashlib
 import json
 import logging
 import math
+import os
+import struct
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import torch.distributed as dist
 
@@ -39,6 +45,7 @@ from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError
 from lightning_dlrover.rdzv.group.loop import Pace
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.events import RowsSkipped
+from lightning_dlrover.rdzv.job.folders import ROOT, is_private, users_folder
 from lightning_dlrover.rdzv.job.records import PlacesRecord, RoundRecord, SearchRecord, WindowRecord
 from lightning_dlrover.rdzv.membership.member import Formation, RoundEndedError, WorldError
 from lightning_dlrover.rdzv.membership.rounds import WorkerView
@@ -453,6 +460,129 @@ def _sentence(skipped: RowsSkipped) -> str:
     ranges = [(first, stop) for first, stop in skipped.ranges]
     num_rows = sum(stop - first for first, stop in ranges)
     return f"leaves out {num_rows} rows of {skipped.file} (rows {shown_ranges(ranges)}): {skipped.reason}"
+
+
+# Run `prepare_data` once on each host, or once in the job, however many workers prepare their Trainers at once.
+#
+# Lightning runs it where the local rank is 0. Each node of `dlrover run` has an agent of its own, so that is every worker
+# of a host, and a joiner would write files that others are reading.
+#
+# Locks of the kernel keep the workers of a host apart: one for the worker that prepares, one for all living workers whose
+# data is ready. A lock ends with its process, however that ends, and no child process inherits it.
+
+LOCK_FILE = "prepared-data"
+"""File in the user's folder in shared memory. It stays empty: each call of `prepare_data` locks two of its bytes."""
+
+LOCK_RETRY_S = 0.1
+FIRST_REPORT_S = 3.0
+REPORT_EVERY_S = 60.0
+
+LIMIT_S = 24 * 3600.0
+"""Seconds for which a worker waits for another one's `prepare_data`, which may download for hours."""
+
+
+class PreparedDataError(RuntimeError):
+    """Another worker on this host has not finished `prepare_data` in time."""
+
+
+class PreparedData:
+    """The calls of `prepare_data` in one worker's script.
+
+    Args:
+        job: identity of the job among all others of this user.
+        root: where the user's folder is.
+    """
+
+    def __init__(self, job: str, root: Path = ROOT) -> None:
+        self._job = job
+        self._root = root
+        self._calls: Counter[str] = Counter()
+        self._file: BinaryIO | None = None  # closing it would end all locks
+
+    def prepare(self, trainer: Any) -> None:
+        """Prepare data as Lightning does, with one worker of each host, or rank 0 alone as the user has asked.
+
+        Joiners have no rank: the data of a job that trains is prepared.
+        """
+        all_wait = submodule(package_of(trainer), "trainer.connectors.data_connector")._InfiniteBarrier
+        for part, prepare in lightning_adapter.preparations(trainer):
+            with all_wait():
+                if part.prepare_data_per_node:
+                    self.once_on_this_host(f"{type(part).__module__}.{type(part).__qualname__}.prepare_data", prepare)
+                elif trainer.is_global_zero:
+                    prepare()
+
+    def once_on_this_host(self, name: str, prepare: Callable[[], None]) -> None:
+        """Run one call of a script, unless a living worker on this host has run it; wait for one that runs it.
+
+        Args:
+            name: the same for the same call in all workers. A script's second call of a name differs from its first.
+
+        Raises:
+            PreparedDataError: another worker takes too long.
+        """
+        self._calls[name] += 1
+        try:
+            file = self._opened()
+        except OSError as error:
+            log.warning("%s runs on each worker of this host, because no lock can be taken: %s", name, error)
+            prepare()
+            return
+        digest = hashlib.sha256(f"{self._job}/{name}/{self._calls[name]}".encode()).digest()
+        preparing = int.from_bytes(digest[:7], "big") * 2
+        is_prepared = preparing + 1
+        _wait_for(file, preparing, name)
+        try:
+            if _try(file, is_prepared):  # no living worker has it
+                prepare()
+            fcntl.lockf(file, fcntl.LOCK_SH, 1, is_prepared)
+        except BaseException:
+            fcntl.lockf(file, fcntl.LOCK_UN, 1, is_prepared)
+            raise
+        finally:
+            fcntl.lockf(file, fcntl.LOCK_UN, 1, preparing)
+
+    def _opened(self) -> BinaryIO:
+        if self._file is None:
+            folder = users_folder(self._root)
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            if not is_private(folder):
+                raise PermissionError(f"{folder} is not a folder of this user's alone: remove it")
+            self._file = os.fdopen(os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
+        return self._file
+
+
+def _wait_for(file: BinaryIO, place: int, name: str) -> None:
+    began = time.monotonic()
+    report_at = began + FIRST_REPORT_S
+    while not _try(file, place):
+        now = time.monotonic()
+        if now > began + LIMIT_S:
+            raise PreparedDataError(
+                f"{name} of {_holder(file, place)} on this host has not ended for {LIMIT_S:.0f} s: end that process, or run "
+                "the work before the job starts"
+            )
+        if now > report_at:
+            report_at = now + REPORT_EVERY_S
+            log.warning("waiting for %s on this host, which runs %s, for %.0f s", _holder(file, place), name, now - began)
+        time.sleep(LOCK_RETRY_S)
+
+
+def _try(file: BinaryIO, place: int) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        return False
+    return True
+
+
+def _holder(file: BinaryIO, place: int) -> str:
+    request = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
+    *_, pid = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, request))
+    return f"process {pid}" if pid > 0 else "a process"  # 0: of another container
 
 
 # Open the lanes of a stream that a worker will read in the next round, while the workers still agree on that round.

@@ -263,7 +263,7 @@ def test_fingerprint_survives_its_record() -> None:
 
 @given(st.text() | st.sampled_from(['{"train": [{}]}', '{"train": 3, "val": null}', "[]", "{}"]))
 def test_garbage_in_a_record_is_an_error_that_can_be_caught(text: str) -> None:
-    with pytest.raises(ValueError, match="no fingerprint of data"):
+    with pytest.raises(ValueError, match="not a fingerprint of data"):
         DataFingerprint.decode(text)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from lightning_dlrover.live import training
-from lightning_dlrover.live.training import PreparedData
+from lightning_dlrover.live import fit_parts
+from lightning_dlrover.live.fit_parts import PreparedData
 
 FORK: Any = multiprocessing.get_context("fork")
 
@@ -140,7 +140,7 @@ def test_waiting_worker_names_the_process_that_prepares(
     host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, value in {"FIRST_REPORT_S": 0.0, "LIMIT_S": 0.3}.items():
-        monkeypatch.setattr(training, name, value)
+        monkeypatch.setattr(fit_parts, name, value)
     host.start("one", "waits")
     host.wait_for("begun-one")
     with pytest.raises(RuntimeError, match=rf"rows of process {host._workers['one'].pid} on this host has not ended"):
