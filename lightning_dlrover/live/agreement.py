@@ -1,4 +1,4 @@
-"""Numbers on which all workers agree after a step, and workers whose weights have drifted apart."""
+"""Agreement of all workers after a step: votes, and a check for weights that have drifted apart."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.rdzv.transport.transfer import is_expanded
 from lightning_dlrover.tuning.health import NUM_SAID, Pulse
 
+log = logging.getLogger(__name__)
+
 # Detect replicas that drift apart: weights, buffers and optimizer states that should be equal on all workers and are not.
 #
 # DDP keeps replicas equal as long as each of them changes by the same updates only. Whatever else changes one of them, such
@@ -42,8 +44,6 @@ from lightning_dlrover.tuning.health import NUM_SAID, Pulse
 # A checksum is computed where the tensors are. From a GPU it is read with the next vote, when the host has waited for the
 # device.
 
-log = logging.getLogger(__name__)
-
 PERIOD_STEPS = 64
 """Steps in which each byte is part of one checksum."""
 
@@ -57,7 +57,7 @@ MASK = (1 << 56) - 1
 """Bits of a number in a vote."""
 
 Slice = tuple[int, int]
-"""First byte and the byte after the last, of all items one after the other. The slice may go on at the beginning."""
+"""First byte and the byte after the last, of all items one after the other. A slice may wrap around to the beginning."""
 
 
 @dataclass(frozen=True)
@@ -210,14 +210,14 @@ class DriftCheck:
         self._own |= {there[i].name for i in own}
         suspects = [i for i in differing if i not in own]
         if suspects:
-            as_ever = {there[i].name for i in suspects if there[i].is_buffer and not num_changed[i]}
-            self._judge([there[i] for i in suspects], as_ever)
+            as_before = {there[i].name for i in suspects if there[i].is_buffer and not num_changed[i]}
+            self._judge([there[i] for i in suspects], as_before)
 
-    def _judge(self, suspects: Sequence[Item], as_ever: Collection[str]) -> None:
+    def _judge(self, suspects: Sequence[Item], as_before: Collection[str]) -> None:
         """Act on tensors that differ.
 
         Args:
-            as_ever: names of buffers that have differed since the round began.
+            as_before: names of buffers that have differed since the round began.
         """
         theirs = [_of_rank_0(item.tensor) for item in suspects]
         mine = [_relative_difference(item.tensor, first) for item, first in zip(suspects, theirs, strict=True)]
@@ -228,7 +228,7 @@ class DriftCheck:
             if difference <= TOLERANCES.get(item.tensor.dtype, 0.0):
                 self._rest(item.name)
                 continue
-            is_repaired = self._trainer.strategy.on_drift == "repair" or item.name in as_ever
+            is_repaired = self._trainer.strategy.on_drift == "repair" or item.name in as_before
             text = explain_drift(item.name, difference, rank)
             if self._position.rank == 0:
                 place = self._batches.batch_number
@@ -278,8 +278,7 @@ class DriftCheck:
 
     def _items_in(self, slice_: Slice) -> list[Item]:
         """Return all items with a byte in a slice."""
-        num_bytes = num_bytes_of(self._items)
-        parts = ((slice_[0], slice_[1]), (0, slice_[1] - num_bytes))
+        parts = (slice_, (0, slice_[1] - num_bytes_of(self._items)))
         return [
             item
             for item in self._items
@@ -288,7 +287,7 @@ class DriftCheck:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has values of its own in memory: not one that is sharded, quantized, sparse or still without a shape."""
+    """Return whether a tensor has values of its own in memory: it is not sharded, quantized, sparse or without a shape."""
     is_dense = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
     return is_dense and not tensor.is_meta and not is_expanded(tensor) and _in_order_of_memory(tensor).is_contiguous()
 
@@ -326,7 +325,7 @@ def _relative_difference(tensor: Tensor, first: Tensor) -> float:
     return largest if math.isfinite(largest) else math.inf
 
 
-# Agree with the other workers between steps: on stopping, on saving, that learning rates, rows and weights are alike.
+# Agree with the other workers between steps: whether to stop or save, and that learning rates, rows and weights are equal.
 #
 # Each vote on the round carries numbers. A worker receives the minimum of each over all workers one vote later.
 
@@ -361,9 +360,9 @@ class Votes:
         self._fit_of_vote = position.fit
         said = self._pulse.say(formation.round.number, position.rank, position.size)
         tables = self._trainer.elastic_tables
-        alike = rates_digest(self._trainer.optimizers) ^ digest(self._batches.all) ^ self._drift.ballot()
+        equal = rates_digest(self._trainer.optimizers) ^ digest(self._batches.all) ^ self._drift.ballot()
         request = self._world.records.checkpoint_request()
-        mine = [-int(self._kept.has_values), -int(self._wants_stop), alike, -alike, request]
+        mine = [-int(self._kept.has_values), -int(self._wants_stop), equal, -equal, request]
         return [*(tables.wishes() if tables is not None else []), *mine, *said]
 
     def count(self, step_time_s: float) -> bool:
@@ -417,7 +416,7 @@ class Votes:
         trainer.should_stop, self._wants_stop = False, True
 
     def _have_stopped(self, place: str) -> bool:
-        """Return whether members of the new round found all workers at `place` before the former round broke, and went on."""
+        """Return whether members of the new round found all workers at `place` before the former round broke."""
         formation = self._position.formation
         assert formation is not None
         positions = (Position.decode(hello) for hello in formation.hellos.values())

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from lightning_dlrover.live.loader import ElasticLoader
     from lightning_dlrover.live.replica import LiveStrategy
 
+log = logging.getLogger(__name__)
+
 # Let the Trainer's loggers continue one run when rank 0 moves from worker to worker.
 #
 # Only rank 0 logs. A logger names its run at its first use: a version of a folder, or an id that a server assigns. All
 # workers receive rank 0's names, so that the next rank 0 continues the same run instead of starting another.
-
-log = logging.getLogger(__name__)
 
 _NAMED_BY_SERVERS = ("WandbLogger", "MLFlowLogger", "CometLogger", "LitLogger")
 
@@ -86,10 +86,7 @@ def take_over(loggers: Sequence[Any]) -> None:
 
 def _kind(logger: object) -> str:
     """Return the name of Lightning's class that the logger belongs to, or ""."""
-    for cls in type(logger).__mro__:
-        if cls.__name__ in LOGGER_NAMES and cls.__module__.startswith(PACKAGES):
-            return cls.__name__
-    return ""
+    return next((name for name in LOGGER_NAMES if is_lightnings(logger, name)), "")
 
 
 def _captured(logger: Any) -> dict[str, Any]:
@@ -106,9 +103,7 @@ def _captured(logger: Any) -> dict[str, Any]:
     values = {name: getattr(logger, name) for name in names if hasattr(logger, name)}
     for name in {"_version", "_id"} & values.keys():
         values[name] = logger.version  # some loggers choose it at the first access
-    run["kind"] = kind
-    run["names"] = {name: value for name, value in values.items() if isinstance(value, str | int)}
-    return run
+    return run | {"kind": kind, "names": {name: value for name, value in values.items() if isinstance(value, str | int)}}
 
 
 def _leave_comet(logger: Any) -> None:
@@ -136,7 +131,7 @@ def _adopt_csv_log(logger: CSVLogger) -> None:
 # The state of a running Trainer as data: everything that a worker needs to continue where the others are.
 #
 # Lightning's checkpoint is a part of it. A checkpoint is made to start a Trainer again, so it lacks everything that a start
-# sets anew: monitored metrics, flags and clocks of the loops, the accumulation factor, private fields of Lightning's
+# sets itself: monitored metrics, flags and clocks of the loops, the accumulation factor, private fields of Lightning's
 # callbacks, frozen parameters, and parameter groups that were changed while training. `TrainerState` holds both.
 #
 # Values that the hooks of an epoch's start have set in the user's objects cannot be found as data. A worker that joins
@@ -170,7 +165,7 @@ class StateError(Exception):
 
 @dataclass
 class LoggedValue:
-    """One name that the training step has logged. The workers' lists must be alike when the epoch's values are reduced."""
+    """One name that the training step has logged. The workers' lists must be equal when the epoch's values are reduced."""
 
     key: str
     meta: dict[str, Any]  # Lightning's metadata, without its link to the strategy
@@ -266,7 +261,11 @@ def running_state(trainer: L.Trainer) -> RunningState:
             "logged": dict(connector._logged_metrics),
             "progress_bar": dict(connector._progress_bar_metrics),
         },
-        logged=_logged_values(trainer),
+        logged=[
+            LoggedValue(key=key, has_reset=metric.has_reset, **description(metric))
+            for key, metric in fit_loop.epoch_loop._results.items()
+            if metric.meta.sync.group is None and (metric.is_tensor or metric.meta.metric_attribute)
+        ],
         requires_grad={name: parameter.requires_grad for name, parameter in module.named_parameters()},
         groups=_group_names(trainer),
         schedulers=[type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs],
@@ -285,21 +284,13 @@ def running_state(trainer: L.Trainer) -> RunningState:
     )
 
 
-def _logged_values(trainer: L.Trainer) -> list[LoggedValue]:
-    return [
-        LoggedValue(key=key, has_reset=metric.has_reset, **description(metric))
-        for key, metric in trainer.fit_loop.epoch_loop._results.items()
-        if metric.meta.sync.group is None and (metric.is_tensor or metric.meta.metric_attribute)
-    ]
-
-
 def _group_names(trainer: L.Trainer) -> list[list[list[str]] | None]:
     names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
-    found: list[list[list[str]] | None] = []
-    for optimizer in trainer.optimizers:
-        groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
-        found.append(groups if all(all(group) for group in groups) else None)
-    return found
+    by_optimizer = [
+        [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+        for optimizer in trainer.optimizers
+    ]
+    return [groups if all(map(all, groups)) else None for groups in by_optimizer]
 
 
 def _is_mask(module: torch.nn.Module, name: str) -> bool:
@@ -309,9 +300,9 @@ def _is_mask(module: torch.nn.Module, name: str) -> bool:
 
 
 def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Return what the user's code keeps as attributes of the module and its parts, by dotted name.
+    """Return attributes that the user's code keeps in the module and its parts, by dotted name.
 
-    Numbers, flags and texts as they are, tensors, arrays and collections as descriptions that can be compared.
+    Numbers, flags and texts are returned as they are, tensors, arrays and collections as descriptions that can be compared.
     """
     return {
         f"{path}.{name}".lstrip("."): value if isinstance(value, _PLAIN) else [type(value).__name__, described_row(value)]
@@ -363,11 +354,19 @@ def restore(
             # While alone, it chose a folder by itself. Because of it, it would refuse the others' best scores.
             callback.dirpath = state.running.checkpoint_folders[callback.state_key]
     if enters_epoch and strategy.reruns_epoch_hooks:
-        _run_epoch_start_hooks(trainer, state)
-    _prune_alike(trainer.lightning_module, state.running.pruned)
+        _restore_loops(trainer, state.checkpoint)
+        _set_metrics(trainer, state.running)
+        trainer.accumulate_grad_batches = state.running.accumulate_grad_batches
+        run_epoch_start_hooks(trainer)
+    _prune(trainer.lightning_module, state.running.pruned)
     if strategy.elastic_tables is None:
         _set_groups(trainer, state.running.groups, state.checkpoint["optimizer_states"])
-    _compare_schedulers(trainer, state.running)
+    schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
+    if schedulers != state.running.schedulers:
+        raise StateError(
+            f"the others' learning-rate schedulers are {state.running.schedulers}, this worker's are {schedulers}: they were "
+            "changed while training by a hook other than on_train_epoch_start; change them there, or in configure_optimizers"
+        )
     _restore_checkpoint(trainer, state.checkpoint)
     adopt_running_state(trainer, state.running)
     if joins:
@@ -498,13 +497,6 @@ def _begin_next_epoch_if_ended(trainer: L.Trainer) -> bool:
     return True
 
 
-def _run_epoch_start_hooks(trainer: L.Trainer, state: TrainerState) -> None:
-    _restore_loops(trainer, state.checkpoint)
-    _set_metrics(trainer, state.running)
-    trainer.accumulate_grad_batches = state.running.accumulate_grad_batches
-    run_epoch_start_hooks(trainer)
-
-
 def _continue_loops(trainer: L.Trainer) -> None:
     """Let the loops continue where the others are. Lightning's own restart would repeat hooks and validation."""
     fit_loop = trainer.fit_loop
@@ -572,7 +564,7 @@ def _adopt_logged_value(trainer: L.Trainer, logged: LoggedValue) -> None:
     trainer.fit_loop.epoch_loop._results[logged.key] = metric
 
 
-def _prune_alike(module: torch.nn.Module, pruned: Mapping[str, torch.Tensor]) -> None:
+def _prune(module: torch.nn.Module, pruned: Mapping[str, torch.Tensor]) -> None:
     """Give masks to the parameters that the others have pruned. Values follow with the state dict."""
     for name, mask in pruned.items():
         path, _, parameter = name.rpartition(".")
@@ -617,18 +609,9 @@ def _set_groups(trainer: L.Trainer, theirs: Sequence[list[list[str]] | None], st
         ]
 
 
-def _compare_schedulers(trainer: L.Trainer, running: RunningState) -> None:
-    mine = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
-    if mine != running.schedulers:
-        raise StateError(
-            f"the others' learning-rate schedulers are {running.schedulers}, this worker's are {mine}: they were changed while "
-            "training by a hook other than on_train_epoch_start; change them there, or in configure_optimizers"
-        )
-
-
 def _warn_of_attributes(module: torch.nn.Module, theirs: Mapping[str, Any]) -> None:
     mine = _plain_attributes(module)
-    changed = [_difference_of_states(k, theirs[k], mine[k]) for k in theirs if k in mine and not _equal(theirs[k], mine[k])]
+    changed = [_difference(k, theirs[k], mine[k]) for k in theirs if k in mine and not _equal(theirs[k], mine[k])]
     if changed:
         log.warning(
             "the model's attributes %s differ from the other workers'. Training has changed them and no checkpoint holds them. "
@@ -637,7 +620,7 @@ def _warn_of_attributes(module: torch.nn.Module, theirs: Mapping[str, Any]) -> N
         )
 
 
-def _difference_of_states(name: str, theirs: Any, mine: Any) -> str:
+def _difference(name: str, theirs: Any, mine: Any) -> str:
     if isinstance(theirs, list) and isinstance(mine, list):
         return f"{name} (a {theirs[0]})"
     there, here = (f"a {each[0]}" if isinstance(each, list) else repr(each) for each in (theirs, mine))
@@ -660,17 +643,13 @@ def parts_with_hparams(trainer: L.Trainer) -> list[Any]:
     return [part for part in (trainer.lightning_module, getattr(trainer, "datamodule", None)) if part is not None]
 
 
-def is_lightnings(callback: object, name: str) -> bool:
-    """Return whether a callback is of Lightning's class of that name, from either of its two packages."""
-    return any(
-        kind.__name__ == name and kind.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
-        for kind in type(callback).__mro__
-    )
+def is_lightnings(thing: object, name: str) -> bool:
+    """Return whether a callback or logger is of Lightning's class of that name, from either of its two packages."""
+    return any(kind.__name__ == name and kind.__module__.startswith(PACKAGES) for kind in type(thing).__mro__)
 
 
 def _callbacks(trainer: L.Trainer) -> list[Any]:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]  # Lightning does not declare them
 
 
 def _fields_of_callbacks(trainer: L.Trainer, table: Mapping[str, tuple[str, ...]]) -> list[tuple[str, Any, tuple[str, ...]]]:
