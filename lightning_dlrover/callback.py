@@ -168,7 +168,7 @@ class DLRoverCallback(Callback):
         for loader in combined.flattened if combined is not None else ():
             data = getattr(loader, "dataset", None)
             check_no_view_of_a_stream(data)
-            # Not a live job's loader, which asks for rows by seed. An epoch that was resumed in its middle goes on.
+            # Not a live job's loader, which asks for rows by seed. An epoch that was resumed in its middle continues.
             if not isinstance(loader, ElasticLoader) and isinstance(data, Stream) and data.epoch != trainer.current_epoch:
                 if data.grows:
                     raise UnsupportedLoaderError(
@@ -308,7 +308,7 @@ def _advice(decision: Decision) -> str:
 
 
 def _derive(package: str) -> None:
-    """Derive the class from the package's own callback, beside the other package's. The hooks of both do nothing."""
+    """Add the package's own callback to the bases of the class. The hooks of both packages' callbacks do nothing."""
     own: type = submodule(package, "callbacks").Callback
     if own not in DLRoverCallback.__mro__:
         others = (base for base in DLRoverCallback.__bases__ if base is not Callback)

@@ -130,8 +130,8 @@ def explain_drift(name: str, difference: float, rank: int) -> str:
     by = f"by {100 * difference:.3g} % of its largest value" if math.isfinite(difference) else "by values that are not finite"
     return (
         f"the workers' models drift apart: {name} on rank {rank} differs from rank 0's {by}. All workers make the same "
-        "updates, so something else changes it on each worker by itself: max_norm of nn.Embedding, a value that forward or a "
-        "hook writes, noise that each worker draws. Change it alike on all workers, let DLRoverStrategy(on_drift='repair') "
+        "updates, so something else changes it on single workers: max_norm of nn.Embedding, a value that forward or a "
+        "hook writes, noise that each worker draws. Change it equally on all workers, let DLRoverStrategy(on_drift='repair') "
         "copy rank 0's values, or name tensors that are to differ in _ddp_params_and_buffers_to_ignore of the module"
     )
 
@@ -155,7 +155,7 @@ class DriftCheck:
         self._late: tuple[Slice, Tensor] | None = None  # slice and checksum that the device may still compute
         self._slice: Slice = (0, 0)  # of the checksum in the newest vote
         self._first: dict[str, Tensor] = {}  # checksum of each buffer when the round began
-        self._own: set[str] = set()  # buffers that each worker writes by itself
+        self._own: set[str] = set()  # buffers that each worker writes for itself
         self._rests: dict[str, tuple[int, int]] = {}  # pauses so far, and step before which a tensor is not compared; "": all
 
     def ballot(self) -> int:
@@ -358,12 +358,12 @@ class Votes:
         position, formation = self._position, self._position.formation
         assert formation is not None
         self._fit_of_vote = position.fit
-        said = self._pulse.say(formation.round.number, position.rank, position.size)
+        load = self._pulse.say(formation.round.number, position.rank, position.size)
         tables = self._trainer.elastic_tables
         equal = rates_digest(self._trainer.optimizers) ^ digest(self._batches.all) ^ self._drift.ballot()
         request = self._world.records.checkpoint_request()
         mine = [-int(self._kept.has_values), -int(self._wants_stop), equal, -equal, request]
-        return [*(tables.wishes() if tables is not None else []), *mine, *said]
+        return [*(tables.wishes() if tables is not None else []), *mine, *load]
 
     def count(self, step_time_s: float) -> bool:
         """Carry out the result of a vote, if there is one. Return whether a checkpoint was requested.

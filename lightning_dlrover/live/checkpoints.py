@@ -86,7 +86,7 @@ def trainer_file(folder: Path) -> Path:
     """Return Lightning's file in a checkpoint with sharded tables.
 
     Raises:
-        FileNotFoundError: it is no such checkpoint.
+        FileNotFoundError: it is another folder.
     """
     if not (folder / TRAINER_FILE).is_file():
         raise FileNotFoundError(
@@ -127,7 +127,7 @@ def saving_folder(
 
     Args:
         save_rest: writes Lightning's file on rank 0.
-        shelf: knows the round of the workers that save together. Workers of a former round may still be writing.
+        shelf: has the round of the workers that save together. Workers of a former round may still be writing.
 
     Raises:
         ValueError: the path is a URL.
@@ -168,7 +168,7 @@ def replace_folder(folder: Path, new: Path) -> None:
     with suppress(FileNotFoundError):
         folder.rename(former)
     new.rename(folder)
-    _remove(former)  # last, because it may take long and this process may be killed meanwhile
+    _remove(former)  # last, because it may take long, and this process may be killed
 
 
 def _remove(path: Path) -> None:

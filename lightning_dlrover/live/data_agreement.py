@@ -67,7 +67,7 @@ ABSOLUTE_TOLERANCE = 1e-9
 """Difference up to which two single numbers are equal: where the result should be 0, all digits are last digits."""
 
 LARGEST = 1e18
-"""Absolute value from which on all numbers are alike."""
+"""Largest absolute value that is compared. Larger ones count as this."""
 
 EXACT_BYTES = 4
 """Minimum size of integers that are compared exactly, as those of texts' tokens. Smaller ones may be pixels and sound."""
@@ -162,8 +162,8 @@ def refuse_other_data(own: DataFingerprint, encoded: str, mine: str, theirs: str
         raise MembershipError(f"{mine} cannot be compared with {theirs}: {error}") from error
     if found:
         raise MembershipError(
-            f"{mine} differ from {theirs}: {found}. Likely the data are split or shuffled with no fixed seed, files came or "
-            "went meanwhile, or each worker was given a part of its own: fix the seed, and give every worker all of the data. "
+            f"{mine} differ from {theirs}: {found}. Likely the data are split or shuffled with no fixed seed, files have "
+            "changed, or each worker was given a part of its own: fix the seed, and give every worker all of the data. "
             f"{consequence}. If samples are to differ from worker to worker, as with augmentation by rank, "
             "DLRoverStrategy(compare_data=False) compares their number alone"
         )

@@ -207,7 +207,7 @@ class Searches:
                 search(trainer, module)
             elif self._position.is_in_loops:
                 raise RuntimeError(
-                    f"{type(finder).__name__} searches for a learning rate while the job trains; its steps cannot be told from "
+                    f"{type(finder).__name__} searches for a learning rate while the job trains; its steps would be mixed with "
                     "the job's. Search before training: in on_fit_start, as LearningRateFinder does, or with Tuner.lr_find"
                 )
             elif self._position.is_standby:
@@ -588,8 +588,8 @@ def _holder(file: BinaryIO, place: int) -> str:
 # Open the lanes of a stream that a worker will read in the next round, while the workers still agree on that round.
 #
 # Otherwise the first step after a change waits until files are opened and blocks are decoded. A member that changes its
-# rank lets its loader workers open the lanes together with the batches that they prepare meanwhile. A joiner's loader
-# workers have nothing else to do, but it does not know where the others are: rank 0 writes that once for each round with
+# rank lets its loader workers open the lanes together with the batches that they prepare then. A joiner's loader
+# workers have nothing else to do, but the joiner lacks the others' place: rank 0 records it once for each round with
 # joiners.
 #
 # Nothing depends on any of this. Lanes that are not needed after all are closed when others need their room.

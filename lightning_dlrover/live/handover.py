@@ -273,7 +273,7 @@ class JobState:
         """Bring the state of one member of the first round to all others.
 
         Raises:
-            RoundEndedError: a worker was lost meanwhile, and the survivors have met in another round.
+            RoundEndedError: a worker was lost, and the survivors have met in another round.
         """
         formation = self._position.formation
         assert formation is not None
@@ -351,14 +351,14 @@ class JobCheckpoints:
         trainer = self._trainer.lightning
         kept = (str(c.dirpath) for c in self._trainer.callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
         folder = next(kept, str(trainer.default_root_dir)).rstrip("/")  # may be a URL
-        self._position.at_boundary = False  # a loss meanwhile must not count as one at a boundary
+        self._position.at_boundary = False  # a loss while it saves must not count as one at a boundary
         try:
             trainer.save_checkpoint(f"{folder}/dlrover-{self._world.config.run_id}.ckpt")
         finally:
             self._position.at_boundary = True
 
     def save_if_rank_zero_was_lost(self) -> None:
-        """Write the last checkpoint of a job that stops if rank 0 was lost before it was on record.
+        """Write the last checkpoint of a job that stops if rank 0 was lost before it had recorded one.
 
         No further round is formed, so the workers take turns in rank order: each waits until those before it have ended.
         """

@@ -246,7 +246,7 @@ def in_ddp_on_this_stream(strategy: DDPStrategy, module: nn.Module) -> Distribut
 def apply_layer_sync(strategy: DDPStrategy, module: L.LightningModule) -> None:
     """Synchronize normalization layers in place, as with `sync_batchnorm=True`."""
     if strategy._layer_sync is not None:
-        strategy._layer_sync.apply(module)  # the module itself is no normalization layer, so it stays
+        strategy._layer_sync.apply(module)  # the module itself is not a normalization layer, so it stays
 
 
 @contextmanager

@@ -64,9 +64,9 @@ class SkippedRows:
         Args:
             fit, number: the script's `fit`, and the loader in it.
         """
-        news, self._news = self._news, {}
+        found_by_shard, self._news = self._news, {}
         found: list[RowsSkipped] = []
-        for shard, rows in news.items():
+        for shard, rows in found_by_shard.items():
             listed = [each for each in rows if not each.is_cut_short][: MAX_LISTED - self._num_listed]
             self._num_listed += len(listed)
             file, reason = rows[0].key, rows[0].reason
@@ -472,7 +472,7 @@ class ElasticLoader:
 
     @property
     def position_in_stream(self) -> dict[str, Any] | None:
-        """What `Stream.resume_from` takes; None for data that are no stream."""
+        """What `Stream.resume_from` takes; None for other data."""
         layout = self.order.layout
         if layout is None:
             return None

@@ -244,7 +244,7 @@ class _LoaderWorkerInit:
                 if os.stat(fd).st_ino == inode:
                     os.close(fd)
             except OSError:
-                continue  # not inherited, as with spawn, or closed meanwhile
+                continue  # not inherited, as with spawn, or closed since
         if self._inner is not None:
             self._inner(worker_id)
 
@@ -350,7 +350,7 @@ class LoaderWorkers:
         """Switch to other loader workers; None: keep their number. Call between two batches until the switch is complete.
 
         The new ones start on the batches after those in preparation by the old ones. So none is lost or prepared twice, and
-        batches are delivered meanwhile. Processes are forked on this thread; nothing else takes long on it.
+        batches are delivered during the change. Processes are forked on this thread; nothing else takes long on it.
 
         Returns:
             Whether the loader has the requested settings, or cannot have them (see `refusal`). False during the change.

@@ -596,7 +596,7 @@ class Split:
         return left if is_last and not self.drop_last else min(size, left)
 
 
-# Keep what a worker knows of an `IterableDataset`'s epochs: their ends, the dataset's states, and what was handed out.
+# Keep what a worker has learned of an `IterableDataset`'s epochs: their ends, the dataset's states, and what was handed out.
 #
 # `data/iterable.py` reads the rows. Rows of training data are never counted: an epoch ends with the batch that is marked as
 # the last. Those of validation data are counted once, and then split like samples with numbers.
@@ -811,7 +811,7 @@ class SequenceOrder(LoaderOrder):
         return self._ends.get(self._source.epoch) if self._training else None
 
     def resume(self, epoch: int, snapshot: Snapshot | None, end: int | None, known: tuple[int, Any] | None) -> None:
-        """Adopt what another worker, or a checkpoint, knows of an epoch."""
+        """Adopt what another worker, or a checkpoint, has of an epoch."""
         self._snapshots = [snapshot] if snapshot is not None else []
         self._ends = {epoch: end} if end is not None else {}
         self.known = known if self.settings.compares_rows else None

@@ -254,7 +254,7 @@ class _MetricState:
 
 # Run collectives so that they survive the loss of a worker.
 #
-# Inside a training step a collective that fails is repeated with the step. Outside of steps it is repeated by itself, or
+# Inside a training step a collective that fails is repeated with the step. Outside of steps it is repeated alone, or
 # its result is taken from a survivor. Collectives are counted for that: a number stands for the same collective on all
 # workers.
 

@@ -303,7 +303,7 @@ class LiveStrategy(EitherStrategy):
 
 
 class TrainerOfFit:
-    """One Trainer and its strategy. Both change while a `fit` runs, so every value is read anew.
+    """One Trainer and its strategy. Both change while a `fit` runs, so every value is read when it is needed.
 
     Attributes:
         lightning: the Trainer itself, for code that uses its private names.
@@ -407,7 +407,7 @@ class Replica:
 
         Args:
             sharded: names of their parameters.
-            init_sync: whether workers may have different parameters, which DDP makes alike.
+            init_sync: whether workers may have different parameters, which DDP makes equal.
         """
         strategy = self._strategy
         torch_names.retire(strategy.model)

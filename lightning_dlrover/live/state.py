@@ -351,7 +351,7 @@ def restore(
             state.checkpoint[part.CHECKPOINT_HYPER_PARAMS_KEY] = dict(part.hparams)
     for callback in _callbacks(trainer):
         if is_lightnings(callback, "ModelCheckpoint") and callback.state_key in state.running.checkpoint_folders:
-            # While alone, it chose a folder by itself. Because of it, it would refuse the others' best scores.
+            # While alone, it chose another folder. Because of it, it would refuse the others' best scores.
             callback.dirpath = state.running.checkpoint_folders[callback.state_key]
     if enters_epoch and strategy.reruns_epoch_hooks:
         _restore_loops(trainer, state.checkpoint)

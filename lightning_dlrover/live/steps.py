@@ -171,8 +171,8 @@ def _leaves(value: Any) -> Iterable[Any]:
 
 def _refusal(path: str, what: str, num_samples: int) -> UnsplittableBatchError:
     return UnsplittableBatchError(
-        f"this worker computes its share of {num_samples} samples in parts, but {path} {what}, so its samples cannot be told "
-        "apart: let the collate_fn return tensors with the samples in the first dimension, also in lists, dictionaries or "
+        f"this worker computes its share of {num_samples} samples in parts, but {path} {what}, so its samples cannot be "
+        "separated: let the collate_fn return tensors with the samples in the first dimension, also in lists, dictionaries or "
         "dataclasses, or define split_batch(batch, sizes) in the LightningModule, which returns a list of batches"
     )
 
@@ -184,7 +184,7 @@ def _refusal(path: str, what: str, num_samples: int) -> UnsplittableBatchError:
 # reduces them with the last part. So the worker begins as many collectives as one that computes its share at once, and the
 # others wait there.
 #
-# Where memory runs out before this worker has begun a collective in the pass, it starts the batch over by itself. Otherwise
+# Where memory runs out before this worker has begun a collective in the pass, it starts the batch over alone. Otherwise
 # its message may have left already, and all workers repeat the step, as after a loss.
 
 log = logging.getLogger(__name__)
@@ -611,7 +611,7 @@ class TrainingSteps:
         self._undo = self._before = self._frozen = None
         self.window.forget()
         self.inherit_values()
-        if not skip:  # else all have met meanwhile
+        if not skip:  # else all have met
             self._send_values()
         self._metrics.agree_on_step()
         return result

@@ -157,7 +157,7 @@ class TrainLoaders:
     @property
     def batch_number(self) -> int:
         """Number of batches handed out over all epochs."""
-        # Not derived from the epoch: loaders made anew may be shorter, and this number must grow.
+        # Not derived from the epoch: new loaders may be shorter, and this number must grow.
         return self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
     @property
@@ -284,7 +284,7 @@ class TrainLoaders:
 
     @property
     def _global_batches(self) -> list[int]:
-        """Global batches of the loaders that know their length."""
+        """Global batches of the loaders whose length is known."""
         return [loader.global_batch_size for loader in self.all if loader.sequence is None]
 
     @property

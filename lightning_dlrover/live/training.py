@@ -341,7 +341,7 @@ class LiveTraining:
         else:
             self._state.drop_packed()
         if self.formation is not former:
-            # A worker was lost meanwhile, and the survivors have met in another round. They vote again there.
+            # A worker was lost, and the survivors have met in another round. They vote again there.
             self._state.drop_packed()
             return
         position.collective += 1  # a worker that reaches this line has the results of all collectives above

@@ -382,7 +382,7 @@ class _Fetcher(DataFetcher):
     # --- the commit ----------------------------------------------------------------------------------------------------
 
     def _commit(self) -> None:
-        """End a dataloader together with the others. If a worker is lost meanwhile, there may be more batches to compute."""
+        """End a dataloader together with the others. If a worker is lost then, there may be more batches to compute."""
         if self._position.size > 1:
             self._is_committing = True
             try:

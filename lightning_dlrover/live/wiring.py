@@ -242,7 +242,7 @@ def _described(tensor: Tensor) -> str:
 # | `trainer.save_checkpoint` | `LiveTraining.run_saving` |
 #
 # Each replacement gets Lightning's own method as its argument, see `surround`. The replacements are attributes of the
-# loops' instances, which every `fit` sets anew. Without a live job only the first two methods are replaced, to time them.
+# loops' instances, which every `fit` sets again. Without a live job only the first two methods are replaced, to time them.
 
 
 def wrap_evaluations(trainer: Any, live: LiveTraining | None) -> None:

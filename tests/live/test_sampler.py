@@ -794,7 +794,7 @@ def test_loss_weighs_by_the_first_loader_that_takes_part(caplog: pytest.LogCaptu
     assert loaders.loss_weight(2) == pytest.approx(2 * 3 / 4)
     assert not caplog.records
     assert loaders.loss_weight(1) == pytest.approx(1 * 3 / 1)  # the last sample of the shorter one, all of it here
-    assert "do not divide alike over 3 workers" in caplog.text
+    assert "are not split equally over 3 workers" in caplog.text
 
 
 def test_one_global_batch_size_for_unlike_loaders_is_refused() -> None:
