@@ -409,8 +409,7 @@ class DataOfFit:
         """
         formation = self._position.formation
         assert formation is not None
-        ranks = [formation.rank_of(worker) for worker in joining]
-        compare_next_batches(self._batches.all, self._position, ranks)
+        compare_next_batches(self._batches.all, self._position, [formation.rank_of(worker) for worker in joining])
 
     def compare_with_joiners(self, standing: Mapping[str, Position], joining: Sequence[tuple[str, str]]) -> None:
         """Let joiners read up to the others, before any step depends on them.
@@ -485,19 +484,14 @@ class PreparedDataError(RuntimeError):
     """Another worker on this host has not finished `prepare_data` in time."""
 
 
+@dataclass(eq=False)
 class PreparedData:
-    """The calls of `prepare_data` in one worker's script.
+    """The calls of `prepare_data` in one worker's script."""
 
-    Args:
-        job: identity of the job among all others of this user.
-        root: where the user's folder is.
-    """
-
-    def __init__(self, job: str, root: Path = ROOT) -> None:
-        self._job = job
-        self._root = root
-        self._calls: Counter[str] = Counter()
-        self._file: BinaryIO | None = None  # closing it would end all locks
+    _job: str  # identity of the job among all others of this user
+    _root: Path = ROOT  # where the user's folder is
+    _calls: Counter[str] = field(default_factory=Counter)
+    _file: BinaryIO | None = None  # closing it would end all locks
 
     def prepare(self, trainer: Any) -> None:
         """Prepare data as Lightning does, with one worker of each host, or rank 0 alone as the user has asked.

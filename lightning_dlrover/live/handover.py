@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -57,6 +57,7 @@ class CheckpointFiles(Protocol):
     def remove_checkpoint(self, path: Any) -> None: ...
 
 
+@dataclass(eq=False)
 class SetAside:
     """Rank 0's checkpoints that wait for etcd. `settle` may run in another thread than the rest.
 
@@ -68,14 +69,16 @@ class SetAside:
         unwanted -> kept -> removed                        may_remove, settle
     """
 
-    def __init__(self, world: World, files: CheckpointFiles) -> None:
-        self._world = world
-        self._run_id = world.config.run_id
-        self._files = files
-        self._wanted: dict[str, str] = {}  # path of each checkpoint that was set aside, and the path that it should have
-        self._written: set[str] = set()  # those that are complete
-        self._kept: set[str] = set()  # checkpoints that were to be removed
-        self._lock = threading.Lock()
+    _world: World
+    _files: CheckpointFiles
+    _wanted: dict[str, str] = field(default_factory=dict)  # path that each checkpoint should have, by that where it is
+    _written: set[str] = field(default_factory=set)  # checkpoints set aside that are complete
+    _kept: set[str] = field(default_factory=set)  # checkpoints that were to be removed
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def _run_id(self) -> str:
+        return self._world.config.run_id
 
     def place(self, path: Any, round_number: int) -> Any:
         """Return where a checkpoint may be written: elsewhere if what is there may be of another life of the job."""

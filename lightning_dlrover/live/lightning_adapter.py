@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -190,18 +191,13 @@ _DETOUR = "dlrover_detour"
 """Attribute of the module under which Lightning's detour finds the method to run."""
 
 
+@dataclass(frozen=True)
 class ForwardRedirection:
-    """Lightning's detour through DDP's forward. It also ends when DDP raises before it reaches the module.
+    """Lightning's detour through DDP's forward. It also ends when DDP raises before it reaches the module."""
 
-    Args:
-        inside: surrounds the module's own method, which begins once DDP's collectives of the forward pass are done.
-        loss_of: returns what DDP receives in place of the output of the training step.
-    """
-
-    def __init__(self, detour: Any, inside: Callable[[], AbstractContextManager[None]], loss_of: Callable[[Any], Any]) -> None:
-        self._detour = detour
-        self._inside = inside
-        self._loss_of = loss_of
+    _detour: Any
+    _inside: Callable[[], AbstractContextManager[None]]  # surrounds the module's method, after DDP's collectives of the pass
+    _loss_of: Callable[[Any], Any]  # what DDP receives in place of the output of the training step
 
     def __call__(
         self, wrapper_module: nn.Module, original_module: L.LightningModule, method_name: str, *args: Any, **kwargs: Any

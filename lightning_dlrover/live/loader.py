@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dlrover.checks import batching_of
 from lightning_dlrover.data.dataset import Positions, Stream
-from lightning_dlrover.data.iterable import Fetched, Snapshot, the_only
+from lightning_dlrover.data.iterable import Fetched, the_only
 from lightning_dlrover.data.lane_plan import Layout
 from lightning_dlrover.data.source import DataError, LeftOut, WithLeftOut
 from lightning_dlrover.live.loader_workers import LoaderWorkers
@@ -114,9 +114,7 @@ class LoaderState:
     seed: int = 0  # seed of the order
     layout: Layout | None = None  # layout of a stream's rows
     window: dict[str, list[int]] | None = None  # rows of each shard, for a stream that has windows
-    snapshot: Snapshot | None = None  # state of an `IterableDataset` at or before the cursor
-    end: int | None = None  # rows of an `IterableDataset` in this epoch, once they are known
-    known: tuple[int, Any] | None = None  # number and description of a row of an `IterableDataset` before the cursor
+    sequence: dict[str, Any] | None = None  # place in an `IterableDataset`, see `SequenceOrder.in_checkpoint`
 
 
 class _BatchSamplerView:
@@ -465,9 +463,7 @@ class ElasticLoader:
         return LoaderState(
             *(self.epoch, self.cursor, self.global_batch_size, self.order.drawn(self.epoch), self.order.seed),
             *(self.order.layout, self.order.window),
-            snapshot=self.sequence.snapshot if self.sequence is not None else None,
-            end=self.sequence.end if self.sequence is not None else None,
-            known=self.sequence.known if self.sequence is not None else None,
+            self.sequence.in_checkpoint() if self.sequence is not None else None,
         )
 
     @property
@@ -534,8 +530,8 @@ class ElasticLoader:
         self.order.take_layout(state.layout)
         if state.order is not None:
             self.order.take(state.order, state.epoch)
-        if self.sequence is not None:
-            self.sequence.resume(state.epoch, state.snapshot, state.end, state.known)
+        if self.sequence is not None and state.sequence is not None:
+            self.sequence.resume_from(state.sequence)
         self._discard()
 
     def close(self) -> None:

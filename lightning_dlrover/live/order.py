@@ -37,6 +37,10 @@ from lightning_dlrover.data.lane_plan import CYCLE, STRIDE_OF_LAPS, Layout, shar
 from lightning_dlrover.data.source import DataError
 from lightning_dlrover.rdzv.membership.member import Formation
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 # Each worker's place in the training program: as it changes on this worker, and as workers publish it on entering a round.
 
 
@@ -70,9 +74,9 @@ class Position:
 
 
 def can_meet(hellos: Mapping[str, bytes]) -> bool:
-    """Return whether the workers entering a round can continue together: joiners can receive the state only between steps.
+    """Return whether the workers entering a round can continue together.
 
-    They cannot join a later `fit`, as they are in the script's first. The round may be older than the others' later `fit`.
+    Joiners can receive the state only between steps, and only in the script's first `fit`, in which they are.
     """
     positions = [Position.decode(hello) for hello in hellos.values()]
     standing = [p for p in positions if p is not None]
@@ -83,13 +87,9 @@ def can_meet(hellos: Mapping[str, bytes]) -> bool:
 
 @dataclass
 class FitPosition:
-    """This worker's place in its round and in the fit.
+    """This worker's place in its round and in the fit."""
 
-    Args:
-        formation: the worker's round; None on a worker that joins later.
-    """
-
-    formation: Formation | None
+    formation: Formation | None  # the worker's round; None on a worker that joins later
     fit: int = 1  # number of this `fit` in the script
     is_standby: bool = False  # waits to be admitted
     is_in_loops: bool = False  # set from the Trainer's run-stage barrier on
@@ -143,7 +143,7 @@ class FitPosition:
         )
 
     def describe(self) -> str:
-        """Describe the position for an error message. Called from any thread."""
+        """Describe the position for an error message. Safe in any thread."""
         if not self.has_entered or self.is_between_fits:
             return "before the first step"
         where = "in a training step" if self.in_step else "between two steps"
@@ -152,14 +152,10 @@ class FitPosition:
         return f"{where} (batch {self.batch})"
 
 
-# Order the samples of an epoch, equally on every worker.
+# Order the samples of an epoch, in the same way on every worker.
 #
 # The order depends on seed and epoch only, unless the user has a sampler. Rank 0 then draws it for all workers. A stream's
 # order is never drawn: `data/lane_plan.py` finds the rows of any position.
-
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def epoch_order(num_samples: int, shuffle: bool, seed: int, epoch: int) -> torch.Tensor:
@@ -205,8 +201,7 @@ class EpochOrder(Protocol):
     def between(self, start: int, stop: int) -> Sequence[int]:
         """Return the samples at these positions, in a form that the dataset takes."""
 
-    def at(self, positions: npt.NDArray[np.int64]) -> Sequence[int]:
-        """Return the samples at these positions, in a form that the dataset takes."""
+    def at(self, positions: npt.NDArray[np.int64]) -> Sequence[int]: ...
 
 
 class _Drawn:
@@ -560,11 +555,7 @@ class Split:
         return stop - start
 
     def loss_weight(self, batch: int) -> float:
-        """Return the factor for a mean loss over this worker's share that turns the mean over workers into that over samples.
-
-        Args:
-            batch: number of the global batch in this epoch.
-        """
+        """Return the factor for this worker's mean loss with which the mean over workers is that over samples."""
         return self.num_own_samples(batch) * self.world_size / self._length(batch)
 
     def shares(self, first_batch: int, order: Callable[[int], EpochOrder]) -> Iterator[Sequence[int]]:
@@ -800,23 +791,6 @@ class SequenceOrder(LoaderOrder):
         fitting = [each for each in self._snapshots if EpochKey(each.seed, each.epoch) == self._place and each.row <= row]
         return max(fitting, key=lambda each: each.row, default=None)
 
-    @property
-    def snapshot(self) -> Snapshot | None:
-        """The dataset's newest state at or before the next batch."""
-        return self._snapshot_at(self._source.cursor * self._source.global_batch_size)
-
-    @property
-    def end(self) -> int | None:
-        """Rows of the current epoch; None: not known, or not needed as they are counted anyway."""
-        return self._ends.get(self._source.epoch) if self._training else None
-
-    def resume(self, epoch: int, snapshot: Snapshot | None, end: int | None, known: tuple[int, Any] | None) -> None:
-        """Adopt what another worker, or a checkpoint, has of an epoch."""
-        self._snapshots = [snapshot] if snapshot is not None else []
-        self._ends = {epoch: end} if end is not None else {}
-        self.known = known if self.settings.compares_rows else None
-        self.forget_handed_out()
-
     # --- names and checkpoints ------------------------------------------------------------------------------------------------
 
     @property
@@ -832,12 +806,13 @@ class SequenceOrder(LoaderOrder):
         return self._users_loader_workers if self._users_loader_workers > 1 else 0
 
     def in_checkpoint(self) -> dict[str, Any]:
-        """Return the loader's place as plain data."""
-        snapshot = self.snapshot
+        """Return the loader's place as plain data, for checkpoints and other workers."""
+        source = self._source
+        snapshot = self._snapshot_at(source.cursor * source.global_batch_size)  # newest state at or before the next batch
         return {
             "seed": self.seed,
-            "epoch": self._source.epoch,
-            "end": self.end,
+            "epoch": source.epoch,
+            "end": self._ends.get(source.epoch) if self._training else None,  # others are counted
             "snapshot": vars(snapshot) if snapshot is not None else None,
             "known": self.known,
         }
@@ -845,6 +820,7 @@ class SequenceOrder(LoaderOrder):
     def resume_from(self, saved: dict[str, Any]) -> None:
         """Adopt what `in_checkpoint` has returned."""
         self.seed = int(saved["seed"])
-        snapshot = saved["snapshot"]
-        start = Snapshot(**snapshot) if snapshot is not None else None
-        self.resume(int(saved["epoch"]), start, saved["end"], saved.get("known"))
+        self._snapshots = [Snapshot(**saved["snapshot"])] if saved["snapshot"] is not None else []
+        self._ends = {int(saved["epoch"]): saved["end"]} if saved["end"] is not None else {}
+        self.known = saved.get("known") if self.settings.compares_rows else None
+        self.forget_handed_out()

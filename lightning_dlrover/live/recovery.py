@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -73,13 +73,13 @@ def apply(trainer: L.Trainer, update: Update) -> None:
     _manual_optimization(trainer).optim_step_progress.load_state_dict(update.manual_steps)
 
 
+@dataclass(eq=False)
 class ManualWindow:
     """Gradients that batches of manual optimization add up before an optimizer step."""
 
-    def __init__(self, trainer: L.Trainer) -> None:
-        self._trainer = trainer
-        self._before: list[torch.Tensor | None] | None = None  # gradients before the current batch; None: not remembered
-        self.is_open = False  # the last batches ended without an optimizer step
+    _trainer: L.Trainer
+    _before: list[torch.Tensor | None] | None = None  # gradients before the current batch; None: not remembered
+    is_open: bool = False  # the last batches ended without an optimizer step
 
     def remember(self) -> None:
         """Record the gradients before a batch, in case it is computed again."""
@@ -270,16 +270,17 @@ class Survivors(Protocol):
         """Form the next round with them. Return whether the current step's update was taken over from one of them."""
 
 
+@dataclass(eq=False)
 class ResilientCollectives:
     """Collectives of this worker's round, and the results that other workers may lack after a loss."""
 
-    def __init__(self, world: World, position: FitPosition, trainer: TrainerOfFit, survivors: Survivors) -> None:
-        self._world = world
-        self._position = position
-        self._trainer = trainer
-        self._survivors = survivors
-        self._results: dict[tuple[int, int], Any] = {}  # by batch, and the number of the collective since it was handed out
-        self._missed: dict[tuple[int, int], Any] = {}  # brought by another worker
+    _world: World
+    _position: FitPosition
+    _trainer: TrainerOfFit
+    _survivors: Survivors
+    # By batch, and the number of the collective since that was handed out.
+    _results: dict[tuple[int, int], Any] = field(default_factory=dict)
+    _missed: dict[tuple[int, int], Any] = field(default_factory=dict)  # brought by another worker
 
     def recover(self) -> bool:
         """Form the next round with the survivors. Return whether this step's update was taken over from another worker."""

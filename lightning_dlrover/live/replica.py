@@ -7,6 +7,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -302,16 +303,12 @@ class LiveStrategy(EitherStrategy):
         return self.tables.sharded_names() if self.tables is not None else set()
 
 
+@dataclass(frozen=True)
 class TrainerOfFit:
-    """One Trainer and its strategy. Both change while a `fit` runs, so every value is read when it is needed.
+    """One Trainer and its strategy. Both change while a `fit` runs, so every value is read when it is needed."""
 
-    Attributes:
-        lightning: the Trainer itself, for code that uses its private names.
-    """
-
-    def __init__(self, trainer: L.Trainer, strategy: LiveStrategy) -> None:
-        self.lightning = trainer
-        self.strategy = strategy
+    lightning: L.Trainer  # the Trainer itself, for code that uses its private names
+    strategy: LiveStrategy
 
     @property
     def module(self) -> L.LightningModule:
@@ -374,17 +371,13 @@ class TrainerOfFit:
 # The worker's copy of the dense parameters: how DDP wraps it in each round.
 
 
+@dataclass(eq=False)
 class Replica:
-    """The dense parameters of a strategy's model.
+    """The dense parameters of a strategy's model."""
 
-    Args:
-        unused: whether DDP has to search for parameters that a step leaves out.
-    """
-
-    def __init__(self, strategy: LiveStrategy, unused: UnusedParameters) -> None:
-        self.unused = unused
-        self._strategy = strategy
-        self._frozen: list[nn.Parameter] = []  # not trainable when DDP wrapped the model
+    _strategy: LiveStrategy
+    unused: UnusedParameters  # whether DDP has to search for parameters that a step leaves out
+    _frozen: list[nn.Parameter] = field(default_factory=list)  # not trainable when DDP wrapped the model
 
     def wrap(
         self, module: nn.Module, make: Callable[[nn.Module], DistributedDataParallel], world: World | None

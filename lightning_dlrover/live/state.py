@@ -21,7 +21,6 @@ import torch
 from torch.nn.utils import prune
 
 from lightning_dlrover.checks import different_callbacks, monitoring
-from lightning_dlrover.data.iterable import Snapshot
 from lightning_dlrover.data.lane_plan import Layout
 from lightning_dlrover.lightning_compat import PACKAGES, CSVLogger, package_of, submodule
 from lightning_dlrover.live import lightning_adapter
@@ -213,7 +212,7 @@ class TrainerState:
     counters: dict[str, int] = field(default_factory=dict)  # updates, validations and requests: `handover.py`
 
 
-STATE_CLASSES: tuple[type, ...] = (Layout, LoaderState, LoggedValue, RunningState, Snapshot)
+STATE_CLASSES: tuple[type, ...] = (Layout, LoaderState, LoggedValue, RunningState)
 
 
 # --- capture ------------------------------------------------------------------------------------------------------------------

@@ -38,6 +38,8 @@ from lightning_dlrover.rdzv.transport import transfer
 if TYPE_CHECKING:
     from lightning_dlrover.live.training import JobSession, LiveTraining
 
+log = logging.getLogger(__name__)
+
 # Lightning's view of a worker's place in the job: ranks that change from round to round.
 
 
@@ -103,17 +105,13 @@ on_import(lambda package: fabric_submodule(package, "plugins").ClusterEnvironmen
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Collectives:
-    """Run Lightning's own collectives, repeated after a loss.
+    """Run Lightning's own collectives, repeated after a loss."""
 
-    Args:
-        job: None where the world cannot change. There collectives run as they are.
-    """
-
-    def __init__(self, job: JobSession | None, strategy: LiveStrategy) -> None:
-        self._job = job
-        self._strategy = strategy
-        self._are_off = False  # see `alone`
+    _job: JobSession | None  # None where the world cannot change; there collectives run as they are
+    _strategy: LiveStrategy
+    _are_off: bool = False  # see `alone`
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -358,8 +356,6 @@ def _run_timed(strategy: LiveStrategy, live: LiveTraining | None, run: Method, *
 
 # Replace the data loaders that Lightning hands to the strategy by loaders that split their batches over the workers.
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class JobPeers:
@@ -381,20 +377,14 @@ class JobPeers:
         return found
 
 
+@dataclass(eq=False)
 class UsersLoaders:
-    """The loaders of a strategy's Trainers.
+    """The loaders of a strategy's Trainers. The first fields are arguments of the strategy."""
 
-    Args:
-        global_batch_size: samples per training step over all workers; None: derived from the loader's batch size.
-        max_catch_up_s: seconds for which workers wait for a joiner that reads an `IterableDataset` up to their place.
-        compare_data: whether workers compare samples.
-    """
-
-    def __init__(self, global_batch_size: int | None, max_catch_up_s: float = 60.0, compare_data: bool = True) -> None:
-        self._global_batch_size = global_batch_size
-        self._max_catch_up_s = max_catch_up_s
-        self._compare_data = compare_data
-        self._are_split_by_user: bool | None = None  # whether the Trainer was made with `use_distributed_sampler=False`
+    _global_batch_size: int | None
+    _max_catch_up_s: float = 60.0
+    _compare_data: bool = True
+    _are_split_by_user: bool | None = None  # whether the Trainer was made with `use_distributed_sampler=False`
 
     def keep_samplers(self, trainer: Any) -> None:
         """Keep Lightning from replacing samplers: its own shuffles every training loader, even where the user does not."""
