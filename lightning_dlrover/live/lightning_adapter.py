@@ -36,9 +36,6 @@ else:
 Method = Callable[..., Any]
 
 
-# --- loops and loaders ------------------------------------------------------------------------------------------------------
-
-
 def combined_loader(loop: Any) -> CombinedLoader | None:
     """Return the dataloaders of a fit or an evaluation; None before they are set up."""
     combined: CombinedLoader | None = loop._combined_loader
@@ -100,21 +97,12 @@ def surround_requests_of_data(trainer: Any, around: Method) -> None:
         surround(loop._data_source, "dataloader", around)
 
 
-# --- validation -------------------------------------------------------------------------------------------------------------
-
-
 def validates_by_clock(trainer: L.Trainer) -> bool:
     return getattr(trainer, "_val_check_time_interval", None) is not None
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------------
-
-
-# --- searches for a learning rate ---------------------------------------------------------------------------------------------
-
-
 def adopt_search(finder: Any, trainer: Any, module: torch.nn.Module, results: dict[str, Any]) -> None:
-    """Do the same as a `LearningRateFinder` after its search, with another worker's `search_results`."""
+    """Do the same as a `LearningRateFinder` after its search, with the results of another worker's."""
     package = package_of(trainer)
     lr_finder = submodule(package, "tuner.lr_finder")
     found = lr_finder._LRFinder(finder._mode, finder._min_lr, finder._max_lr, finder._num_training_steps)
@@ -159,12 +147,6 @@ def restore_sigterm(trainer: Any) -> None:
     if any(getattr(handler, "__self__", None) is connector for handler in handlers):
         others = [handler for handler in handlers if getattr(handler, "__self__", None) is not connector]
         signal.signal(signal.SIGTERM, others[0] if others else signal.SIG_DFL)
-
-
-def takes_iterator(module: L.LightningModule) -> bool:
-    """Return whether `training_step` fetches its batches itself."""
-    takes = submodule(package_of(module), "utilities.signature_utils").is_param_in_hook_signature
-    return bool(takes(module.training_step, "dataloader_iter", explicit=True))
 
 
 def logged_name(frame: FrameType | None) -> str:

@@ -391,11 +391,8 @@ def _may_read_after(callback: Any, step: int) -> bool:
     if isinstance(callback, Checkpoint) and every is not None:
         return bool(every) and step % every == 0
     # The hooks of `Callback` itself and those of Lightning's `EarlyStopping` read nothing in a step.
-    return any(not _is_lightnings(getattr(type(callback), hook, None)) for hook in STEP_HOOKS)
-
-
-def _is_lightnings(function: Any) -> bool:
-    return function is None or str(getattr(function, "__module__", "")).startswith(tuple(f"{package}." for package in PACKAGES))
+    hooks = (getattr(type(callback), name, None) for name in STEP_HOOKS)
+    return any(hook is not None and not str(getattr(hook, "__module__", "")).startswith(PACKAGES) for hook in hooks)
 
 
 def is_own(metric: Any) -> bool:
@@ -739,12 +736,9 @@ class KeptValues:
         """Whether this worker holds all workers' parts of the epoch's values as of the newest update."""
         if self._trainer.elastic_tables is not None:
             return False
-        of_epoch = isinstance(self._table, _Message) or not self._table.version[1]
-        return of_epoch and self._updates == self._position.updates
-
-    @property
-    def _updates(self) -> int:
-        return self._table.updates if isinstance(self._table, _Message) else self._table.version[0]
+        if isinstance(self._table, _Message):
+            return self._table.updates == self._position.updates
+        return self._table.version[:2] == (self._position.updates, 0)
 
     def exchanged(self, formation: Formation, parts: Mapping[str, Partial]) -> None:
         """Take the parts that members of a round have sent to all before a planned change: all that leave, or all at all.

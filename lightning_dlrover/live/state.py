@@ -138,14 +138,7 @@ def _adopt_csv_log(logger: CSVLogger) -> None:
 # receives the state afterwards, so anything that a hook has changed and that is part of the state ends as on the other
 # workers.
 #
-# | kept | where it comes from |
-# | --- | --- |
-# | weights, optimizers, schedulers, loops, precision, callbacks, datamodule | `dump_checkpoint` |
-# | `RunningState`: the rest of the Trainer | `running_state`, `adopt_running_state` |
-# | samples | each loader's `LoaderState` |
-# | random numbers | Python's and numpy's generators; torch's seed, in checkpoints its generators |
-#
-# Rounds and process groups are not handled here: `live/training.py` decides which worker gets the state, and when.
+# `live/training.py` decides which worker gets the state, and when.
 
 SEED_OF_SCRIPT = "PL_GLOBAL_SEED"
 """Variable in which `seed_everything` keeps its seed."""

@@ -18,14 +18,13 @@ from torch.utils.data import DataLoader
 
 from lightning_dlrover.checks import UnsupportedLoaderError, batching_of, check_data_loader, check_step_signature
 from lightning_dlrover.data.dataset import Stream
-from lightning_dlrover.lightning_compat import TrainerFn, fabric_submodule, on_import
+from lightning_dlrover.lightning_compat import TrainerFn, fabric_submodule, on_import, package_of, submodule
 from lightning_dlrover.live.data_agreement import settings_for
 from lightning_dlrover.live.lightning_adapter import (
     Method,
     logged_name,
     restore_sigterm,
     surround,
-    takes_iterator,
     validates_by_clock,
 )
 from lightning_dlrover.live.loader import ElasticLoader
@@ -46,8 +45,7 @@ log = logging.getLogger(__name__)
 class DLRoverEnvironment:
     """Cluster environment of a job with changing workers. The strategy sets ranks and size at every round.
 
-    Lightning's own TorchElastic environment reads both from variables that are frozen when the process starts.
-    This class is registered as a `ClusterEnvironment` of `lightning` and of `pytorch_lightning`.
+    Lightning's own TorchElastic environment reads both from variables that are fixed when the process starts.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -221,26 +219,8 @@ def _described(tensor: Tensor) -> str:
 
 # Replace the methods of Lightning's loops that a change of the world must not break.
 #
-# | method | replaced by |
-# | --- | --- |
-# | `automatic_optimization.run` | `TrainingSteps.run_automatic`, timed |
-# | `automatic_optimization._make_closure` | `TrainingSteps.closure` |
-# | `manual_optimization.run` | `TrainingSteps.run_manual`, timed |
-# | `val_loop.run` | `Validation.run` |
-# | `val_loop.reset`, `val_loop._evaluation_step` | `Validation.begin_batches`, `Validation.step` |
-# | `fit_loop.setup_data` | `LiveTraining.set_up_data` |
-# | `fit_loop.on_advance_start` | `LiveTraining.begin_epoch` |
-# | `fit_loop.reset` | Lightning's own, after a checkpoint from an epoch's end no longer counts as one from inside an epoch |
-# | `epoch_loop.reset` | Lightning's own, and its reset of an ended epoch also where its number of batches is not known |
-# | `epoch_loop.advance` | `TableRounds.again_if_rolled_back` with tables, then `agree_on_stop` |
-# | `epoch_loop.on_advance_end` | `TableRounds.end_batch` with tables, then `agree_on_stop` |
-# | `fit_loop.on_advance_end` | `TableRounds.end_epoch` with tables, then `agree_on_stop` |
-# | `epoch_loop._should_check_val_fx` | rank 0's answer, if validations are due by time |
-# | `epoch_loop._broadcast_sigterm_tensor` | nothing |
-# | `trainer.save_checkpoint` | `LiveTraining.run_saving` |
-#
 # Each replacement gets Lightning's own method as its argument, see `surround`. The replacements are attributes of the
-# loops' instances, which every `fit` sets again. Without a live job only the first two methods are replaced, to time them.
+# loops' instances, which every `fit` sets again.
 
 
 def wrap_evaluations(trainer: Any, live: LiveTraining | None) -> None:
@@ -253,7 +233,7 @@ def wrap_evaluations(trainer: Any, live: LiveTraining | None) -> None:
 
 
 def wrap_loops(trainer: Any, live: LiveTraining | None, strategy: LiveStrategy) -> None:
-    """Replace the methods before a Trainer's loops run."""
+    """Replace the methods before a Trainer's loops run. Without a live job steps are only timed."""
     epoch_loop, fit_loop = trainer.fit_loop.epoch_loop, trainer.fit_loop
     automatic, manual = epoch_loop.automatic_optimization, epoch_loop.manual_optimization
     timed = partial(_run_timed, strategy, live)
@@ -409,7 +389,8 @@ class UsersLoaders:
             return dataloader
         if fitting:
             check_data_loader(dataloader, self._are_split_by_user is True, "train_dataloader" if training else "val_dataloader")
-            check_step_signature(training and takes_iterator(trainer.lightning_module))
+            takes = submodule(package_of(trainer), "utilities.signature_utils").is_param_in_hook_signature
+            check_step_signature(training and takes(trainer.lightning_module.training_step, "dataloader_iter", explicit=True))
         assert isinstance(dataloader, DataLoader)
         job.agree_on_start()
         peers = JobPeers(strategy, live)
