@@ -31,7 +31,7 @@ from lightning_dlrover.live.data_agreement import (
     DataFingerprint,
     compare_next_batches,
     fingerprint_data,
-    opened_sequences,
+    opened_iterables,
     opened_streams,
     refuse_other_data,
 )
@@ -397,7 +397,7 @@ class DataOfFit:
         if self._position.rank == 0:
             loaders, number = self._batches.all, self._position.fit
             streams = opened_streams(self._trainer.lightning, loaders, number, begins_epoch)
-            for opened, text in [*streams, *opened_sequences(loaders, number)]:
+            for opened, text in [*streams, *opened_iterables(loaders, number)]:
                 log.info("%s", text)
                 self._world.event(opened, text)
 

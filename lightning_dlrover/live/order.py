@@ -24,9 +24,9 @@ from lightning_dlrover.data.iterable import (
     BatchFacts,
     BatchShare,
     EpochKey,
+    IterableReader,
     RowCount,
     RowRanges,
-    SequenceReader,
     Snapshot,
     all_alike,
     describe_nothing,
@@ -615,7 +615,7 @@ class HandedOut(NamedTuple):
     first: Any  # description of its first row
 
 
-class SequenceSource(Protocol):
+class IterableSource(Protocol):
     """A loader's place in its epoch and in the world."""
 
     epoch: int
@@ -629,13 +629,13 @@ class SequenceSource(Protocol):
 
 
 @dataclass(frozen=True)
-class SequenceSettings:
+class IterableSettings:
     """How a loader of an `IterableDataset` is read.
 
     Args:
         max_catch_up_s: seconds for which others wait for a joiner that has to read what they have read.
         max_rows: rows of a validation after which counting ends; None: no limit.
-        describe, are_alike: see `SequenceReader`.
+        describe, are_alike: see `IterableReader`.
         compares_rows: whether workers compare descriptions of rows. Those by which a state is checked are needed in any case.
         fit_loop: Lightning's, whose fetcher must fetch no batch ahead, as it does where loaders have no length; None: another
             loop, or none.
@@ -649,7 +649,7 @@ class SequenceSettings:
     fit_loop: Any = None
 
 
-class SequenceOrder(LoaderOrder):
+class IterableOrder(LoaderOrder):
     """The epochs of one loader of an `IterableDataset`.
 
     Args:
@@ -664,11 +664,11 @@ class SequenceOrder(LoaderOrder):
     """
 
     def __init__(
-        self, loader: DataLoader[Any], source: SequenceSource, training: bool, drop_last: bool, settings: SequenceSettings
+        self, loader: DataLoader[Any], source: IterableSource, training: bool, drop_last: bool, settings: IterableSettings
     ) -> None:
         super().__init__(loader.dataset, int(os.environ.get("PL_GLOBAL_SEED", "0")))
         self.settings = settings
-        self.reading_loader = reading_loader(loader, SequenceReader(loader.dataset, settings.describe, settings.are_alike))
+        self.reading_loader = reading_loader(loader, IterableReader(loader.dataset, settings.describe, settings.are_alike))
         self.redo_batches = 1
         self.is_catching_up = False
         self.num_counted: int | None = None
@@ -695,7 +695,7 @@ class SequenceOrder(LoaderOrder):
     def fitting_loader_workers(self, wanted: int) -> int:
         return min(1, wanted)
 
-    def of(self, epoch: int, lap: int = 0) -> SequenceOrder:
+    def of(self, epoch: int, lap: int = 0) -> IterableOrder:
         """Return the order of an epoch's counted rows."""
         return self
 

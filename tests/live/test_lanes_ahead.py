@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import pytest
 from torch.utils.data import DataLoader
-from waiting import eventually
 
 from lightning_dlrover.data import Shard, stream
 from lightning_dlrover.data.source import DataError
@@ -22,6 +21,7 @@ from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.order import FitPosition
 from lightning_dlrover.live.train_loaders import TrainLoaders
 from lightning_dlrover.rdzv.group.world import World
+from tests.support.waiting import eventually
 
 NUM_ROWS = 4000
 
