@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn, _set_sampler_epoch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -43,20 +41,10 @@ from lightning_dlrover.checks import UnsupportedLoaderError
 from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.loader_workers import open_handle
-from lightning_dlrover.live.order import FitPosition, Unconnected, epoch_order
+from lightning_dlrover.live.order import FitPosition, epoch_order
 from lightning_dlrover.live.train_loaders import TrainLoaders
+from tests.support.loaders import Numbers, elastic, indices, over, rest_of, workers_of
 from tests.support.waiting import eventually
-
-
-class Numbers(Dataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class Backwards(Sampler[int]):
@@ -91,28 +79,6 @@ class Materialised:
     def of_rank_zero(self, mine: T) -> T:
         order: T = self._materialise(mine)
         return order
-
-
-def elastic(
-    length: int = 20, global_batch_size: int = 8, training: bool = True, place: tuple[int, int] = (0, 1), **loader: Any
-) -> ElasticLoader:
-    loader = {"batch_size": global_batch_size, **loader}
-    made = ElasticLoader(DataLoader(Numbers(length), **loader), global_batch_size, training, peers=Unconnected(place))
-    iter(made)
-    return made
-
-
-def indices(batch: Tensor) -> list[int]:
-    return [int(i) for i in batch]
-
-
-def rest_of(loader: ElasticLoader) -> list[list[int]]:
-    """Remaining batches of the loader; a `for` loop would begin anew."""
-    batches = []
-    with suppress(StopIteration):
-        while True:
-            batches.append(indices(next(loader)))
-    return batches
 
 
 def epoch_of(world_size: int, **kwargs: Any) -> list[list[int]]:
@@ -316,26 +282,19 @@ def test_random_sampler_is_drawn_again_for_each_lap() -> None:
 
 def test_batches_prepared_for_the_old_split_are_thrown_away() -> None:
     loader = elastic(40, 8, num_workers=2, prefetch_factor=4)
-    try:
-        assert indices(next(loader)) == list(range(8))
-        loader.reshard(1, 2)  # all batches of a world of one are now in the loader's queue
-        assert rest_of(loader) == [[8 * b + 4 + i for i in range(4)] for b in range(1, 5)]
-    finally:
-        loader.close()
+    assert indices(next(loader)) == list(range(8))
+    loader.reshard(1, 2)  # all batches of a world of one are now in the loader's queue
+    assert rest_of(loader) == [[8 * b + 4 + i for i in range(4)] for b in range(1, 5)]
 
 
 def test_next_batch_is_prepared_before_it_is_asked_for(tmp_path: Path) -> None:
     data = Prepared(40, tmp_path)
-    loader = ElasticLoader(DataLoader(data, 8, num_workers=1, prefetch_factor=1), 8, training=True)
-    iter(loader)
-    try:
-        next(loader)
-        loader.reshard(1, 2)
-        loader.prepare_next()
-        eventually(lambda: (12, data.by_process()[0][1]) in data.by_process(), "the next share's first sample")
-        assert rest_of(loader)[0] == [12, 13, 14, 15]
-    finally:
-        loader.close()
+    loader = over(DataLoader(data, 8, num_workers=1, prefetch_factor=1), 8)
+    next(loader)
+    loader.reshard(1, 2)
+    loader.prepare_next()
+    eventually(lambda: (12, data.by_process()[0][1]) in data.by_process(), "the next share's first sample")
+    assert rest_of(loader)[0] == [12, 13, 14, 15]
 
 
 def test_order_that_others_must_take_part_in_is_not_prepared() -> None:
@@ -349,91 +308,70 @@ def test_order_that_others_must_take_part_in_is_not_prepared() -> None:
     loader = ElasticLoader(users, 4, True, peers=Materialised(0, materialise, size=1))
     iter(loader)
     loader.workers.warm_up()
-    try:
-        loader.prepare_next()
-        assert not drawn
-        next(loader)
-        loader.prepare_next()
-        assert len(drawn) == 1
-        loader.set_epoch(1)  # the case of a joiner that has received no order
-        loader.prepare_next()
-        assert len(drawn) == 1
-    finally:
-        loader.close()
+    loader.prepare_next()
+    assert not drawn
+    next(loader)
+    loader.prepare_next()
+    assert len(drawn) == 1
+    loader.set_epoch(1)  # the case of a joiner that has received no order
+    loader.prepare_next()
+    assert len(drawn) == 1
 
 
 def test_prepared_batches_end_where_a_longer_epoch_does() -> None:
     loader = elastic(40, 8, num_workers=1)
-    try:
-        loader.keep_step(2, cycles=False)
-        next(loader)
-        loader.reshard(0, 1)
-        loader.prepare_next()
-        loader.keep_step(5, cycles=False)
-        assert len(rest_of(loader)) == 4
-    finally:
-        loader.close()
+    loader.keep_step(2, cycles=False)
+    next(loader)
+    loader.reshard(0, 1)
+    loader.prepare_next()
+    loader.keep_step(5, cycles=False)
+    assert len(rest_of(loader)) == 4
 
 
 def test_loader_worker_that_was_killed_fails_the_batch_and_not_its_preparation() -> None:
     loader = elastic(40, 8, num_workers=1)
-    try:
+    next(loader)
+    worker = workers_of(loader)[0]
+    worker.kill()
+    worker.join()
+    loader.reshard(0, 1)
+    loader.prepare_next()
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
         next(loader)
-        worker = loader.workers._feed.loader._iterator._workers[0]  # type: ignore[union-attr]
-        worker.kill()
-        worker.join()
-        loader.reshard(0, 1)
-        loader.prepare_next()
-        with pytest.raises(RuntimeError, match="DataLoader worker"):
-            next(loader)
-    finally:
-        loader.close()
 
 
 def test_loader_workers_survive_a_change_of_the_world() -> None:
     loader = elastic(40, 8, num_workers=1)
-    try:
-        next(loader)
-        before = loader.workers._feed.loader._iterator._workers[0].pid  # type: ignore[union-attr]
-        loader.reshard(0, 2)
-        next(loader)
-        assert loader.workers._feed.loader._iterator._workers[0].pid == before  # type: ignore[union-attr]
-    finally:
-        loader.close()
+    next(loader)
+    before = workers_of(loader)[0].pid
+    loader.reshard(0, 2)
+    next(loader)
+    assert loader.workers._feed.loader._iterator._workers[0].pid == before  # type: ignore[union-attr]
 
 
 def test_planned_loader_workers_survive_a_change_of_the_world() -> None:
     loader = elastic(80, 8)
-    try:
+    next(loader)
+    while not loader.workers.retune(1):
         next(loader)
-        while not loader.workers.retune(1):
-            next(loader)
-        before = loader.workers._feed.loader._iterator._workers[0].pid  # type: ignore[union-attr]
-        for world_size in (2, 1):
-            loader.reshard(0, world_size)
-            next(loader)
-        assert loader.workers._feed.loader._iterator._workers[0].pid == before  # type: ignore[union-attr]
-        assert not loader.workers.refusal
-    finally:
-        loader.close()
+    before = workers_of(loader)[0].pid
+    for world_size in (2, 1):
+        loader.reshard(0, world_size)
+        next(loader)
+    assert loader.workers._feed.loader._iterator._workers[0].pid == before  # type: ignore[union-attr]
+    assert not loader.workers.refusal
 
 
 def test_loader_workers_can_be_started_before_there_is_anything_to_fetch() -> None:
     loader = elastic(16, 8, num_workers=1)
-    try:
-        loader.workers.warm_up()
-        assert [indices(batch) for batch in loader] == [list(range(8)), list(range(8, 16))]
-    finally:
-        loader.close()
+    loader.workers.warm_up()
+    assert [indices(batch) for batch in loader] == [list(range(8)), list(range(8, 16))]
 
 
 @pytest.mark.parametrize("context", ["fork", "forkserver"])
 def test_loader_workers_work_however_they_are_started(context: str) -> None:
     loader = elastic(8, 8, num_workers=1, multiprocessing_context=context)
-    try:
-        assert indices(next(loader)) == list(range(8))
-    finally:
-        loader.close()
+    assert indices(next(loader)) == list(range(8))
 
 
 def test_loader_workers_deliver_with_a_long_temporary_path(tmp_path: Path) -> None:
@@ -468,8 +406,7 @@ def test_closing_ends_busy_loader_workers_at_once(persistent: bool) -> None:
             time.sleep(60 * (index > 0))
             return index
 
-    loader = ElasticLoader(DataLoader(Slow(9), 1, num_workers=2, persistent_workers=persistent), 1, training=True)
-    iter(loader)
+    loader = over(DataLoader(Slow(9), 1, num_workers=2, persistent_workers=persistent), 1)
     next(loader)
     running: Any = loader.workers._feed.loader._iterator
     began = time.monotonic()
@@ -554,8 +491,7 @@ def test_no_sample_is_lost_or_doubled_by_changes_of_loader_workers(
 def test_batches_begun_by_old_loader_workers_are_prepared_once(before: int, after: int, tmp_path: Path) -> None:
     data = Prepared(40, tmp_path)
     users = DataLoader(data, 1, num_workers=before, prefetch_factor=3 if before else None)
-    loader = ElasticLoader(users, 1, training=True)
-    iter(loader)
+    loader = over(users, 1)
     try:
         seen = [indices(next(loader)) for _ in range(5)]
         old = {pid for _, pid in data.by_process()}
@@ -577,8 +513,7 @@ def test_batches_begun_by_old_loader_workers_are_prepared_once(before: int, afte
 
 def test_training_does_not_wait_for_new_loader_workers(tmp_path: Path) -> None:
     item_s, step_s = 0.25, 0.35
-    loader = ElasticLoader(DataLoader(Prepared(30, tmp_path, item_s), 1, num_workers=1, prefetch_factor=3), 1, training=True)
-    iter(loader)
+    loader = over(DataLoader(Prepared(30, tmp_path, item_s), 1, num_workers=1, prefetch_factor=3), 1)
     waited = []
     try:
         for batch in range(14):
@@ -596,17 +531,14 @@ def test_training_does_not_wait_for_new_loader_workers(tmp_path: Path) -> None:
 
 def test_old_loader_workers_end_without_being_waited_for() -> None:
     loader = elastic(400, 1, num_workers=2)
-    try:
+    next(loader)
+    old = list(workers_of(loader))
+    loader.workers.retune(1)
+    while any(worker.is_alive() for worker in old):
+        time.sleep(0.01)
         next(loader)
-        old = list(loader.workers._feed.loader._iterator._workers)  # type: ignore[union-attr]
-        loader.workers.retune(1)
-        while any(worker.is_alive() for worker in old):
-            time.sleep(0.01)
-            next(loader)
-        next(loader)
-        assert loader.workers._dismissed == []
-    finally:
-        loader.close()
+    next(loader)
+    assert loader.workers._dismissed == []
 
 
 @pytest.mark.parametrize("num_workers, persistent", [(0, False), (2, False), (2, True)])
@@ -654,8 +586,7 @@ class Reader(Numbers):
 def test_a_dataset_with_an_open_file_gets_no_loader_workers(tmp_path: Path) -> None:
     """They would share its file position with the worker, and read each other's bytes."""
     with open(tmp_path / "rows.bin", "wb") as file:
-        loader = ElasticLoader(DataLoader(Reader(file), 1), 1, training=True)
-        iter(loader)
+        loader = over(DataLoader(Reader(file), 1), 1)
         next(loader)
         assert loader.workers.retune(1)
         assert "rows.bin" in loader.workers.refusal
@@ -683,33 +614,25 @@ class Unprepared(Numbers):
 
 @pytest.mark.parametrize("trouble", ["raises", "killed"])
 def test_failure_of_planned_loader_workers_does_not_end_the_job(trouble: str) -> None:
-    loader = ElasticLoader(DataLoader(Unprepared(60, trouble), 2), 2, training=True)
-    iter(loader)
-    try:
-        seen = indices(next(loader))
-        loader.workers.retune(2, 2)
-        for batch in rest_of(loader):
-            seen += batch
-        assert seen == list(range(60))
-        assert loader.num_workers == 0
-        assert loader.workers.refusal
-        assert loader.workers.retune(1)
-        assert loader.num_workers == 0
-    finally:
-        loader.close()
+    loader = over(DataLoader(Unprepared(60, trouble), 2), 2)
+    seen = indices(next(loader))
+    loader.workers.retune(2, 2)
+    for batch in rest_of(loader):
+        seen += batch
+    assert seen == list(range(60))
+    assert loader.num_workers == 0
+    assert loader.workers.refusal
+    assert loader.workers.retune(1)
+    assert loader.num_workers == 0
 
 
 @pytest.mark.parametrize("users, plans", [(1, None), (0, 1)])
 def test_error_of_the_dataset_is_the_users_with_any_loader_workers(users: int, plans: int | None) -> None:
-    loader = ElasticLoader(DataLoader(Unprepared(20, "raises", bad=9), 1, num_workers=users), 1, training=True)
-    iter(loader)
-    try:
-        next(loader)
-        loader.workers.retune(plans)
-        with pytest.raises(ArithmeticError, match="the dataset's own"):
-            rest_of(loader)
-    finally:
-        loader.close()
+    loader = over(DataLoader(Unprepared(20, "raises", bad=9), 1, num_workers=users), 1)
+    next(loader)
+    loader.workers.retune(plans)
+    with pytest.raises(ArithmeticError, match="the dataset's own"):
+        rest_of(loader)
 
 
 def test_only_open_resources_prevent_loader_workers() -> None:
@@ -913,16 +836,14 @@ def test_batches_come_in_order_though_the_user_does_not_ask_for_it() -> None:
                 time.sleep(0.3)
             return index
 
-    loader = ElasticLoader(DataLoader(FirstIsSlow(6), 1, num_workers=2, in_order=False), 1, training=True)
-    iter(loader)
+    loader = over(DataLoader(FirstIsSlow(6), 1, num_workers=2, in_order=False), 1)
     assert rest_of(loader) == [[i] for i in range(6)]
     loader.close()
 
 
 def test_plain_batch_sampler_is_split_as_any_other_loader() -> None:
     given = BatchSampler(RandomSampler(Numbers(20)), 8, True)
-    loader = ElasticLoader(DataLoader(Numbers(20), batch_sampler=given), 8, training=True)
-    iter(loader)
+    loader = over(DataLoader(Numbers(20), batch_sampler=given), 8)
     assert rest_of(loader) == [order.tolist() for order in epoch_order(20, True, loader.order.seed, 0)[:16].split(8)]  # type: ignore[no-untyped-call]
 
 
