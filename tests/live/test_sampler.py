@@ -81,12 +81,6 @@ class Materialised:
         return order
 
 
-def epoch_of(world_size: int, **kwargs: Any) -> list[list[int]]:
-    """Global batches of an epoch, assembled from those of all ranks."""
-    ranks = [elastic(place=(rank, world_size), **kwargs) for rank in range(world_size)]
-    return [[i for loader in ranks for i in indices(next(loader))] for _ in range(len(ranks[0]))]
-
-
 # --- for any world ------------------------------------------------------------------------------------------------------------
 
 
@@ -106,10 +100,6 @@ def test_the_order_of_an_epoch_follows_from_seed_and_epoch_alone(num_samples: in
     assert torch.equal(order, epoch_order(num_samples, True, seed, epoch))
     assert sorted(order.tolist()) == list(range(num_samples))
     assert epoch_order(num_samples, False, seed, epoch).tolist() == list(range(num_samples))
-
-
-def test_epochs_differ_in_order() -> None:
-    assert not torch.equal(epoch_order(100, True, 0, 0), epoch_order(100, True, 0, 1))
 
 
 @settings(max_examples=60)
@@ -171,8 +161,8 @@ def test_validation_sees_every_sample_once(length: int, global_batch_size: int, 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_drop_last_drops_the_rest_of_the_global_batch(world_size: int) -> None:
-    batches = epoch_of(world_size, length=20, global_batch_size=8, drop_last=True)
-    assert [len(batch) for batch in batches] == [8, 8]
+    ranks = [rest_of(elastic(20, 8, drop_last=True, place=(rank, world_size))) for rank in range(world_size)]
+    assert [sum(map(len, parts)) for parts in zip(*ranks, strict=True)] == [8, 8]
     assert len(elastic(20, 8, drop_last=False)) == 3
 
 
@@ -186,13 +176,18 @@ def test_shuffling_is_kept_and_follows_the_epoch() -> None:
     assert sorted(first) == sorted(second) == list(range(50))
 
 
-def test_the_seed_of_lightnings_sampler_decides_the_order() -> None:
-    def first_batch(seed: int) -> list[int]:
-        sampler: Sampler[int] = DistributedSampler(Numbers(40), 1, 0, shuffle=True, seed=seed)
-        return indices(next(elastic(40, 40, sampler=sampler)))
-
-    assert first_batch(1) == first_batch(1)
-    assert first_batch(1) != first_batch(2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda seed: {"sampler": DistributedSampler(Numbers(40), 1, 0, shuffle=True, seed=seed)},
+        lambda seed: {"shuffle": True, "generator": torch.Generator().manual_seed(seed)},
+    ],
+    ids=["Lightning's sampler", "generator"],
+)
+def test_order_follows_the_seed_of_the_loader(options: Callable[[int], dict[str, Any]]) -> None:
+    first, again, other = (indices(next(elastic(40, 40, **options(seed)))) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
 
 
 def test_a_sampler_of_the_users_own_gives_the_order_and_learns_the_epoch() -> None:
@@ -228,12 +223,7 @@ def test_a_random_sampler_of_the_users_own_is_drawn_once_and_shared() -> None:
     sampler = WeightedRandomSampler([1.0] * 12, 12)
     parts = []
     for rank in range(2):
-        loader = ElasticLoader(
-            DataLoader(Numbers(12), 4, sampler=sampler),
-            4,
-            True,
-            peers=Materialised(rank, materialise),
-        )
+        loader = over(DataLoader(Numbers(12), 4, sampler=sampler), 4, peers=Materialised(rank, materialise))
         parts.append([indices(batch) for batch in loader])
     assert len(drawn) == 2
     together = [a + b for a, b in zip(*parts, strict=True)]
@@ -242,8 +232,7 @@ def test_a_random_sampler_of_the_users_own_is_drawn_once_and_shared() -> None:
 
 @pytest.mark.parametrize("sampler", [RandomSampler(Numbers(9), replacement=True), RandomSampler(Numbers(9), num_samples=5)])
 def test_random_samplers_with_a_number_of_their_own_keep_it(sampler: RandomSampler) -> None:
-    loader = elastic(9, 3, sampler=sampler)
-    assert sum(len(batch) for batch in loader) == len(sampler)
+    assert sum(map(len, elastic(9, 3, sampler=sampler))) == len(sampler)
 
 
 def test_a_joiner_goes_on_in_an_order_it_did_not_draw() -> None:
@@ -305,8 +294,7 @@ def test_order_that_others_must_take_part_in_is_not_prepared() -> None:
         return order
 
     users = DataLoader(Numbers(12), 4, sampler=Backwards(12), num_workers=1, persistent_workers=True)
-    loader = ElasticLoader(users, 4, True, peers=Materialised(0, materialise, size=1))
-    iter(loader)
+    loader = over(users, 4, peers=Materialised(0, materialise, size=1))
     loader.workers.warm_up()
     loader.prepare_next()
     assert not drawn
@@ -340,25 +328,17 @@ def test_loader_worker_that_was_killed_fails_the_batch_and_not_its_preparation()
         next(loader)
 
 
-def test_loader_workers_survive_a_change_of_the_world() -> None:
-    loader = elastic(40, 8, num_workers=1)
+@pytest.mark.parametrize("are_planned", [False, True])
+def test_loader_workers_survive_a_change_of_the_world(are_planned: bool) -> None:
+    loader = elastic(80, 8, num_workers=0 if are_planned else 1)
     next(loader)
-    before = workers_of(loader)[0].pid
-    loader.reshard(0, 2)
-    next(loader)
-    assert loader.workers._feed.loader._iterator._workers[0].pid == before  # type: ignore[union-attr]
-
-
-def test_planned_loader_workers_survive_a_change_of_the_world() -> None:
-    loader = elastic(80, 8)
-    next(loader)
-    while not loader.workers.retune(1):
+    while are_planned and not loader.workers.retune(1):
         next(loader)
     before = workers_of(loader)[0].pid
     for world_size in (2, 1):
         loader.reshard(0, world_size)
         next(loader)
-    assert loader.workers._feed.loader._iterator._workers[0].pid == before  # type: ignore[union-attr]
+    assert workers_of(loader)[0].pid == before
     assert not loader.workers.refusal
 
 
@@ -395,8 +375,7 @@ def test_loader_workers_end_with_the_epoch_unless_they_were_to_persist() -> None
     for persistent in (False, True):
         loader = elastic(8, 8, num_workers=1, persistent_workers=persistent)
         next(loader)
-        assert (loader.workers._feed.loader._iterator is not None) == persistent
-        loader.close()
+        assert bool(workers_of(loader)) == persistent
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -492,16 +471,14 @@ def test_batches_begun_by_old_loader_workers_are_prepared_once(before: int, afte
     data = Prepared(40, tmp_path)
     users = DataLoader(data, 1, num_workers=before, prefetch_factor=3 if before else None)
     loader = over(users, 1)
-    try:
-        seen = [indices(next(loader)) for _ in range(5)]
-        old = {pid for _, pid in data.by_process()}
-        assert not loader.workers.retune(after, 2)
-        assert loader.num_workers == before
-        seen += rest_of(loader)
-        assert loader.num_workers == after
-        assert loader.workers.retune(after, 2)
-    finally:
-        loader.close()
+    seen = [indices(next(loader)) for _ in range(5)]
+    old = {pid for _, pid in data.by_process()}
+    assert not loader.workers.retune(after, 2)
+    assert loader.num_workers == before
+    seen += rest_of(loader)
+    assert loader.num_workers == after
+    assert loader.workers.retune(after, 2)
+    loader.close()
     assert seen == [[i] for i in range(40)]
     prepared = data.by_process()
     assert sorted(i for i, _ in prepared) == list(range(40))
@@ -515,16 +492,13 @@ def test_training_does_not_wait_for_new_loader_workers(tmp_path: Path) -> None:
     item_s, step_s = 0.25, 0.35
     loader = over(DataLoader(Prepared(30, tmp_path, item_s), 1, num_workers=1, prefetch_factor=3), 1)
     waited = []
-    try:
-        for batch in range(14):
-            if batch == 5:
-                assert not loader.workers.retune(2, 2)
-            indices(next(loader))
-            waited.append(loader.wait_s)
-            time.sleep(step_s)
-        assert loader.num_workers == 2
-    finally:
-        loader.close()
+    for batch in range(14):
+        if batch == 5:
+            assert not loader.workers.retune(2, 2)
+        indices(next(loader))
+        waited.append(loader.wait_s)
+        time.sleep(step_s)
+    assert loader.num_workers == 2
     assert max(waited[2:]) < item_s / 2
     assert loader.workers.handover_s < item_s
 
@@ -547,16 +521,13 @@ def test_random_numbers_of_the_model_ignore_loader_workers(num_workers: int, per
         torch.manual_seed(5)
         loader = elastic(12, 1, num_workers=num_workers, persistent_workers=persistent)
         numbers = []
-        try:
-            for epoch in range(3):
-                loader.set_epoch(epoch)
-                iter(loader)
-                for batch in range(12):
-                    loader.workers.retune(changes.get(12 * epoch + batch))
-                    next(loader)
-                    numbers.append(float(torch.rand(())))
-        finally:
-            loader.close()
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            iter(loader)
+            for batch in range(12):
+                loader.workers.retune(changes.get(12 * epoch + batch))
+                next(loader)
+                numbers.append(float(torch.rand(())))
         return numbers
 
     assert drawn({3: 1, 17: 0, 29: 2}) == drawn({}) == drawn({0: 1, 24: 0})
@@ -572,11 +543,10 @@ def test_persistent_loader_workers_stay_for_the_next_epoch() -> None:
         iter(loader)
         assert len(rest_of(loader)) == 16
         assert loader.workers._feed.loader._iterator is before
-        loader.close()
 
 
 class Reader(Numbers):
-    """Holds an open object deep inside, beside its numbers."""
+    """Holds an open object deep inside."""
 
     def __init__(self, held: object) -> None:
         super().__init__(64)
@@ -767,9 +737,8 @@ class Counted(IterableDataset[int]):
 def test_loader_that_is_replaced_leaves_no_process(dataset: Dataset[int]) -> None:
     def made(training: bool) -> ElasticLoader:
         persistent = not isinstance(dataset, Counted)  # loader workers of an IterableDataset outlive an epoch anyway
-        loader = ElasticLoader(DataLoader(dataset, 4, num_workers=1, persistent_workers=persistent), 4, training)
+        loader = over(DataLoader(dataset, 4, num_workers=1, persistent_workers=persistent), 4, training)
         loaders.attend(loader)
-        iter(loader)
         return loader
 
     before = set(multiprocessing.active_children())
@@ -847,14 +816,6 @@ def test_plain_batch_sampler_is_split_as_any_other_loader() -> None:
     assert rest_of(loader) == [order.tolist() for order in epoch_order(20, True, loader.order.seed, 0)[:16].split(8)]  # type: ignore[no-untyped-call]
 
 
-def test_a_generator_of_the_users_seeds_the_order() -> None:
-    def first_batch(seed: int) -> list[int]:
-        return indices(next(elastic(shuffle=True, generator=torch.Generator().manual_seed(seed))))
-
-    assert first_batch(1) == first_batch(1)
-    assert first_batch(1) != first_batch(2)
-
-
 def test_workers_seeded_by_their_rank_have_one_order() -> None:
     ours, theirs = (elastic(shuffle=True, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     theirs.load_state(ours.state())
@@ -917,16 +878,14 @@ class OfGraphs(DataLoader[int]):
 @pytest.mark.parametrize("persistent", [False, True])
 def test_loader_that_wraps_its_iterator_is_resharded_and_closed(persistent: bool) -> None:
     before = set(multiprocessing.active_children())
-    loader = ElasticLoader(OfGraphs(Numbers(16), 4, num_workers=2, persistent_workers=persistent), 4, training=True)
-    try:
-        for _ in range(2):
-            iter(loader)
-            assert indices(next(loader)) == [0, -1, -2, -3]
-            loader.reshard(1, 2)
-            assert rest_of(loader) == [[-6, -7], [-10, -11], [-14, -15]]
-        assert [*loader.workers.fetch_apart([3, 5], list)] == [[3], [5]]
-    finally:
-        loader.close()
+    loader = over(OfGraphs(Numbers(16), 4, num_workers=2, persistent_workers=persistent), 4)
+    for _ in range(2):
+        assert indices(next(loader)) == [0, -1, -2, -3]
+        loader.reshard(1, 2)
+        assert rest_of(loader) == [[-6, -7], [-10, -11], [-14, -15]]
+        iter(loader)
+    assert [*loader.workers.fetch_apart([3, 5], list)] == [[3], [5]]
+    loader.close()
     assert set(multiprocessing.active_children()) == before
 
 

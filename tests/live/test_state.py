@@ -185,41 +185,22 @@ def test_experiment_that_comet_starts_too_early_is_ended() -> None:
     assert logger._experiment is None
 
 
-def test_a_csv_log_taken_over_from_another_worker_keeps_its_rows(tmp_path: Path) -> None:
-    former = CSVLogger(tmp_path, name="log", version=0)
-    for step in range(3):
+@pytest.mark.parametrize("new", [{"loss": 2.0}, {"loss": 2.0, "val": 0.5}], ids=["same columns", "new column"])
+@pytest.mark.parametrize("num_rows", [0, 3])
+def test_a_csv_log_taken_over_from_another_worker_keeps_its_rows(num_rows: int, new: dict[str, Any], tmp_path: Path) -> None:
+    former, successor = (CSVLogger(tmp_path, name="log", version=0) for _ in range(2))
+    for step in range(num_rows):
         former.log_metrics({"loss": float(step)}, step)
-    former.save()
-    successor = CSVLogger(tmp_path, name="log", version=0)
+    if num_rows:
+        former.save()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # must not warn, for example that earlier rows will be deleted
         _adopt_csv_log(successor)
-    successor.log_metrics({"loss": 3.0}, 3)
+    successor.log_metrics(new, num_rows)
     successor.save()
     rows = (Path(successor.log_dir) / "metrics.csv").read_text().splitlines()
-    assert rows[0].split(",") == ["loss", "step"]
-    assert len(rows) == 5
-
-
-def test_a_new_column_after_taking_over_a_csv_log_costs_no_rows(tmp_path: Path) -> None:
-    former = CSVLogger(tmp_path, name="log", version=0)
-    former.log_metrics({"loss": 1.0}, 0)
-    former.save()
-    successor = CSVLogger(tmp_path, name="log", version=0)
-    _adopt_csv_log(successor)
-    successor.log_metrics({"loss": 2.0, "val": 0.5}, 1)
-    successor.save()
-    rows = (Path(successor.log_dir) / "metrics.csv").read_text().splitlines()
-    assert len(rows) == 3
-    assert "val" in rows[0]
-
-
-def test_there_is_nothing_to_take_over_where_no_log_was_written(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path, name="log", version=0)
-    _adopt_csv_log(logger)
-    logger.log_metrics({"loss": 1.0}, 0)
-    logger.save()
-    assert len((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()) == 2
+    assert {*rows[0].split(",")} == {"step", *new}
+    assert len(rows) == num_rows + 2
 
 
 Groups = list[list[float]]
