@@ -58,7 +58,7 @@ def wait_for_first_round(run: Run) -> None:
 
 def is_limited(run: Run) -> bool:
     """Whether this machine can limit the memory of nodes."""
-    return "nodes run without a limit of memory" not in run.output
+    return "nodes run without a memory limit" not in run.output
 
 
 @pytest.mark.long
