@@ -611,7 +611,7 @@ def _steer(
         # Slurm signals all processes of a job at once, etcd included. Nodes can be ended without etcd, but nothing would
         # record the end of the job: restart etcd.
         if server is not None and (not server.is_running() or variables.slurm_job(os.environ)):
-            controller.tell_scheduler_to_end_nodes()  # before the restart: there may be little time
+            controller.request_end_of_nodes()  # before the restart: there may be little time
             with contextlib.suppress(EtcdServerError):
                 server.restart()
         raise
