@@ -43,30 +43,13 @@ class BrainCommand:
             "exceeded. Jobs join with `dlrover run --pool`. One process decides; others stand by and take over. Its jobs keep "
             "their sizes while none decides. Ends with Ctrl-C."
         )
-        command.add_argument(
-            "--budget",
-            required=True,
-            type=pool_budget,
-            metavar="LIST",
-            help="resources of all jobs together, such as cores=64,gpus=8,memory=256G; those left out are not limited",
-        )
+        text = "resources of all jobs together, such as cores=64,gpus=8,memory=256G; those left out are not limited"
+        command.add_argument("--budget", required=True, type=pool_budget, metavar="LIST", help=text)
         _add_pool(command)
-        command.add_argument(
-            "--policy",
-            type=pool_policy(POOL_POLICIES),
-            default=POOL_POLICIES[0],
-            metavar="NAME",
-            help=f"how the budget is divided: {', '.join(POOL_POLICIES)} (default {POOL_POLICIES[0]})",
-        )
-        add_renamed_option(
-            command,
-            "--interval",
-            "--every",
-            type=options.duration,
-            default=2.0,
-            metavar="TIME",
-            help="time between two looks while nothing changes (default 2s)",
-        )
+        text = f"how the budget is divided: {', '.join(POOL_POLICIES)} (default {POOL_POLICIES[0]})"
+        command.add_argument("--policy", type=pool_policy(POOL_POLICIES), default=POOL_POLICIES[0], metavar="NAME", help=text)
+        text = "time between two looks while nothing changes (default 2s)"
+        add_renamed_option(command, "--interval", "--every", type=options.duration, default=2.0, metavar="TIME", help=text)
         add_renamed_option(
             command,
             "--max-wait",
@@ -76,37 +59,15 @@ class BrainCommand:
             metavar="TIME",
             help="a job that waits longer goes before all others (default 1h)",
         )
-        command.add_argument(
-            "--lease-ttl",
-            type=options.lease,
-            default=5.0,
-            metavar="TIME",
-            help="silence after which this process counts as lost, and another one decides (default 5s); at least the longest "
-            "--lease-ttl of the pool's jobs",
-        )
-        command.add_argument(
-            "--owner-weight",
-            action="append",
-            default=[],
-            type=owner_weight,
-            metavar="OWNER=X",
-            help="weight of an owner's part of the pool, which its jobs share; repeatable (default: 1 each)",
-        )
-        command.add_argument(
-            "--quota",
-            action="append",
-            default=[],
-            type=quota,
-            metavar="OWNER=LIST",
-            help="most resources of all jobs of an owner together, such as ads=cores=16,memory=64G; repeatable (default: none)",
-        )
-        add_renamed_option(
-            command,
-            "--ignore-unmanaged",
-            "--pool-only",
-            action="store_true",
-            help="do not count jobs that are in no pool (default: they are charged to the budget, but never resized)",
-        )
+        text = "silence after which this process counts as lost, and another one decides (default 5s); at least the longest "
+        text += "--lease-ttl of the pool's jobs"
+        command.add_argument("--lease-ttl", type=options.lease, default=5.0, metavar="TIME", help=text)
+        text = "weight of an owner's part of the pool, which its jobs share; repeatable (default: 1 each)"
+        command.add_argument("--owner-weight", action="append", default=[], type=owner_weight, metavar="OWNER=X", help=text)
+        text = "most resources of all jobs of an owner together, such as ads=cores=16,memory=64G; repeatable (default: none)"
+        command.add_argument("--quota", action="append", default=[], type=quota, metavar="OWNER=LIST", help=text)
+        text = "do not count jobs that are in no pool (default: they are charged to the budget, but never resized)"
+        add_renamed_option(command, "--ignore-unmanaged", "--pool-only", action="store_true", help=text)
         add_etcd_options(command)
 
     def run(self, options: argparse.Namespace) -> int:
@@ -139,12 +100,8 @@ class WhatIfCommand:
     def add_options(self, command: argparse.ArgumentParser) -> None:
         command.add_argument("job", metavar="JOB", help="the job's --rdzv-id")
         command.add_argument("--workers", type=options.setting, metavar="N", help="another number of workers of the job")
-        command.add_argument(
-            "--add",
-            type=budget_change,
-            metavar="LIST",
-            help="resources to add to the pool's budget, such as cores=16,memory=64G, or to take away, such as gpus=-2",
-        )
+        text = "resources to add to the pool's budget, such as cores=16,memory=64G, or to take away, such as gpus=-2"
+        command.add_argument("--add", type=budget_change, metavar="LIST", help=text)
         command.add_argument(
             "--cluster", action=_FormerClusterOption, nargs=2, default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
@@ -314,18 +271,10 @@ class PoolHook:
             "pool", "Only with --pool: the job waits for a place in a budget that `dlrover pool run` divides."
         )
         group.add_argument("--pool", metavar="NAME", help="pool to run in; needs an etcd that its jobs share (--endpoint)")
-        group.add_argument(
-            "--priority",
-            type=options.setting,
-            metavar="N",
-            help="jobs of an owner with a higher one start first (default 0)",
-        )
-        group.add_argument(
-            "--weight",
-            type=options.positive,
-            metavar="X",
-            help="importance of this job's speed among its owner's jobs (default 1)",
-        )
+        text = "jobs of an owner with a higher one start first (default 0)"
+        group.add_argument("--priority", type=options.setting, metavar="N", help=text)
+        text = "importance of this job's speed among its owner's jobs (default 1)"
+        group.add_argument("--weight", type=options.positive, metavar="X", help=text)
         group.add_argument("--owner", metavar="NAME", help="user or team that the job counts for (default: the current user)")
         group.add_argument(
             "--place-timeout", type=options.duration, metavar="TIME", help="longest time to wait for a place (default 7d)"
