@@ -52,11 +52,11 @@ from lightning_dlrover.rdzv.job.events import (
     DecisionMade,
     FitResumed,
     HangFound,
+    IterableOpened,
     MemoryShort,
     ReplicaDrifted,
     RoundFormed,
     RowsSkipped,
-    SequenceOpened,
     SizeRequested,
     StragglerFound,
     StreamOpened,
@@ -153,7 +153,7 @@ def _try_to_lock(lock: IO[str]) -> bool:
 
 _SHOWN_EVENTS = (
     *(RoundFormed, DecisionMade, SizeRequested, WorkerLost, FitResumed, StragglerFound, MemoryShort, HangFound),
-    *(StreamOpened, SequenceOpened, RowsSkipped, ValuesLost, ReplicaDrifted),
+    *(StreamOpened, IterableOpened, RowsSkipped, ValuesLost, ReplicaDrifted),
 )
 SHOWN = {each.KIND for each in _SHOWN_EVENTS}
 """Kinds of events that `dlrover run` prints."""
