@@ -1,4 +1,4 @@
-"""The plugin of pools for the command line: commands, options, and the hook of `dlrover run`. Imports nothing slow."""
+"""The plug-in of pools for the command line: commands, options, and the hook of `dlrover run`. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover import variables
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from lightning_dlrover.pool.view import MemberRecord, PoolKeys
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
     from lightning_dlrover.rdzv.job.records import Keys
-
-# The commands of pools and their options, without slow imports.
 
 DEFAULT_POOL = "default"
 
@@ -154,9 +153,6 @@ def _add_pool(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# --- types of arguments ---
-
-
 def budget(text: str) -> float:
     """A number of cores or GPUs above 0."""
     return options.positive(text, "a number of cores or GPUs")
@@ -219,11 +215,7 @@ def budget_change(text: str) -> dict[str, float]:
 
 
 def _amounts(text: str, number: Callable[[str], float], memory: Callable[[str], float]) -> dict[str, float]:
-    """Return amounts by name from `cores=...,gpus=...,memory=...`.
-
-    Args:
-        number, memory: read an amount.
-    """
+    """Return amounts by name from `cores=...,gpus=...,memory=...`, as read by `number` and `memory`."""
     amounts: dict[str, float] = {}
     for part in text.split(","):
         name, given, amount = part.partition("=")
@@ -250,8 +242,6 @@ class _FormerClusterOption(argparse.Action):
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentError(self, str(error)) from None
 
-
-# The hook of `dlrover run` for pools: a job with `--pool` waits for a place in a budget that a brain divides.
 
 PLACE_TIMEOUT_S = 7 * 24 * 3600.0
 """Seconds to wait for a place in a pool, unless --place-timeout sets another limit."""
@@ -314,44 +304,35 @@ class PoolHook:
 POOL_HOOK = PoolHook()
 
 
+@dataclass(frozen=True)
 class PlaceInPool:
-    """The wish for a place in a pool.
+    """The request for a place in a pool."""
 
-    Args:
-        ask: the job as the pool sees it.
-        timeout_s: longest wait.
-        ttl_s: seconds after which the place counts as lost if this process is killed.
-    """
-
-    surplus_s = SURPLUS_IN_POOL_S
-
-    def __init__(self, pool: PoolKeys, ask: MemberRecord, timeout_s: float, ttl_s: float) -> None:
-        self._pool = pool
-        self._ask = ask
-        self._timeout_s = timeout_s
-        self._ttl_s = ttl_s
+    pool: PoolKeys
+    ask: MemberRecord  # the job as the pool sees it
+    timeout_s: float  # longest wait
+    ttl_s: float  # seconds after which the place counts as lost if this process is killed
+    surplus_s: float = SURPLUS_IN_POOL_S
 
     @property
     def environment(self) -> Mapping[str, str]:
-        return {variables.POOL: self._pool.pool}
+        return {variables.POOL: self.pool.pool}
 
     def wait(self, client: EtcdClient, keys: Keys) -> PoolTicket:
         from lightning_dlrover.output import say
         from lightning_dlrover.pool.admission import PoolTicket, TicketError
 
         try:
-            place = PoolTicket(client, self._pool, keys, self._ask, say, self._ttl_s)
+            place = PoolTicket(client, self.pool, keys, self.ask, say, self.ttl_s)
             try:
-                num_workers = place.wait(self._timeout_s)
+                num_workers = place.wait(self.timeout_s)
             except BaseException:
                 place.leave()
                 raise
         except TicketError as error:
             raise UsageError(str(error)) from error
-        say(
-            f"job {keys.run_id}: has a place in pool {self._pool.pool}, with {num_workers} of {self._ask.max_workers} workers "
-            "at first"
-        )
+        workers = f"{num_workers} of {self.ask.max_workers} workers"
+        say(f"job {keys.run_id}: has a place in pool {self.pool.pool}, and starts with {workers}")
         return place
 
 

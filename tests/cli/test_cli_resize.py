@@ -168,7 +168,7 @@ def test_budget_is_divided_among_running_jobs_by_their_gains(
     code, output, _ = dlrover(*divide)
     assert (code, plan_of(client, flat), plan_of(client, steep)) == (0, None, None)
     assert f"{steep.run_id}: 3 workers" in output
-    assert "2.70 times as many as now" in output
+    assert "2.70 times the present rate" in output
     code, _, errors = dlrover(*divide, "--apply")
     assert code == 0, errors
     shares = [plan_of(client, keys) for keys in competitors]
@@ -202,7 +202,7 @@ def test_jobs_that_do_not_compete_are_not_divided_and_none_is_changed(
     assert (code, "'much' is not a weight" in errors) == (2, True)
     decided(client, competitors[1], [10.0, 19.0], gpus=1)
     code, _, errors = dlrover("pool", "plan", "--endpoint", etcd.endpoint, *names, "--budget", 8, "--apply")
-    assert (code, "do not compete for the same" in errors) == (2, True)
+    assert (code, "do not compete for the same resource" in errors) == (2, True)
     assert [plan_of(client, keys) for keys in competitors] == [None, None]
 
 
