@@ -205,12 +205,10 @@ def _plain(value: Any) -> Any:
 
 # Data loaders that a job can split again for every world.
 
+# Samplers of torch's own. Their order or seed is used for all workers together.
 GLOBAL_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-"""Samplers of torch's own. Their order or seed is used for all workers together."""
-
+# Attributes that show that a sampler gives each worker its own samples.
 RANK_NAMES = ("num_replicas", "world_size", "num_processes", "num_shards", "rank", "global_rank", "process_index", "shard_id")
-"""Attributes that show that a sampler gives each worker its own samples."""
-
 MAX_WRAPPED_SAMPLERS = 8
 MAX_WRAPPED_DATASETS = 32
 

@@ -47,13 +47,9 @@ from lightning_dlrover.tuning.resources import available_bytes, available_cores
 
 MIB, GIB = 1 << 20, 1 << 30
 
-SHARED_BYTES = GIB
-"""Size of /dev/shm below which loader workers, snapshots and NCCL soon lack room. Containers have 64 MiB by default."""
-
+SHARED_BYTES = GIB  # /dev/shm below which loader workers, snapshots and NCCL soon lack room; containers have 64 MiB
 FREE_SHARED_BYTES = 256 * MIB
-FILES, FEWEST_FILES = 1024, 256
-"""Open files below which large jobs, and even small ones, run out of them. Linux allows 1,024 by default, macOS 256."""
-
+FILES, FEWEST_FILES = 1024, 256  # open files below which large jobs, and even small ones, run out of them
 THREADS = 512  # further threads and processes below which a few workers with their loader workers run out of them
 WORKER_BYTES = GIB  # memory that an agent and a worker with torch and Lightning take, before the model
 NAME_S = 1.0  # seconds for the name of an address, above which each round of a job is slow to form

@@ -30,8 +30,7 @@ Other programs also take a core away for most of a second, which is many short s
 recorded steps; the planner's page of the documentation has the figures.
 """
 
-ROUND_SETTLES = 2
-"""Number of a round's first steps that do not count: the pause before it, and the step that fills the loaders again."""
+ROUND_SETTLES = 2  # first steps of a round that do not count: the pause before it, and the step that refills the loaders
 
 
 def has_failed(decision: Decision, step_time_s: float) -> bool:

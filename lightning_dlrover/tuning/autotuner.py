@@ -25,8 +25,9 @@ from lightning_dlrover.tuning.population import Population
 from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
 from lightning_dlrover.tuning.step_time import StepTimeModel
 
+# Seconds of a change that are assumed until the job has measured one.
 DEFAULT_RESIZE_COST_S = 0.5
-DEFAULT_RETUNE_COST_S = 0.2  # assumed seconds of a change of settings until the job has measured one
+DEFAULT_RETUNE_COST_S = 0.2
 
 MAX_EARLIER_WINDOWS_PER_SETTINGS = 5
 WINDOWS_PER_DECISION = 3

@@ -107,9 +107,7 @@ def _of_thread(name: str, frame: FrameType, max_frames: int) -> str:
 # device itself waited for others (`StepTimes.late_s`), one step late.
 
 NUM_KEPT = 100
-
 NUM_PER_WORKER = 5  # numbers per worker in a vote
-
 _UNKNOWN = 1 << 62
 
 

@@ -45,6 +45,10 @@ POOLED_ITERATIONS = 8  # the job's scale of communication needs two more to sett
 ITERATIONS_OF_OVERLAP = 3  # the fit starts at the coefficients of the overlap before
 ITERATIONS_NEARBY = 2  # the fit starts at those of nearly the same measurements
 
+MIN_CONFIGURATIONS_FOR_OVERLAP = 6
+LINK_FACTOR = 2.0  # a link may be so many times slower or faster than the default of `population.py`
+UNKNOWN_BYTES_SHARE = 3.0  # synchronisation between nodes, relative to computing, that a job of unknown bytes may have
+MIN_EVIDENCE = 0.01  # weight of a shape, relative to the best one, below which it is left out
 OVERLAPS = (1.0, 1.5, 2.0, 3.0, 5.0)  # values of g: how completely computing and synchronisation overlap
 EXPOSED = 1 / 3  # share of computing during which nothing is synchronised: the forward pass, half as long as the backward pass
 
@@ -262,12 +266,6 @@ def _rows_of_parts(unit: Floats, used: NDArray[np.bool_], measured: Measured, lo
     rows = np.vstack([compute[has_compute], data[has_data]])
     targets = np.concatenate([weight[has_compute], (weight * load_s / measured.step_s)[has_data]])
     return rows, targets
-
-
-MIN_CONFIGURATIONS_FOR_OVERLAP = 6
-LINK_FACTOR = 2.0  # a link is so many times slower or faster than the default of `population.py`
-UNKNOWN_BYTES_SHARE = 3.0  # synchronisation between nodes, relative to computing, that a job of unknown bytes may have
-MIN_EVIDENCE = 0.01  # weight of a shape, relative to the best one, below which it is left out
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,7 @@ from lightning_dlrover.codec import to_json
 from lightning_dlrover.tuning.plan import Candidate, Decision, settings_of
 from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
 
-OVERHEAD_BYTES = 300
-"""Bytes of a key, its revision and its lease in etcd's database, and of the entry that marks the removal of the key."""
-
+OVERHEAD_BYTES = 300  # key, revision and lease of a value in etcd's database, and the entry that marks its removal
 DAY_S = 86_400.0
 
 
@@ -33,20 +31,12 @@ class Rate:
         return self.burst_bytes + self.bytes_per_day * seconds / DAY_S
 
 
-PROFILES = Rate(bytes_per_day=400_000, burst_bytes=3_500)
-"""A worker's profiles, each a kilobyte, apart from the first one of each round and setting."""
-
-WINDOWS = Rate(bytes_per_day=800_000, burst_bytes=3_500)
-"""Rank 0's windows in the history, apart from the first ones and the last one of each round and setting."""
-
-FIRST_WINDOWS = Rate(bytes_per_day=200_000, burst_bytes=60_000)
-"""Rank 0's first windows of each round and setting that are logged singly."""
-
-DECISIONS = Rate(bytes_per_day=400_000, burst_bytes=40_000)
-"""Rank 0's decisions, each six kilobytes, that change nothing, and plans that are only recommended."""
-
-PROGRESS = Rate(bytes_per_day=1_000_000, burst_bytes=150_000)
-"""Rank 0's records of the job's progress, each half a kilobyte: every 8 s for the first 45 minutes, then every 40 s."""
+# A profile or window takes a kilobyte, a decision six, and a record of progress half a one.
+PROFILES = Rate(bytes_per_day=400_000, burst_bytes=3_500)  # a worker's, except the first one of each round and setting
+WINDOWS = Rate(bytes_per_day=800_000, burst_bytes=3_500)  # rank 0's, except the first ones and the last one of each of these
+FIRST_WINDOWS = Rate(bytes_per_day=200_000, burst_bytes=60_000)  # rank 0's first windows of each, logged one by one
+DECISIONS = Rate(bytes_per_day=400_000, burst_bytes=40_000)  # rank 0's that change nothing, and plans only recommended
+PROGRESS = Rate(bytes_per_day=1_000_000, burst_bytes=150_000)  # rank 0's: every 8 s for 45 minutes, then every 40 s
 
 
 class WriteBudget:
@@ -91,17 +81,10 @@ def stored_bytes(payload: bytes) -> int:
 # share. On a machine with other load the windows of an unchanged job differ as well, so a change counts only if two windows
 # in a row show it, and the budget bounds the remaining noise.
 
-SETTLED_S = 30.0
-"""Seconds after which the first window of a round and setting, in which steps may be slower, is replaced by another one."""
-
+SETTLED_S = 30.0  # seconds until the first window of a round and setting, whose steps may be slower, is replaced
 PUBLISH_EVERY_S = 600.0  # seconds between later publications of a worker's newest window without a change
-
-CHANGE = 0.25
-"""Relative change of a figure above which its window is published or logged at once, if the next window shows it, too."""
-
-NUM_LOGGED_SINGLY = 10
-"""Number of windows of one round and setting that are logged individually, as input for the planner's first judgement."""
-
+CHANGE = 0.25  # relative change of a figure above which its window is written at once, if the next window shows it, too
+NUM_LOGGED_SINGLY = 10  # windows of a round and setting that are logged one by one, for the planner's first judgement
 LOG_EVERY_S = 180.0  # seconds of later windows that are merged into one
 DIGITS = 5  # significant digits of a window's figures
 
@@ -243,8 +226,7 @@ def _difference(before: float, now: float) -> int:
 # Choose the planner's decisions to write to etcd: every one that is carried out, and few others. The planner decides every few
 # seconds, mostly to stay, and a decision with its candidates takes several kilobytes.
 
-REPEAT_EVERY_S = 1800.0
-"""Minimum seconds between records of decisions that neither are carried out nor differ from the one before."""
+REPEAT_EVERY_S = 1800.0  # minimum seconds between records of equal decisions that are not carried out
 
 
 class DecisionLog:
