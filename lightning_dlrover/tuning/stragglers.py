@@ -172,9 +172,7 @@ class _Times:
         compute_s, data_s, queued_s = (
             np.array([getattr(o, name) for o in observations], dtype=np.float64) for name in ("compute_s", "data_s", "queued_s")
         )
-        num_on = Counter(hosts)
-        alone = np.array([float(num_on[host] == 1) for host in hosts]) if hosts else np.ones(compute_s.shape[1])
-        own_s = compute_s + queued_s * alone
+        own_s = compute_s + queued_s * _alone(hosts, compute_s.shape[1])
         excess = _log_ratio(own_s + data_s)
         if len(loads):
             excess = np.minimum(excess, _log_ratio(own_s * np.median(loads) / np.array(loads) + data_s))
@@ -187,6 +185,12 @@ class _Times:
             excess=excess,
             deviation=_deviation(excess),
         )
+
+
+def _alone(hosts: Sequence[object], num_workers: int) -> Floats:
+    """Return 1 for each worker that is alone on its host, and 0 for the others; without hosts, all are alone."""
+    num_on = Counter(hosts)
+    return np.array([float(num_on[host] == 1) for host in hosts]) if hosts else np.ones(num_workers)
 
 
 def _num_newest(observations: Sequence[OwnTimes], span: int) -> int:
@@ -266,20 +270,11 @@ def _median_of_others(values: Floats) -> Floats:
 
 # Shares by speed: a slow worker gets fewer samples of the same global batch, as in DLRover-RM (VLDB 2024, section 4.3).
 
-MIN_GAIN = 1.1
-"""Minimum predicted ratio of the slowest worker's time before a change of shares to that after it."""
-
-SHARE_STEPS = 12
-"""Minimum number of steps with the same shares before they change."""
-
-LEAST_SHARE, LARGEST_SHARE = 0.25, 2.0
-"""Bounds of a worker's share, in equal shares. A worker that is slower still needs a replacement."""
-
-NEARLY_EQUAL = 0.03
-"""Shares are equal if none differs by more than this fraction from an equal one."""
-
-SPEED_UNIT = 1000
-"""Speed of a worker with an equal share."""
+MIN_GAIN = 1.1  # minimum predicted ratio of the slowest worker's time before a change of shares to that after it
+SHARE_STEPS = 12  # minimum number of steps with the same shares before they change
+LEAST_SHARE, LARGEST_SHARE = 0.25, 2.0  # bounds of a worker's share, in equal shares; an even slower worker is replaced
+NEARLY_EQUAL = 0.03  # shares are equal if none differs by more than this fraction from an equal one
+SPEED_UNIT = 1000  # speed of a worker with an equal share
 
 
 def better_speeds(
@@ -311,8 +306,7 @@ def better_speeds(
     same = list(itertools.takewhile(lambda each: each.speeds == now, reversed(observations)))
     if len(same) < MIN_OBSERVATIONS or sum(each.num_steps for each in same) < SHARE_STEPS:
         return None
-    num_on = Counter(hosts)
-    alone = np.array([float(num_on[host] == 1) for host in hosts]) if hosts else np.ones(size)
+    alone = _alone(hosts, size)
     own_s = np.array([np.add(each.compute_s, each.data_s) + np.multiply(each.queued_s, alone) for each in same])
     present = np.array(now or (SPEED_UNIT,) * size) / SPEED_UNIT
     speed = present / np.maximum(np.median(own_s, axis=0), 1e-9)
