@@ -45,18 +45,23 @@ class RunningJob:
         for _ in range(num_windows):
             profile = window(truth, self.settings, self._rng, 0.03, at=time.time())
             self.analyst.submit(dataclasses.replace(profile, global_rank=rank, cores=self.cores), 1e9, tunable=True)
-            self._wait_until_digested()
-            self.membership.shared.outbox.write()
+            self.digest()
             plan = self.membership.view.plan
             if plan is not None:
                 self.cores = max(self.cores, float(plan.node_cpus or 0))
                 self.settings = settings_under(plan, self.settings)
 
-    def _wait_until_digested(self) -> None:
-        deadline = time.monotonic() + 20
-        while not self.analyst.is_idle or not self._mirror_is_new():
-            assert time.monotonic() < deadline, "the analyst has not dealt with a window for 20 s"
-            time.sleep(0.005)
+    def run_until_trial(self) -> Decision:
+        while self.settings == START:
+            self.run(1)
+        trial = self.analyst.trial
+        assert trial is not None
+        return trial
+
+    def digest(self) -> None:
+        """Wait until the analyst has processed all windows, and write its events."""
+        eventually(lambda: self.analyst.is_idle and self._mirror_is_new(), "a window to be processed", 20.0, 0.005)
+        self.membership.shared.outbox.write()
 
     def _mirror_is_new(self) -> bool:
         entry = self._client.get(self._keys.plan)
@@ -249,10 +254,7 @@ def test_other_ranks_only_publish(start: StartJob) -> None:
 
 def test_failed_trial_is_left_without_a_window_or_a_fit(start: StartJob, monkeypatch: pytest.MonkeyPatch) -> None:
     job = start(with_controller=False)  # workers stay
-    while job.settings == START:
-        job.run(1)
-    trial = job.analyst.trial
-    assert trial is not None
+    trial = job.run_until_trial()
     assert trial.chosen == job.settings
 
     def fit(*_: object, **__: object) -> StepTimeModel:
@@ -262,8 +264,7 @@ def test_failed_trial_is_left_without_a_window_or_a_fit(start: StartJob, monkeyp
     num_windows = len(job.events("profile"))
     for _ in range(3):
         job.analyst.give_up(trial, 9.0)  # three slow steps in a row
-    job._wait_until_digested()
-    job.membership.shared.outbox.write()
+    job.digest()
     plan = job.membership.view.plan
     assert plan is not None
     assert (plan.loader_workers, plan.intra_op_threads) == (START.loader_workers, START.intra_op_threads)
@@ -274,23 +275,18 @@ def test_failed_trial_is_left_without_a_window_or_a_fit(start: StartJob, monkeyp
     [failed] = job.events("profile")[num_windows:]
     assert (failed.data["step_time_s"], failed.data["intra_op_threads"]) == (9.0, trial.chosen.intra_op_threads)
     job.analyst.give_up(trial, 9.0)
-    job._wait_until_digested()
-    job.membership.shared.outbox.write()
+    job.digest()
     assert len(job.events("outcome")) == 1
 
 
 def test_manual_plan_is_not_overruled_by_a_failed_trial(start: StartJob, client: EtcdClient, keys: Keys) -> None:
     job = start(with_controller=False)
-    while job.settings == START:
-        job.run(1)
-    trial = job.analyst.trial
-    assert trial is not None
+    trial = job.run_until_trial()
     by_hand = PlanRecord(1, "user", "by hand", binding=True, created_at=time.time(), loader_workers=3)
     client.put(keys.plan, encode(by_hand))
     job.membership.wait_for(lambda view: view.plan == by_hand or None, 15.0, "the plan")
     job.analyst.give_up(trial, 9.0)
-    job._wait_until_digested()
-    job.membership.shared.outbox.write()
+    job.digest()
     assert job.membership.view.plan == by_hand
 
 
