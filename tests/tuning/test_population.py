@@ -17,7 +17,7 @@ from lightning_dlrover.lab.simulate.traces import read_trace
 from lightning_dlrover.tuning import Columns, Population, StepTimeModel, configuration_of, population_of, prior
 from lightning_dlrover.tuning.population import MAX_CONFIGURATIONS, JobResidualGP, ResidualGP, Residuals, variances_of
 from lightning_dlrover.tuning.prior import EXPOSED, PhysicalPrior
-from lightning_dlrover.tuning.samples import Floats, Measured, StepProfile, windows_by_configuration
+from lightning_dlrover.tuning.samples import Floats, StepProfile, measurements
 from tests.support.windows import TRACES, needs_traces, window, written
 
 NAMES = ("ncf", "cifar10", "deepspeech2", "bert", "imagenet", "yolov3")
@@ -101,8 +101,7 @@ def test_computing_outside_of_the_backward_pass_hides_no_communication(monkeypat
                     communication_s=step_s - compute_s,
                 )
             )
-    groups = windows_by_configuration(windows, 0.0)
-    columns, measured = Columns.of([*groups]), Measured.of([*groups.values()], [1.0] * len(groups))
+    columns, measured = measurements(windows)
     errors = []
     for exposed in (0.0, EXPOSED):
         monkeypatch.setattr(prior, "EXPOSED", exposed)
@@ -126,8 +125,7 @@ def test_jobs_of_one_worker_say_nothing_of_communication_and_are_harmless() -> N
 
 def test_fit_from_a_fit_to_nearly_the_same_measurements_ends_at_the_same_prior() -> None:
     population = population_of([job(size, 3.0, seed) for seed, size in enumerate((0.02, 0.05, 0.2))])
-    groups = windows_by_configuration(job(0.1, 3.0, 9), 0.0)
-    columns, measured = Columns.of([*groups]), Measured.of([*groups.values()], [1.0] * len(groups))
+    columns, measured = measurements(job(0.1, 3.0, 9))
     most = np.arange(len(columns)) % 8 > 0
     whole = PhysicalPrior.fit(columns, measured, population=population)
     cold, warm = (
