@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, PlanRecord, RoundRecord, WorkerRecord, encode
 from lightning_dlrover.tuning.history import JobHistory
@@ -22,16 +21,7 @@ def dlrover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     for name in [name for name in os.environ if name.startswith("DLROVER_")]:
         monkeypatch.delenv(name)
     Path("script.py").write_text("print('never run')\n")
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            code = int(str(end.code))
-        output = capsys.readouterr()
-        return code, output.out, output.err
-
-    return run
+    return RunCli(capsys)
 
 
 @pytest.fixture

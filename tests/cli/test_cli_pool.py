@@ -64,8 +64,7 @@ def test_pool_without_jobs_or_brain_is_shown_as_such(dlrover: RunCli, etcd: Embe
     )
     code, _, errors = dlrover("pool", "status", "--pool", "a/b", "--endpoint", etcd.endpoint)
     assert (code, "cannot name a pool" in errors) == (2, True)
-    code, _, errors = dlrover("pool", "status")
-    assert (code, "name it with --endpoint" in errors) == (2, True)
+    assert "name it with --endpoint" in dlrover.refused("pool", "status")
 
 
 def test_list_does_not_take_pools_for_jobs(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:
@@ -86,8 +85,7 @@ def test_what_if_shows_time_and_interval_of_another_size(dlrover: RunCli, etcd: 
     assert "more than the budget" not in output
     code, output, errors = dlrover(*ask, "--workers", 4, "--add", "cores=-1")
     assert (code, "together they need 4 cores, more than the budget of 3 cores" in output) == (0, True), errors
-    code, _, errors = dlrover(*ask, "--workers", 5)
-    assert (code, "has no prediction for 5 workers" in errors) == (2, True)
+    assert "has no prediction for 5 workers" in dlrover.refused(*ask, "--workers", 5)
     assert dlrover(*ask)[0] == 2
 
 
@@ -128,8 +126,7 @@ def test_what_if_shows_another_budget_and_a_pool_without_a_job(dlrover: RunCli, 
     assert f"--add takes away more than pool {jobs.pool.pool!r} has: its budget is 4 cores" in errors
     code, _, errors = dlrover(*ask, "--add", "apples=16")
     assert (code, "'apples=16' is not part of a budget" in errors) == (2, True)
-    code, _, errors = dlrover(*ask, "--without", "nobody")
-    assert (code, "has no job 'nobody'" in errors) == (2, True)
+    assert "has no job 'nobody'" in dlrover.refused(*ask, "--without", "nobody")
 
 
 def test_explain_shows_for_whom_a_job_was_made_smaller_and_what_came_of_it(
@@ -190,8 +187,7 @@ def test_parser_offers_every_policy_of_the_registry() -> None:
 
 
 def test_brain_refuses_a_policy_that_is_only_there_to_be_compared_with(dlrover: RunCli) -> None:
-    code, _, errors = dlrover("pool", "run", "--budget", "cores=2", "--policy", "las", "--endpoint", "127.0.0.1:1")
-    assert code == 2
+    errors = dlrover.refused("pool", "run", "--budget", "cores=2", "--policy", "las", "--endpoint", "127.0.0.1:1")
     said = " ".join(errors.split())
     assert "'las' cannot divide a pool: choose jct, sia, as-requested; `dlrover lab simulate --policy` has others" in said
 

@@ -25,8 +25,7 @@ from tests.support.run_cli import RunCli
 
 
 def test_scale_writes_a_binding_plan_and_an_event(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
-    code, output, _ = dlrover("scale", "--endpoint", etcd.endpoint, job.run_id, 3)
-    assert code == 0
+    output = dlrover.output("scale", "--endpoint", etcd.endpoint, job.run_id, 3)
     assert "3 workers requested" in output
     entry = client.get(job.plan)
     assert entry is not None
@@ -90,8 +89,7 @@ def test_scale_auto_leaves_a_size_by_hand_to_the_planner_again(
     plan = plan_of(client, job)
     assert plan is not None
     assert (plan.num_workers, plan.source, plan.binding) == (3, "planner", True)
-    code, _, errors = dlrover(*scale, 2, "--auto")
-    assert (code, "no other option may be given" in errors) == (2, True)
+    assert "no other option may be given" in dlrover.refused(*scale, 2, "--auto")
 
 
 @pytest.mark.parametrize(
@@ -118,9 +116,7 @@ def test_scale_refuses_sizes_that_the_job_was_not_started_for(
     dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys, num_workers: int
 ) -> None:
     before = client.get(job.plan)
-    code, _, errors = dlrover("scale", "--endpoint", etcd.endpoint, job.run_id, num_workers)
-    assert code == 2
-    assert "was started for 1 to 3 workers" in errors
+    assert "was started for 1 to 3 workers" in dlrover.refused("scale", "--endpoint", etcd.endpoint, job.run_id, num_workers)
     assert client.get(job.plan) == before
 
 
@@ -130,8 +126,7 @@ def test_scale_refuses_a_job_that_is_over_or_unknown(
     client.put(job.job, encode(JobRecord("failed", True, 1, 3, "0")))
     code, _, errors = dlrover("scale", "--endpoint", etcd.endpoint, job.run_id, 2)
     assert (code, "has failed" in errors) == (2, True)
-    code, _, errors = dlrover("scale", "--endpoint", etcd.endpoint, "unknown", 2)
-    assert (code, "holds no job 'unknown'" in errors) == (2, True)
+    assert "holds no job 'unknown'" in dlrover.refused("scale", "--endpoint", etcd.endpoint, "unknown", 2)
 
 
 def decided(client: EtcdClient, keys: Keys, rates: Sequence[float], gpus: int = 0) -> None:
@@ -201,8 +196,9 @@ def test_jobs_that_do_not_compete_are_not_divided_and_none_is_changed(
     code, _, errors = dlrover("pool", "plan", "--endpoint", etcd.endpoint, f"{names[0]}=much", "--budget", 8, "--apply")
     assert (code, "'much' is not a weight" in errors) == (2, True)
     decided(client, competitors[1], [10.0, 19.0], gpus=1)
-    code, _, errors = dlrover("pool", "plan", "--endpoint", etcd.endpoint, *names, "--budget", 8, "--apply")
-    assert (code, "do not compete for the same resource" in errors) == (2, True)
+    assert "do not compete for the same resource" in dlrover.refused(
+        "pool", "plan", "--endpoint", etcd.endpoint, *names, "--budget", 8, "--apply"
+    )
     assert [plan_of(client, keys) for keys in competitors] == [None, None]
 
 
@@ -211,8 +207,7 @@ def test_drain_asks_one_worker_to_leave(dlrover: RunCli, client: EtcdClient, etc
     entry = client.get(f"{job.drains}w-b")
     assert entry is not None
     assert decode(DrainRecord, entry.value, entry.key).worker_id == "w-b"
-    code, _, errors = dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-z")
-    assert (code, "w-a, w-b, w-c" in errors) == (2, True)
+    assert "w-a, w-b, w-c" in dlrover.refused("drain", "--endpoint", etcd.endpoint, job.run_id, "w-z")
 
 
 def test_drain_replaces_a_worker_where_a_controller_starts_another(
@@ -237,8 +232,7 @@ def test_worker_that_leaves_at_once_does_not_wait_for_a_replacement(
     drain = ("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b")
     client.put(job.controller, encode(ControllerRecord("h", 1, "local")))
     assert dlrover(*drain)[0] == 0
-    code, _, errors = dlrover(*drain, "--replace")
-    assert (code, "asked to leave at once" in errors) == (2, True)
+    assert "asked to leave at once" in dlrover.refused(*drain, "--replace")
     entry = client.get(f"{job.drains}w-b")
     assert entry is not None
     assert not decode(DrainRecord, entry.value, entry.key).once_replaced
@@ -246,12 +240,10 @@ def test_worker_that_leaves_at_once_does_not_wait_for_a_replacement(
 
 def test_drain_refuses_to_stop_the_job(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
     client.put(job.round, encode(RoundRecord(5, ["w-b"], "", "shrink", True)))
-    code, _, errors = dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b")
-    assert (code, "the only worker" in errors) == (2, True)
+    assert "the only worker" in dlrover.refused("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b")
     assert client.get(f"{job.drains}w-b") is None
 
 
 def test_drain_refuses_the_last_one_that_stays(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
     assert dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b")[0] == 0
-    code, _, errors = dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-a")
-    assert (code, "the only worker" in errors) == (2, True)
+    assert "the only worker" in dlrover.refused("drain", "--endpoint", etcd.endpoint, job.run_id, "w-a")
