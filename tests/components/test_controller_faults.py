@@ -538,7 +538,7 @@ def test_resumed_old_controller_does_not_fail_its_successors_job(make_job: MakeJ
     assert job.hand.get_prefix(job.keys.events)[1] == []
     former.close()
     assert job.controller is not None
-    assert job.controller._act([FinishJob(1, "all nodes have failed")], SIZE) == FinishJob(1, "all nodes have failed")  # type: ignore[unreachable]
+    assert job.controller._act([FinishJob(1, "all nodes have failed")], SIZE) == FinishJob(1, "all nodes have failed")
     assert job.read(JobRecord, job.keys.job).phase == "failed"
 
 
