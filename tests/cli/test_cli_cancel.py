@@ -17,6 +17,7 @@ from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError
 from lightning_dlrover.rdzv.job.records import ControllerRecord, JobRecord, Keys, NodesRecord, decode, encode
 from lightning_dlrover.report.status import JobPlace
 from tests.support.run_cli import RunCli
+from tests.support.stored import entry_at, stored
 
 
 def test_job_without_a_controller_is_marked_as_cancelled(
@@ -29,9 +30,7 @@ def test_job_without_a_controller_is_marked_as_cancelled(
     code, output, errors = dlrover("cancel", "--endpoint", etcd.endpoint, job.run_id)
     assert (code, errors) == (0, "")
     assert "cancelled, all its nodes have ended" in output
-    entry = client.get(job.job)
-    assert entry is not None
-    record = decode(JobRecord, entry.value, entry.key)
+    record = stored(client, JobRecord, job.job)
     assert (record.phase, record.message) == ("failed", "cancelled by `dlrover cancel`")
     assert client.get(job.plan) is None
     assert client.get_prefix(job.drains)[1] == []
@@ -48,8 +47,7 @@ def test_a_controller_that_does_not_end_a_cancelled_job_is_named(
         assert "its controller has not ended within 0.3 s" in dlrover.refused(
             "cancel", "--timeout", "0.3", "--endpoint", etcd.endpoint, job.run_id
         )
-    entry = client.get(job.nodes)
-    assert entry is not None
+    entry = entry_at(client, job.nodes)
     asked = dataclasses.replace(nodes, stop="cancelled by `dlrover cancel`")
     assert decode(NodesRecord, entry.value, entry.key) == asked
 

@@ -34,8 +34,7 @@ def opened(tmp_path: Path, dlrover: RunCli, monkeypatch: pytest.MonkeyPatch) -> 
         pq.write_table(pa.table({"id": list(range(length))}), f"train/{name}.parquet")
     data = stream(parquet("train"))
     return StreamOpened(
-        *(1, 0, "parquet('train')", str(tmp_path), 2, 100, data.fingerprint, 13, 13, False),
-        *(0, 0, 0, 2, 8, 4, 12, 4096),
+        *(1, 0, "parquet('train')", str(tmp_path), 2, 100, data.fingerprint, 13, 13, False), *(0, 0, 0, 2, 8, 4, 12, 4096)
     )
 
 

@@ -17,9 +17,10 @@ from tests.support.run_cli import RunCli
 
 
 def test_list_shows_all_jobs_newest_first(history: str, dlrover: RunCli) -> None:
-    code, text, _ = dlrover("history", "list", "--history", history)
-    assert code == 0
+    text = dlrover.output("history", "list", "--history", history)
     assert [line.split()[0] for line in text.splitlines()] == ["ctr@2", "other@1", "ctr@1"]
+    found = json.loads(dlrover.output("history", "list", "--json", "--history", history))
+    assert [(job["key"], job["updated_at"]) for job in found] == [("ctr@2", 2000.0), ("other@1", 1500.0), ("ctr@1", 1000.0)]
 
 
 def test_show_takes_a_name_for_its_newest_job_and_a_key_for_that_job(history: str, dlrover: RunCli) -> None:

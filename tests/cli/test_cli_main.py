@@ -247,3 +247,22 @@ def test_number_of_workers_may_stand_after_options() -> None:
     arguments = ["scale", "job", "--run-dir", "d", "2"]
     options = build_parser(arguments).parse_args(arguments)
     assert (options.job, options.num_workers, str(options.run_dir)) == ("job", 2, "d")
+
+
+@pytest.mark.parametrize(
+    "line, found",
+    [
+        ("dlrover st", ["status", "stacks"]),
+        ("dlrover -v pool ", ["run", "status", "what-if", "plan"]),
+        ("dlrover pool run --own", ["--owner-weight"]),
+        ("dlrover run --workers-", ["--workers-per-node"]),
+        ("dlrover br", []),  # a former name
+        ("dlrover run --not", []),
+    ],
+)
+def test_shell_completes_commands_and_options(
+    dlrover: RunCli, monkeypatch: pytest.MonkeyPatch, line: str, found: list[str]
+) -> None:
+    monkeypatch.setenv("COMP_LINE", f"{line} a later word")
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    assert dlrover.output("--complete", "dlrover", "", "").split() == found

@@ -58,10 +58,7 @@ def test_queue_lists_who_has_what_who_waits_and_why(dlrover: RunCli, etcd: Embed
 
 def test_pool_without_jobs_or_brain_is_shown_as_such(dlrover: RunCli, etcd: EmbeddedEtcd) -> None:
     code, output, _ = dlrover("pool", "status", "--endpoint", etcd.endpoint, "--pool", "nothing")
-    assert (code, output) == (
-        0,
-        "pool nothing: no process decides; jobs keep their sizes, and waiting ones wait\nno jobs\n",
-    )
+    assert (code, output) == (0, "pool nothing: no process decides; jobs keep their sizes, and waiting ones wait\nno jobs\n")
     code, _, errors = dlrover("pool", "status", "--pool", "a/b", "--endpoint", etcd.endpoint)
     assert (code, "cannot name a pool" in errors) == (2, True)
     assert "name it with --endpoint" in dlrover.refused("pool", "status")
@@ -193,6 +190,5 @@ def test_brain_refuses_a_policy_that_is_only_there_to_be_compared_with(dlrover: 
 
 
 def test_expected_start_is_shown_as_time_from_now(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:
-    grant = jobs.grant("b")
-    assert grant is not None
+    grant = jobs.granted("b")
     assert grant.expected_at == 0.0 or grant.expected_at >= time.time() - 5

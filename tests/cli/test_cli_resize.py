@@ -22,14 +22,13 @@ from lightning_dlrover.rdzv.job.records import (
 )
 from lightning_dlrover.tuning.plan import Candidate, Decision, Settings
 from tests.support.run_cli import RunCli
+from tests.support.stored import stored
 
 
 def test_scale_writes_a_binding_plan_and_an_event(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
     output = dlrover.output("scale", "--endpoint", etcd.endpoint, job.run_id, 3)
     assert "3 workers requested" in output
-    entry = client.get(job.plan)
-    assert entry is not None
-    plan = decode(PlanRecord, entry.value, entry.key)
+    plan = stored(client, PlanRecord, job.plan)
     assert (plan.num_workers, plan.source, plan.binding) == (3, "user", True)
     events = [decode(EventRecord, e.value, e.key) for e in client.get_prefix(job.events)[1]]
     assert [e.data for e in events if e.kind == "scale"] == [{"num_workers": 3, "source": "user"}]
@@ -38,9 +37,7 @@ def test_scale_writes_a_binding_plan_and_an_event(dlrover: RunCli, client: EtcdC
 def test_size_that_has_failed_is_named_until_it_is_asked_for_by_hand(
     dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
 ) -> None:
-    entry = client.get(job.job)
-    assert entry is not None
-    record = decode(JobRecord, entry.value, entry.key)
+    record = stored(client, JobRecord, job.job)
     client.put(job.job, encode(dataclasses.replace(record, failed_sizes={"3": "3 workers failed where 2 had trained: Oh"})))
     where = ("--endpoint", etcd.endpoint, job.run_id)
     again = f"not tried again: 3 workers failed where 2 had trained: Oh; `dlrover scale {job.run_id} 3` does"
@@ -52,9 +49,7 @@ def test_size_that_has_failed_is_named_until_it_is_asked_for_by_hand(
 
 def test_scale_changes_only_the_given_settings(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
     def plan() -> PlanRecord:
-        entry = client.get(job.plan)
-        assert entry is not None
-        return dataclasses.replace(decode(PlanRecord, entry.value, entry.key), created_at=0.0)
+        return dataclasses.replace(stored(client, PlanRecord, job.plan), created_at=0.0)
 
     scale = ("scale", "--endpoint", etcd.endpoint, job.run_id)
     code, output, _ = dlrover(*scale, "--loader-workers", 0, "--threads", 2)
@@ -74,9 +69,7 @@ def test_a_setting_by_hand_leaves_the_number_of_workers_a_recommendation(
     """No person chose another size, so the existing workers must not be dismissed."""
     client.put(job.plan, encode(PlanRecord(1, "planner", "1 would do", False)))
     assert dlrover("scale", "--endpoint", etcd.endpoint, job.run_id, "--threads", 1)[0] == 0
-    entry = client.get(job.plan)
-    assert entry is not None
-    plan = decode(PlanRecord, entry.value, entry.key)
+    plan = stored(client, PlanRecord, job.plan)
     assert (plan.num_workers, plan.binding, plan.intra_op_threads) == (1, False, 1)
 
 
@@ -204,9 +197,7 @@ def test_jobs_that_do_not_compete_are_not_divided_and_none_is_changed(
 
 def test_drain_asks_one_worker_to_leave(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
     assert dlrover("drain", "--endpoint", etcd.endpoint, job.run_id, "w-b")[0] == 0
-    entry = client.get(f"{job.drains}w-b")
-    assert entry is not None
-    assert decode(DrainRecord, entry.value, entry.key).worker_id == "w-b"
+    assert stored(client, DrainRecord, f"{job.drains}w-b").worker_id == "w-b"
     assert "w-a, w-b, w-c" in dlrover.refused("drain", "--endpoint", etcd.endpoint, job.run_id, "w-z")
 
 
@@ -220,9 +211,7 @@ def test_drain_replaces_a_worker_where_a_controller_starts_another(
     client.put(job.controller, encode(ControllerRecord("h", 1, "local")))
     code, output, _ = dlrover(*drain)
     assert (code, "when another worker is ready" in output) == (0, True)
-    entry = client.get(f"{job.drains}w-b")
-    assert entry is not None
-    assert decode(DrainRecord, entry.value, entry.key).once_replaced
+    assert stored(client, DrainRecord, f"{job.drains}w-b").once_replaced
     assert "w-b" in dlrover("status", "--endpoint", etcd.endpoint, job.run_id)[1]
 
 
@@ -233,9 +222,7 @@ def test_worker_that_leaves_at_once_does_not_wait_for_a_replacement(
     client.put(job.controller, encode(ControllerRecord("h", 1, "local")))
     assert dlrover(*drain)[0] == 0
     assert "asked to leave at once" in dlrover.refused(*drain, "--replace")
-    entry = client.get(f"{job.drains}w-b")
-    assert entry is not None
-    assert not decode(DrainRecord, entry.value, entry.key).once_replaced
+    assert not stored(client, DrainRecord, f"{job.drains}w-b").once_replaced
 
 
 def test_drain_refuses_to_stop_the_job(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:

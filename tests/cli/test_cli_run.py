@@ -29,11 +29,7 @@ from tests.support.run_cli import RunCli
     ("visible", "gpus", "message"),
     [
         ("0,1", 1, "3 workers with 1 GPU each: 3 needed, 2 found (CUDA_VISIBLE_DEVICES is '0,1'); --workers 1:2 is the most"),
-        (
-            "GPU-a",
-            2,
-            "3 workers with 2 GPUs each: 6 needed, 1 found (CUDA_VISIBLE_DEVICES is 'GPU-a'); use fewer",
-        ),
+        ("GPU-a", 2, "3 workers with 2 GPUs each: 6 needed, 1 found (CUDA_VISIBLE_DEVICES is 'GPU-a'); use fewer"),
         ("", 1, "3 workers with 1 GPU each: 3 needed, 0 found"),
     ],
 )

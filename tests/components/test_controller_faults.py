@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import pytest
 
@@ -39,9 +39,8 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 from tests.support.fake_target import FakeTarget
+from tests.support.stored import entry_at, stored
 from tests.support.waiting import TooLateError, run_until
-
-R = TypeVar("R")
 
 QUICK = FailurePolicy(
     first_backoff_s=0.01,
@@ -172,11 +171,6 @@ class Job:
         former._office.lease.revoke()
         return former
 
-    def read(self, kind: type[R], key: str) -> R:
-        entry = self.hand.get(key)
-        assert entry is not None
-        return decode(kind, entry.value, entry.key)
-
     def live(self) -> None:
         """Act as the workers: register, form rounds as the plan requires, leave."""
         running = self.target.living
@@ -225,7 +219,7 @@ class Job:
 
     def stop(self, why: str) -> None:
         """Stop the job as `dlrover cancel` does."""
-        nodes = dataclasses.replace(self.read(NodesRecord, self.keys.nodes), stop=why)
+        nodes = dataclasses.replace(stored(self.hand, NodesRecord, self.keys.nodes), stop=why)
         self.hand.put(self.keys.nodes, encode(nodes))
 
     def drain(self, node: str, once_replaced: bool) -> None:
@@ -534,12 +528,12 @@ def test_resumed_old_controller_does_not_fail_its_successors_job(make_job: MakeJ
     former = job.disown()
     job.run_until("the next controller's first step", lambda: job.controller is not None)
     assert former._act([FinishJob(1, "all nodes seemed to have failed")], SIZE) is None
-    assert job.read(JobRecord, job.keys.job).phase == "training"
+    assert stored(job.hand, JobRecord, job.keys.job).phase == "training"
     assert job.hand.get_prefix(job.keys.events)[1] == []
     former.close()
     assert job.controller is not None
     assert job.controller._act([FinishJob(1, "all nodes have failed")], SIZE) == FinishJob(1, "all nodes have failed")
-    assert job.read(JobRecord, job.keys.job).phase == "failed"
+    assert stored(job.hand, JobRecord, job.keys.job).phase == "failed"
 
 
 @pytest.mark.parametrize("lost", [("txn",), ("get",), ("get", "revoke")])
@@ -556,8 +550,7 @@ def test_controller_acts_again_after_lost_answers_about_its_key(
         lose_one_answer(client, name, job.keys.controller, monkeypatch)
     job.training(2)
     assert controller is job.controller
-    entry = job.hand.get(job.keys.controller)
-    assert entry is not None
+    entry = entry_at(job.hand, job.keys.controller)
     assert entry.lease_id == controller._office.lease.id
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -36,18 +36,11 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 from tests.support.fake_target import FakeTarget
+from tests.support.stored import stored
 from tests.support.waiting import run_until
 
-R = TypeVar("R")
-
 QUICK = FailurePolicy(
-    first_backoff_s=0.01,
-    max_backoff_s=0.02,
-    max_long_backoff_s=0.02,
-    exit_s=0.3,
-    surplus_s=0.3,
-    register_s=0.2,
-    settle_s=0.1,
+    first_backoff_s=0.01, max_backoff_s=0.02, max_long_backoff_s=0.02, exit_s=0.3, surplus_s=0.3, register_s=0.2, settle_s=0.1
 )
 
 FAILED = """\
@@ -111,11 +104,6 @@ class Job:
         self.train_with(node, number=number)
         self.stays(lambda: True, steps=2)
         self.fail(node, output)
-
-    def read(self, kind: type[R], key: str) -> R:
-        entry = self.client.get(key)
-        assert entry is not None
-        return decode(kind, entry.value, entry.key)
 
     def events(self, kind: str) -> list[EventRecord]:
         found = (decode(EventRecord, entry.value, entry.key) for entry in self.client.get_prefix(self.keys.events)[1])
@@ -186,7 +174,7 @@ MakeJob = Callable[..., Job]
 
 def test_job_starts_with_the_minimum_of_workers_as_its_plan(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
     job = make_job(low=2).started(2)
-    plan = job.read(PlanRecord, keys.plan)
+    plan = stored(job.client, PlanRecord, keys.plan)
     assert (plan.num_workers, plan.source, plan.binding) == (2, "initial", True)
 
 
@@ -233,7 +221,7 @@ def test_nodes_have_the_size_that_is_planned_within_the_limits(make_job: MakeJob
     job.plan(3, node_cpus=99, node_memory_mb=512)
     job.run_until("a third one", lambda: len(job.target.living) == 3)
     assert [job.target.sizes[node] for node in ("node2", "node3")] == [NodeSize(2, 1024), NodeSize(4, 1024)]
-    record = job.read(NodeRecord, f"{keys.each_node}node3")
+    record = stored(job.client, NodeRecord, f"{keys.each_node}node3")
     assert (record.cpus, record.memory_mb) == (4, 1024)
 
 
@@ -406,7 +394,7 @@ def test_nodes_that_are_killed_without_ever_training_are_given_up(make_job: Make
         for node in job.target.living:
             job.fail(node)
     assert (job.end.exit_code, len(job.target.nodes)) == (1, QUICK.max_failures)
-    record = job.read(JobRecord, keys.job)
+    record = stored(job.client, JobRecord, keys.job)
     assert record.phase == "failed"
     assert f"{QUICK.max_failures} nodes in a row" in record.message
     assert client.get(keys.plan) is None
@@ -465,7 +453,7 @@ def test_refused_scale_up_leaves_the_job_as_it_is(make_job: MakeJob, client: Etc
     job.target.refuses = "quota exceeded"
     job.plan(2)
     job.run_until("many refusals", lambda: job.controller._registry.nodes.num_started > 2 * MAX_REFUSED)  # type: ignore[union-attr]
-    held_up = job.read(ControllerRecord, keys.controller).held_up
+    held_up = stored(job.client, ControllerRecord, keys.controller).held_up
     match = re.fullmatch(r"node\d+ was refused \(try (\d+) in a row; .*\): .*quota exceeded", held_up)
     assert match is not None
     assert int(match[1]) > MAX_REFUSED + 3  # forgotten refusals count as well, because the pause grows with them
@@ -565,7 +553,7 @@ def test_a_target_that_cannot_start_nodes_ends_the_job_with_its_reason(make_job:
 
 def test_only_one_controller_acts(make_job: MakeJob, client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
     job = make_job().started()
-    record = job.read(ControllerRecord, keys.controller)
+    record = stored(job.client, ControllerRecord, keys.controller)
     with pytest.raises(ControllerBusyError, match=f"already run by process {record.pid} on {record.host}"):
         Controller(client, keys, FakeTarget(tmp_path), Limits(1, 3))
     job.stays(lambda: job.target.living == ["node1"])
@@ -577,7 +565,7 @@ def test_only_one_controller_acts(make_job: MakeJob, client: EtcdClient, keys: K
 
 def test_the_record_of_the_controller_names_its_nodes(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
     job = make_job(low=2).started(2)
-    assert job.read(ControllerRecord, keys.controller).apps == {"node1": "1/node1", "node2": "2/node2"}
+    assert stored(job.client, ControllerRecord, keys.controller).apps == {"node1": "1/node1", "node2": "2/node2"}
 
 
 def test_nodes_of_an_earlier_controller_keep_their_names_for_themselves(
@@ -597,10 +585,7 @@ def test_a_controller_that_lost_its_lease_takes_over_again_or_yields(
     job.stays(lambda: client.get(keys.controller) is not None, steps=2)
     job.controller._office.lease.revoke()
     job.controller._office.lease.lost.set()
-    with (
-        Controller(client, keys, FakeTarget(tmp_path), Limits(1, 3)),
-        pytest.raises(ControllerBusyError),
-    ):
+    with Controller(client, keys, FakeTarget(tmp_path), Limits(1, 3)), pytest.raises(ControllerBusyError):
         job.controller.step()
 
 
@@ -771,7 +756,7 @@ def test_nodes_ended_by_a_controller_are_not_awaited_by_the_next(make_job: MakeJ
 
 def test_node_is_in_etcd_from_before_its_start_until_after_its_end(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
     def record(node: str) -> NodeRecord:
-        return job.read(NodeRecord, keys.each_node + node)
+        return stored(job.client, NodeRecord, keys.each_node + node)
 
     job = make_job()
     seen = []

@@ -105,8 +105,7 @@ def test_error_of_the_script_or_its_agent_is_shown(output: str, error: str) -> N
 
 
 @pytest.mark.parametrize(
-    "output",
-    ["", "trained a bit\n", AGENT.format(code=-9), AGENT.format(code=143), SIGNALLED, SCRIPT + SIGNALLED],
+    "output", ["", "trained a bit\n", AGENT.format(code=-9), AGENT.format(code=143), SIGNALLED, SCRIPT + SIGNALLED]
 )
 def test_a_node_that_was_killed_has_no_error(output: str) -> None:
     assert examine(output).error == ""

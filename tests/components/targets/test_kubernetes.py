@@ -79,11 +79,7 @@ def make_target(cluster: KubernetesCluster, tmp_path: Path, clock: ShiftedClock)
     made: list[KubernetesTarget] = []
 
     def make(
-        options: KubernetesOptions = PLAIN,
-        spec: NodeSpec = SPEC,
-        poll_s: float = 0.0,
-        has_own_etcd: bool = False,
-        **api: Any,
+        options: KubernetesOptions = PLAIN, spec: NodeSpec = SPEC, poll_s: float = 0.0, has_own_etcd: bool = False, **api: Any
     ) -> KubernetesTarget:
         api = {"request_s": 5.0, "pause_s": 0.01, **api}
         logs, client = tmp_path / "logs", KubernetesApi(**api)
