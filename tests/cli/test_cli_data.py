@@ -59,8 +59,7 @@ def put_window(client: EtcdClient, job: Keys, **changes: Any) -> None:
 
 
 def asked(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys, *options: object) -> Any:
-    code, text, errors = dlrover("data", "--json", "--endpoint", etcd.endpoint, job.run_id, *options)
-    assert code == 0, errors
+    text = dlrover.output("data", "--json", "--endpoint", etcd.endpoint, job.run_id, *options)
     return json.loads(text)["streams"]
 
 
@@ -68,8 +67,7 @@ def test_progress_is_shown_for_people_and_for_programs(
     dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys, put: Callable[..., None], opened: StreamOpened
 ) -> None:
     put(line(opened))
-    code, text, _ = dlrover("data", "--endpoint", etcd.endpoint, job.run_id)
-    assert code == 0
+    text = dlrover.output("data", "--endpoint", etcd.endpoint, job.run_id)
     assert "parquet('train'), 2 files, 100 rows: each row exactly once\n  position: not measured yet" in text
     put_window(client, job)
     text = dlrover("data", "--endpoint", etcd.endpoint, job.run_id)[1]
@@ -156,8 +154,7 @@ def test_finished_job_is_read_from_its_run_folder(dlrover: RunCli, opened: Strea
     JobPlace("job", "127.0.0.1:1").write(folder)
     events = (line(opened), line(FitFinished(14), BEGAN + 50))
     (folder / "events.jsonl").write_bytes(b"".join(encode(event) + b"\n" for event in events))
-    code, text, errors = dlrover("data", "job")
-    assert code == 0, errors
+    text = dlrover.output("data", "job")
     assert "epoch 1: 100 of 100 rows (100 %), files: 2 done, 0 in progress, 0 left\n  training has finished" in text
     assert "step 3: epoch 0, global batches 4 to 5, done: 16 rows" in dlrover("data", "job", "--step", 3)[1]
     assert "job 'job' has finished with step 14: there is no step 15" in dlrover.refused("data", "job", "--step", 15)
@@ -209,9 +206,7 @@ def test_wrong_question_is_refused_with_the_reason(
 
 
 def test_job_without_streams_and_unknown_job_are_refused(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
-    code, _, errors = dlrover("data", "--endpoint", etcd.endpoint, job.run_id)
-    assert code == 2
-    assert f"job {job.run_id!r} reads no stream" in errors
+    assert f"job {job.run_id!r} reads no stream" in dlrover.refused("data", "--endpoint", etcd.endpoint, job.run_id)
     errors = dlrover.refused("data", "--endpoint", etcd.endpoint, "other")
     assert "etcd holds no job 'other'" in errors
     assert "events.jsonl does not exist: neither etcd nor the run folder knows this job" in dlrover.refused("data", "other")
@@ -222,8 +217,7 @@ def test_progress_without_the_files_shows_rows_and_the_reason(
 ) -> None:
     put(line(replace(opened, source="Own()")))
     put_window(client, job)
-    code, text, _ = dlrover("data", "--endpoint", etcd.endpoint, job.run_id)
-    assert code == 0
+    text = dlrover.output("data", "--endpoint", etcd.endpoint, job.run_id)
     assert "epoch 1: 56 of 100 rows (56 %)\n" in text
     assert "files are not shown: Own() is a source of the script's own" in text
 
