@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_dlrover.codec import RecordError
@@ -21,6 +20,7 @@ from lightning_dlrover.components.control.nodes import (
     NodeRegistry,
     Observer,
     Office,
+    ShownLog,
     ShownTracebacks,
     TracebackFilter,
 )
@@ -41,7 +41,7 @@ from lightning_dlrover.components.control.reconcile import (
     reconcile,
     why_none_is_added,
 )
-from lightning_dlrover.components.targets.target import App, LogFile, NodeSize, NotTakenError, Target, TargetError
+from lightning_dlrover.components.targets.target import App, NodeSize, NotTakenError, Target, TargetError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import EtcdError, KeyValue, absent
@@ -57,15 +57,6 @@ _REPEATED = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\]
 """Line of torch's agent about a failed worker; `rdzv/agents/program.py` prints one of its own."""
 
 
-@dataclass
-class _Files:
-    """Files with one node's output and their read positions."""
-
-    logs: dict[Path, LogFile] = field(default_factory=dict)
-    filters: dict[Path, TracebackFilter] = field(default_factory=dict)
-    unreadable: set[Path] = field(default_factory=set)  # files with a logged warning
-
-
 class Output:
     """Forward new lines of every node's output, prefixed with the node's name. Each traceback is shown once.
 
@@ -79,7 +70,8 @@ class Output:
         self._show = show
         self._interval_s = interval_s
         self._next_at = -float("inf")
-        self._files: dict[str, _Files] = {}  # key: node
+        self._files: dict[str, dict[Path, ShownLog]] = {}  # key: node
+        self._unreadable: set[Path] = set()  # files with a logged warning
         self.tracebacks = ShownTracebacks()
 
     def show(self, registry: NodeRegistry, at_once: bool = False) -> None:
@@ -95,7 +87,7 @@ class Output:
                 self._files.pop(name, None)
 
     def _show_node(self, name: str, entry: NodeEntry, handle: str) -> None:
-        files = self._files.setdefault(name, _Files())
+        files = self._files.setdefault(name, {})
         # Only a node that still runs may leave an unfinished line.
         entry.all_shown = entry.has_ended
         was_adopted, entry.was_adopted = entry.was_adopted, False
@@ -103,21 +95,20 @@ class Output:
             if entry.cancelled and file.name.startswith("stderr"):
                 continue  # the agent's traceback for our own signal
             try:
-                if file not in files.logs:
-                    log_file = LogFile(file)
+                if file not in files:
+                    new = ShownLog(file, TracebackFilter(self.tracebacks))
                     if was_adopted:
-                        log_file.skip()
-                    files.logs[file] = log_file
-                lines = list(files.logs[file].new_lines(whole=entry.has_ended))
+                        new.skip()
+                    files[file] = new
+                lines = files[file].new_lines(whole=entry.has_ended)
             except OSError as error:
                 # A shared file system may fail for a moment. The next step reads the rest.
                 entry.all_shown, entry.was_adopted = False, was_adopted
-                if file not in files.unreadable:
-                    files.unreadable.add(file)
+                if file not in self._unreadable:
+                    self._unreadable.add(file)
                     log.warning("run %s: the output of %s cannot be read for now: %s", self._run_id, name, error)
                 continue
-            once = files.filters.setdefault(file, TracebackFilter(self.tracebacks))
-            for line in once.shown(lines, is_complete=entry.has_ended):
+            for line in lines:
                 if not _REPEATED.search(line):
                     self._show(f"[{name}] {line}")
 

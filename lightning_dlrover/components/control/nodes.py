@@ -29,7 +29,7 @@ from lightning_dlrover.components.control.reconcile import (
     num_refusals,
     refusals,
 )
-from lightning_dlrover.components.targets.target import App, AppStatus, NodeSize, Target, TargetError, read_tail
+from lightning_dlrover.components.targets.target import App, AppStatus, LogFile, NodeSize, Target, TargetError, read_tail
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import Delete, EtcdError, KeyValue, absent, modified
@@ -150,6 +150,19 @@ class TracebackFilter(_Filter):
         else:
             error = error if len(error) <= _MAX_REPEATED else error[:_MAX_REPEATED].rstrip() + "..."
             yield f"{rank}{error} ({'its traceback was ' if own is None else ''}shown above)"
+
+
+class ShownLog:
+    """A growing file of output, and the filter of its lines."""
+
+    def __init__(self, file: Path, shown: _Filter) -> None:
+        self._log = LogFile(file)
+        self._filter = shown
+        self.skip = self._log.skip
+
+    def new_lines(self, whole: bool) -> list[str]:
+        """Return the lines to show since the last call; with `whole`, the file is complete."""
+        return list(self._filter.shown(list(self._log.new_lines(whole)), whole))
 
 
 class SignalFilter(_Filter):
