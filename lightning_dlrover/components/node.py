@@ -66,11 +66,7 @@ def main() -> None:
 
 
 def _supervise(command: list[str], exit_file: str, notice_s: float, leaves_on_sigterm: bool, has_several: bool) -> int:
-    """Run the agent and return its exit code in a shell's form.
-
-    Args:
-        has_several: the command runs several agents, and passes a request to leave on to their workers.
-    """
+    """Run the agent and return its exit code in a shell's form. With `has_several`, it forwards requests to leave."""
     file = Path(exit_file) if exit_file else None
     handled = {signal.SIGUSR1, signal.SIGTERM}
     # Neither signal may arrive before its handler and the agent exist.

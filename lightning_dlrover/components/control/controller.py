@@ -60,8 +60,7 @@ _REPEATED = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\]
 class Output:
     """Forward new lines of every node's output, prefixed with the node's name. Each traceback is shown once.
 
-    Args:
-        interval_s: minimum interval between looks at the files, which may be on a shared file system.
+    The files may be on a shared file system, and are read at most every `interval_s` seconds.
     """
 
     def __init__(self, run_id: str, target: Target, show: Callable[[str], None], interval_s: float = 0.0) -> None:
