@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, PlanRecord, RoundRecord, WorkerRecord, encode
 from lightning_dlrover.tuning.history import JobHistory
 from tests.support.history_rows import decision, entry, window
@@ -36,6 +37,12 @@ def job(client: EtcdClient, keys: Keys) -> Keys:
         client.put(keys.workers + worker, encode(record))
     client.put(f"{keys.events}{1:020d}-x", encode(EventRecord("round", 1.0, "round 4: w-a joined")))
     return keys
+
+
+@pytest.fixture
+def at(etcd: EmbeddedEtcd, job: Keys) -> tuple[str, ...]:
+    """Arguments of commands about that job."""
+    return "--endpoint", etcd.endpoint, job.run_id
 
 
 @pytest.fixture

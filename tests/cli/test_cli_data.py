@@ -190,8 +190,10 @@ def test_wrong_question_is_refused_with_the_reason(streams: Streams, arguments: 
     assert message in streams.dlrover.refused("data", "--endpoint", streams.endpoint, streams.job.run_id, *arguments)
 
 
-def test_job_without_streams_and_unknown_job_are_refused(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
-    assert f"job {job.run_id!r} reads no stream" in dlrover.refused("data", "--endpoint", etcd.endpoint, job.run_id)
+def test_job_without_streams_and_unknown_job_are_refused(
+    dlrover: RunCli, etcd: EmbeddedEtcd, at: tuple[str, ...], job: Keys
+) -> None:
+    assert f"job {job.run_id!r} reads no stream" in dlrover.refused("data", *at)
     errors = dlrover.refused("data", "--endpoint", etcd.endpoint, "other")
     assert "etcd holds no job 'other'" in errors
     assert "events.jsonl does not exist: neither etcd nor the run folder knows this job" in dlrover.refused("data", "other")

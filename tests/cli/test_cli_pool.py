@@ -21,7 +21,6 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.events import SizeGiven, TrainingStalled, record_of
 from lightning_dlrover.rdzv.job.journal import Journal
-from lightning_dlrover.rdzv.job.records import Keys
 from lightning_dlrover.report.timeline import given_sizes, sizes_text
 from tests.support.pool_jobs import PooledJobs
 from tests.support.run_cli import RunCli
@@ -99,10 +98,8 @@ def test_difference_is_sure_only_where_intervals_do_not_overlap(then: tuple[floa
     assert text in line
 
 
-def test_what_if_in_a_job_without_a_pool_does_not_name_a_brain(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
-    assert "is not in pool 'default'" in dlrover.refused(
-        "pool", "what-if", "--endpoint", etcd.endpoint, job.run_id, "--add", "cores=1"
-    )
+def test_what_if_in_a_job_without_a_pool_does_not_name_a_brain(dlrover: RunCli, at: tuple[str, ...]) -> None:
+    assert "is not in pool 'default'" in dlrover.refused("pool", "what-if", *at, "--add", "cores=1")
 
 
 def test_what_if_shows_another_budget_and_a_pool_without_a_job(dlrover: RunCli, etcd: EmbeddedEtcd, jobs: PooledJobs) -> None:

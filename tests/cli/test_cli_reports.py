@@ -18,8 +18,8 @@ from tests.support.history_rows import decision
 from tests.support.run_cli import RunCli
 
 
-def test_a_file_that_cannot_be_written_gets_one_line(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys, tmp_path: Path) -> None:
-    errors = dlrover.refused("report", "--endpoint", etcd.endpoint, job.run_id, "--output", str(tmp_path))
+def test_a_file_that_cannot_be_written_gets_one_line(dlrover: RunCli, at: tuple[str, ...], tmp_path: Path) -> None:
+    errors = dlrover.refused("report", *at, "--output", str(tmp_path))
     assert errors.startswith("dlrover: ")
 
 

@@ -30,25 +30,25 @@ from tests.support.run_cli import RunCli
 
 
 def test_escape_sequences_of_others_reach_no_terminal(
-    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys
+    dlrover: RunCli, at: tuple[str, ...], client: EtcdClient, job: Keys
 ) -> None:
     client.put(f"{job.events}9-other", encode(EventRecord("round", 1.0, "\x1b]52;c;cm0gLXJm\x07 nice \x1b[2J")))
-    text = dlrover.output("status", "--endpoint", etcd.endpoint, job.run_id)
+    text = dlrover.output("status", *at)
     assert "\\x1b]52;c;cm0gLXJm\\x07 nice \\x1b[2J" in text
     assert "\x1b" not in text
 
 
 def test_status_shows_the_plan_of_a_pool_by_the_name_of_the_pool(
-    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys
+    dlrover: RunCli, at: tuple[str, ...], client: EtcdClient, job: Keys
 ) -> None:
     client.put(job.plan, encode(PlanRecord(2, "brain", "pool ads: 3 -> 2 workers", True)))
-    assert "plan: 2 workers, by pool ads: 3 -> 2 workers\n" in dlrover("status", "--endpoint", etcd.endpoint, job.run_id)[1]
-    status = json.loads(dlrover("status", "--json", "--endpoint", etcd.endpoint, job.run_id)[1])
+    assert "plan: 2 workers, by pool ads: 3 -> 2 workers\n" in dlrover("status", *at)[1]
+    status = json.loads(dlrover("status", "--json", *at)[1])
     assert status["plan"]["source"] == "pool"
 
 
-def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
-    text = dlrover.output("status", "--endpoint", etcd.endpoint, job.run_id)
+def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, at: tuple[str, ...]) -> None:
+    text = dlrover.output("status", *at)
     for part in (
         "training, 1 to 3 workers",
         "round 4 (grow): w-a joined",
@@ -57,7 +57,7 @@ def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, etcd:
         "host:101",
     ):
         assert part in text
-    text = dlrover.output("status", "--json", "--endpoint", etcd.endpoint, job.run_id)
+    text = dlrover.output("status", "--json", *at)
     status = json.loads(text)
     assert (status["phase"], status["round"]["number"]) == ("training", 4)
     assert [(w["worker_id"], w["rank"], w["state"]) for w in status["workers"]] == [

@@ -172,7 +172,7 @@ def make_job(client: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[Callabl
 MakeJob = Callable[..., Job]
 
 
-def test_job_starts_with_the_minimum_of_workers_as_its_plan(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+def test_job_starts_with_the_minimum_of_workers_as_its_plan(make_job: MakeJob, keys: Keys) -> None:
     job = make_job(low=2).started(2)
     plan = stored(job.client, PlanRecord, keys.plan)
     assert (plan.num_workers, plan.source, plan.binding) == (2, "initial", True)
@@ -213,7 +213,7 @@ def test_nodes_follow_the_plan_within_the_limits(make_job: MakeJob) -> None:
     job.stays(lambda: len(job.target.living) == 3)
 
 
-def test_nodes_have_the_size_that_is_planned_within_the_limits(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+def test_nodes_have_the_size_that_is_planned_within_the_limits(make_job: MakeJob, keys: Keys) -> None:
     job = make_job(least=NodeSize(1, 1024), largest=NodeSize(4, 4096)).started()
     assert job.target.sizes == {"node1": NodeSize(1, 1024)}
     job.plan(2, node_cpus=2)
@@ -252,7 +252,7 @@ def test_nodes_smaller_than_planned_are_replaced_one_at_a_time(make_job: MakeJob
     job.stays(lambda: not drained() and job.target.living == ["node3", "node4"])
 
 
-def test_pending_node_larger_than_planned_is_withdrawn(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+def test_pending_node_larger_than_planned_is_withdrawn(make_job: MakeJob) -> None:
     job = make_job(least=NodeSize(1, 1024), largest=NodeSize(1, 65536)).training()
     start = job.target.start
 
@@ -291,9 +291,7 @@ def test_refused_starts_are_forgotten_once_the_training_nodes_are_gone(make_job:
 
 
 @pytest.mark.parametrize(("most", "given"), [(8192, 2048), (1536, 1536), (1024, 1024)])
-def test_nodes_get_more_memory_after_one_ran_out_up_to_the_limit(
-    make_job: MakeJob, client: EtcdClient, keys: Keys, most: int, given: int
-) -> None:
+def test_nodes_get_more_memory_after_one_ran_out_up_to_the_limit(make_job: MakeJob, most: int, given: int) -> None:
     job = make_job(low=2, least=NodeSize(1, 1024), largest=NodeSize(1, most)).training(2)
     job.run_until("them to be known", lambda: job.controller._registry.entries["node2"].is_member)
     job.target.out_of_memory.add("node2")
@@ -419,7 +417,7 @@ def test_job_with_newer_checkpoints_is_never_given_up(make_job: MakeJob, client:
     job.run_until("another node", lambda: job.target.living)
 
 
-def test_one_error_with_changing_numbers_is_given_up(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+def test_one_error_with_changing_numbers_is_given_up(make_job: MakeJob) -> None:
     job = make_job()
     for number in range(1, QUICK.max_same_error + 1):
         job.lose_node(number, FAILED.replace("bad", f"DataLoader worker (pid(s) {number}417) exited unexpectedly"))
@@ -563,7 +561,7 @@ def test_only_one_controller_acts(make_job: MakeJob, client: EtcdClient, keys: K
         assert second.step() is None
 
 
-def test_the_record_of_the_controller_names_its_nodes(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+def test_the_record_of_the_controller_names_its_nodes(make_job: MakeJob, keys: Keys) -> None:
     job = make_job(low=2).started(2)
     assert stored(job.client, ControllerRecord, keys.controller).apps == {"node1": "1/node1", "node2": "2/node2"}
 
@@ -754,7 +752,7 @@ def test_nodes_ended_by_a_controller_are_not_awaited_by_the_next(make_job: MakeJ
     assert [e.key.removeprefix(keys.each_node) for e in client.get_prefix(keys.each_node)[1]] == ["node5"]
 
 
-def test_node_is_in_etcd_from_before_its_start_until_after_its_end(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+def test_node_is_in_etcd_from_before_its_start_until_after_its_end(make_job: MakeJob, keys: Keys) -> None:
     def record(node: str) -> NodeRecord:
         return stored(job.client, NodeRecord, keys.each_node + node)
 

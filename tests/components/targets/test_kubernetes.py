@@ -146,9 +146,7 @@ def test_node_is_a_job_of_one_pod_with_the_requested_resources() -> None:
 
 @with_and_without_volcano
 @pytest.mark.parametrize("run_id", ["run", "My.Run_2", "_" * 80, "x" * 300, "-a-", "ctr." + "y" * 38 + "-z"])
-def test_any_run_id_makes_names_and_labels_that_kubernetes_takes(
-    make_target: MakeTarget, cluster: KubernetesCluster, run_id: str
-) -> None:
+def test_any_run_id_makes_names_and_labels_that_kubernetes_takes(make_target: MakeTarget, run_id: str) -> None:
     target = make_target(spec=dataclasses.replace(SPEC, run_id=run_id))
     handle = target.start("node12345")
     assert handle == f"{job_name(run_id, 'node12345', MARK)}/node12345"
@@ -368,7 +366,7 @@ def test_denied_admission_is_final_and_quoted(make_target: MakeTarget, cluster: 
 
 
 @with_and_without_volcano
-def test_unknown_field_of_a_template_is_an_error(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+def test_unknown_field_of_a_template_is_an_error(make_target: MakeTarget) -> None:
     target = make_target(dataclasses.replace(PLAIN, template={"spec": {"tolerration": []}}))
     with pytest.raises(NotTakenError, match=r"unknown field .*template\.spec\.tolerration"):
         target.start("node1")
@@ -724,7 +722,7 @@ def test_volcano_is_used_where_present_unless_plain_jobs_are_asked_for(
     assert kinds == [VOLCANO_JOBS if has_volcano else PLAIN_JOBS, PLAIN_JOBS]
 
 
-def test_a_queue_needs_volcano(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+def test_a_queue_needs_volcano(make_target: MakeTarget) -> None:
     with pytest.raises(TargetError, match=r"--queue ads: the cluster has no Volcano .* leave the option out"):
         make_target(dataclasses.replace(PLAIN, queue="ads"))
 
