@@ -134,7 +134,7 @@ class Job:
         """Remove the records of a killed controller, as the expiry of its lease would."""
         if self.controller is not None:
             self.controller._mirror.close()
-            self.controller._office.lease.close()
+            self.controller._tenure.lease.close()
         if self.client is not None:
             self.client.close()
         self.hand.delete(self.keys.controller)
@@ -168,7 +168,7 @@ class Job:
         """Let the controller's lease expire in etcd without its knowledge. The next step starts a successor."""
         former, self.controller = self.controller, None
         assert former is not None
-        former._office.lease.revoke()
+        former._tenure.lease.revoke()
         return former
 
     def live(self) -> None:
@@ -498,7 +498,7 @@ def ignore_malformed_handle(job: Job, handle: str, state: Literal["asked", "star
 def test_replaced_controller_leaves_the_nodes_alone(make_job: MakeJob) -> None:
     job = make_job().training()
     former = job.disown()
-    former._office.lease.lost.set()
+    former._tenure.lease.lost.set()
     job.run_until("the next controller's first step", lambda: job.controller is not None)
     job.plan(3)
     former._act([], SIZE)
@@ -513,7 +513,7 @@ def test_resumed_old_controller_ends_no_node_of_its_successor(make_job: MakeJob)
     job = make_job().training()
     former = job.disown()
     job.training(2)
-    assert not former._office.lease.lost.is_set()
+    assert not former._tenure.lease.lost.is_set()
     for _ in range(3):
         former.step()  # detects a node that it has not requested
         time.sleep(0.05)
@@ -544,14 +544,14 @@ def test_controller_acts_again_after_lost_answers_about_its_key(
     controller, client = job.controller, job.client
     assert controller is not None
     assert client is not None
-    controller._office.lease.revoke()
-    controller._office.lease.lost.set()
+    controller._tenure.lease.revoke()
+    controller._tenure.lease.lost.set()
     for name in lost:
         lose_one_answer(client, name, job.keys.controller, monkeypatch)
     job.training(2)
     assert controller is job.controller
     entry = entry_at(job.hand, job.keys.controller)
-    assert entry.lease_id == controller._office.lease.id
+    assert entry.lease_id == controller._tenure.lease.id
 
 
 def lose_one_answer(client: EtcdClient, name: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -578,11 +578,11 @@ def test_a_controller_that_lost_its_lease_takes_over_again_or_yields(
     make_job: MakeJob, client: EtcdClient, keys: Keys, tmp_path: Path
 ) -> None:
     job = make_job().started()
-    job.controller._office.lease.revoke()
-    job.controller._office.lease.lost.set()
+    job.controller._tenure.lease.revoke()
+    job.controller._tenure.lease.lost.set()
     job.stays(lambda: client.get(keys.controller) is not None, steps=2)
-    job.controller._office.lease.revoke()
-    job.controller._office.lease.lost.set()
+    job.controller._tenure.lease.revoke()
+    job.controller._tenure.lease.lost.set()
     with Controller(client, keys, FakeTarget(tmp_path), Limits(1, 3)), pytest.raises(ControllerBusyError):
         job.controller.step()
 
