@@ -178,6 +178,8 @@ def _status_text(status: dict[str, Any]) -> str:
     lines.append(head)
     for worker, line in zip(status["workers"], table, strict=True):
         lines.append(line)
+        if worker["samples"] is not None:
+            lines.append(f"      share by speed: {worker['samples']} of {status['global_batch_size']} samples")
         if worker["waits"]:
             lines.append(f"      {worker['waits']}, for {worker['for_s']:.0f} s")
     if status["events"]:

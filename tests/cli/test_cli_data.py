@@ -196,7 +196,7 @@ def test_job_without_streams_and_unknown_job_are_refused(
     assert f"job {job.run_id!r} reads no stream" in dlrover.refused("data", *at)
     errors = dlrover.refused("data", "--endpoint", etcd.endpoint, "other")
     assert "etcd holds no job 'other'" in errors
-    assert "events.jsonl does not exist: neither etcd nor the run folder knows this job" in dlrover.refused("data", "other")
+    assert "events.jsonl does not exist: neither etcd nor the run folder has this job" in dlrover.refused("data", "other")
 
 
 def test_progress_without_the_files_shows_rows_and_the_reason(streams: Streams) -> None:
