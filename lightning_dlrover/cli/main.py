@@ -6,6 +6,7 @@ import argparse
 import errno
 import importlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from urllib.parse import unquote
 
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UsageError, quiet_start
 from lightning_dlrover.cli.options import flag
-from lightning_dlrover.cli.parser import build_parser
+from lightning_dlrover.cli.parser import build_parser, completions
 from lightning_dlrover.cli.plugins import Command
 from lightning_dlrover.components import ESCAPED
 from lightning_dlrover.files import give_home
@@ -47,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(given: list[str], started: Callable[[], None]) -> int:
     if given[:2] == ["run", ESCAPED]:
         given[1:] = map(unquote, given[2:])
+    if given[:1] == ["--complete"] and "COMP_LINE" in os.environ:  # by bash, see docs/start/running.md
+        for name in completions(os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]):
+            print(name)
+        return EXIT_OK
     try:
         options = build_parser(given).parse_args(given)
     except PluginError as error:

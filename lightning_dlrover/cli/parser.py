@@ -80,6 +80,21 @@ def _add_plugins(commands: Any, given: Sequence[str] | None) -> list[PluginError
     return problems
 
 
+def completions(line: str) -> list[str]:
+    """Return the commands or options that the last word of a command line may become."""
+    *given, word = line.split(" ")[1:]
+    parser: argparse.ArgumentParser = build_parser(given)
+    commands: dict[str, argparse.ArgumentParser] = {}
+    for each in ["", *given]:
+        parser = commands.get(each, parser)
+        groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        listed = {choice.dest for group in groups for choice in group._choices_actions}  # without former names
+        commands = {name: found for group in groups for name, found in group.choices.items() if name in listed}
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    names = [*commands] or [option for action in shown for option in action.option_strings]
+    return [name for name in names if name.startswith(word)]
+
+
 def command_in(given: Sequence[str]) -> str:
     """Return the command of a command line; empty if it has none."""
     return next((word for word in given if not word.startswith("-")), "")
@@ -273,7 +288,9 @@ def _add_history(history: argparse.ArgumentParser) -> None:
         action.add_argument(
             "--history", metavar="PLACE", help="path or SQLAlchemy URL (default: DLROVER_HISTORY, else the user's own history)"
         )
-        if name != "list":
+        if name == "list":
+            _add_json(action)
+        else:
             jobs = "the job's --rdzv-id, or its key as listed" + (" (default: all)" if name == "export" else "")
             action.add_argument("job", metavar="JOB", nargs=num_jobs[name], help=jobs)
         if name == "export":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import json
 import sys
 import time
 import webbrowser
@@ -37,6 +39,9 @@ def history_command(options: argparse.Namespace) -> int:
 def _list_jobs(options: argparse.Namespace) -> int:
     with open_history(options) as history:
         jobs = history.jobs()
+    if options.json:
+        show(json.dumps([dataclasses.asdict(job) for job in jobs], indent=2))
+        return EXIT_OK
     rows = []
     for job in jobs:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started_at))

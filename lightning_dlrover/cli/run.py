@@ -619,11 +619,9 @@ def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool, 
     # If a controller acts for the job, `Controller` refuses with an error that names it.
     is_others = found.view.workers and not is_resumed and client.get(place.keys.controller) is None
     if job.phase == "training" and is_others:
-        raise UsageError(
-            f"job {place.run_id!r} is training already in the etcd at {place.endpoint}, with "
-            f"{counted(len(found.view.workers), 'worker')} of another launcher; choose another --rdzv-id, or use "
-            "`dlrover scale` to resize it"
-        )
+        workers = f"{counted(len(found.view.workers), 'worker')} of another launcher"
+        move = "choose another --rdzv-id, or use `dlrover scale` to resize it"
+        raise UsageError(f"job {place.run_id!r} is training already in the etcd at {place.endpoint}, with {workers}; {move}")
     if job.phase in ("finished", "failed"):
         raise UsageError(f"job {place.run_id!r} has {job.phase} in the etcd at {place.endpoint}; choose another --rdzv-id")
     if job.workers_per_node != workers_per_node:

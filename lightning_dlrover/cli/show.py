@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import connected_job, etcd_access, find_place, report_problems
 from lightning_dlrover.cli.options import COUNTED, counted_field
-from lightning_dlrover.components.control.nodes import SignalFilter
+from lightning_dlrover.components.control.nodes import ShownLog, SignalFilter
 from lightning_dlrover.components.targets.target import LogFile, NodeSpec, TargetError, log_files
 from lightning_dlrover.output import complain, counted, has_terminal, show, text_table
 from lightning_dlrover.rdzv.etcd.connection import full_text
@@ -330,11 +330,10 @@ class _Follower:
         self._stack = stack
         self._place: JobPlace | None = None
         self._client: EtcdClient | None = None
-        self._files: dict[Path, LogFile] = {}
-        self._filters: dict[Path, SignalFilter] = {}
+        self._files: dict[Path, ShownLog] = {}
         for files in log_files(output.folder).values():
             for file in files:
-                self._files[file] = LogFile(file)
+                self._files[file] = ShownLog(file, SignalFilter())
                 self._files[file].skip()
 
     def run(self) -> None:
@@ -387,10 +386,10 @@ class _Follower:
         for node, files in found.items():
             for file in files:
                 try:
-                    lines = list(self._files.setdefault(file, LogFile(file)).new_lines(whole=is_over))
+                    lines = self._files.setdefault(file, ShownLog(file, SignalFilter())).new_lines(whole=is_over)
                 except OSError as error:
                     lines, problem = [], error  # lines of other files are still shown
-                for line in self._filters.setdefault(file, SignalFilter()).shown(lines, is_over):
+                for line in lines:
                     print(f"[{node}{ranks.get(node, '')}] {line}", flush=True)
         return problem
 

@@ -18,8 +18,6 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import MutableMapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -35,28 +33,6 @@ AGENTS_OPTION = "--agents="
 PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """Settings of the target that starts this node. Empty or 0: not set."""
-
-    exit_file: str
-    leaves_on_sigterm: bool
-    notice_s: float
-    parent_pid: int
-    memory_group: str
-
-    @classmethod
-    def take(cls, environ: MutableMapping[str, str]) -> _Settings:
-        """Take the settings out of the environment, so that no process of the node inherits them."""
-        return cls(
-            environ.pop(variables.EXIT_FILE, ""),
-            bool(environ.pop(variables.LEAVE_ON_SIGTERM, "")),
-            float(environ.pop(variables.NOTICE_S, "0")),
-            int(environ.pop(variables.PARENT_PID, "0")),
-            environ.pop(variables.MEMORY_GROUP, ""),
-        )
-
-
 def notice_file(exit_file: Path) -> Path:
     """Return the path of the file that marks a received notice by its existence."""
     return exit_file.with_name("notice")
@@ -69,16 +45,19 @@ def main() -> None:
     if has_several := bool(arguments) and arguments[0].startswith(AGENTS_OPTION):
         number = arguments.pop(0).removeprefix(AGENTS_OPTION)
         agent = [sys.executable, "-m", "lightning_dlrover.components.host_agents", number]
-    settings = _Settings.take(os.environ)
-    if settings.exit_file or settings.leaves_on_sigterm:
+    # Settings of the target that starts this node. No process of the node may inherit them.
+    names = (variables.EXIT_FILE, variables.LEAVE_ON_SIGTERM, variables.NOTICE_S, variables.PARENT_PID, variables.MEMORY_GROUP)
+    exit_file, leaves_on_sigterm, notice_s, parent_pid, group = (os.environ.pop(name, "") for name in names)
+    if exit_file or leaves_on_sigterm:
         # torchrun's own temporary folder would be left behind by every node.
         with tempfile.TemporaryDirectory(prefix="dlrover-node-", ignore_cleanup_errors=True) as folder:
-            raise SystemExit(_supervise([*agent, f"--log-dir={folder}", *arguments], settings, has_several))
-    if settings.parent_pid:
+            command = [*agent, f"--log-dir={folder}", *arguments]
+            raise SystemExit(_supervise(command, exit_file, float(notice_s or 0), bool(leaves_on_sigterm), has_several))
+    if parent_pid:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != settings.parent_pid:
+        if os.getppid() != int(parent_pid):
             raise SystemExit("the process that started this node has ended already")
-    if group := settings.memory_group:
+    if group:
         try:
             Path(group, "cgroup.procs").write_text(str(os.getpid()))
         except OSError as error:
@@ -86,13 +65,9 @@ def main() -> None:
     os.execv(sys.executable, [*agent, *arguments])
 
 
-def _supervise(command: list[str], settings: _Settings, has_several: bool) -> int:
-    """Run the agent and return its exit code in a shell's form.
-
-    Args:
-        has_several: the command runs several agents, and passes a request to leave on to their workers.
-    """
-    file = Path(settings.exit_file) if settings.exit_file else None
+def _supervise(command: list[str], exit_file: str, notice_s: float, leaves_on_sigterm: bool, has_several: bool) -> int:
+    """Run the agent and return its exit code in a shell's form. With `has_several`, it forwards requests to leave."""
+    file = Path(exit_file) if exit_file else None
     handled = {signal.SIGUSR1, signal.SIGTERM}
     # Neither signal may arrive before its handler and the agent exist.
     signal.pthread_sigmask(signal.SIG_BLOCK, handled)
@@ -103,7 +78,7 @@ def _supervise(command: list[str], settings: _Settings, has_several: bool) -> in
         with contextlib.suppress(OSError):
             if file is not None:
                 notice_file(file).touch()
-        signal.setitimer(signal.ITIMER_REAL, max(0.01, settings.notice_s / 2))
+        signal.setitimer(signal.ITIMER_REAL, max(0.01, notice_s / 2))
 
     def leave(number: int, frame: FrameType | None) -> None:
         print("the scheduler wants this node back: its workers hand over and leave", file=sys.stderr, flush=True)
@@ -124,7 +99,7 @@ def _supervise(command: list[str], settings: _Settings, has_several: bool) -> in
 
     signal.signal(signal.SIGUSR1, take_notice)
     signal.signal(signal.SIGALRM, leave)
-    signal.signal(signal.SIGTERM, leave if settings.leaves_on_sigterm else end)
+    signal.signal(signal.SIGTERM, leave if leaves_on_sigterm else end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
     code = _wait_for(agent.pid)
     code = 128 - code if code < 0 else code

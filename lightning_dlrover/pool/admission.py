@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 from lightning_dlrover.output import time_text
 from lightning_dlrover.pool.view import BrainRecord, GpuRecord, GrantRecord, MemberRecord, PoolKeys, num_alive
@@ -17,6 +18,8 @@ from lightning_dlrover.rdzv.job.journal import Journal, Tenure, holder_text, rea
 from lightning_dlrover.rdzv.job.records import Keys, NodesRecord, PlanRecord, encode
 
 log = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 
 class GpuClaims:
@@ -162,7 +165,7 @@ class PoolTicket:
                     # A later job of this name is another one.
                     self._client.txn([self._tenure.is_ours], [Delete(self._keys.nodes)])
                     raise TicketError(f"job {self._keys.run_id!r} has not begun: {stop}")
-                brain = self._brain()
+                brain = self._read(BrainRecord, self._pool.brain)
                 text, state = self._describe(grant, brain), _state_of_wait(grant, brain)
                 if state != reported or time.monotonic() - reported_at >= REPORT_EVERY_S:
                     self._say(text)
@@ -216,17 +219,13 @@ class PoolTicket:
 
     def _stop(self) -> str:
         """Return why the job must end before it has begun, or an empty string."""
-        try:
-            nodes = self._journal.get(NodesRecord, self._keys.nodes, readable).record
-        except EtcdError:
-            return ""
+        nodes = self._read(NodesRecord, self._keys.nodes)
         return nodes.stop if nodes is not None else ""
 
-    def _brain(self) -> BrainRecord | None:
-        try:
-            return self._journal.get(BrainRecord, self._pool.brain, readable).record
-        except EtcdError:
-            return None
+    def _read(self, kind: type[R], key: str) -> R | None:
+        with contextlib.suppress(EtcdError):
+            return self._journal.get(kind, key, readable).record
+        return None
 
     def _describe(self, grant: GrantRecord | None, brain: BrainRecord | None) -> str:
         wait = f"job {self._keys.run_id} waits for a place in pool {self._pool.pool}"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dlrover.pool.budget import Move, Owners, PoolJob, Resources, Wait, held_by
+from lightning_dlrover.pool.budget import Move, Owners, PoolJob, Rate, Resources, Wait, held_by
 from lightning_dlrover.pool.decisions import Choice, Rules, choose, reason_of
 from lightning_dlrover.pool.view import BrainRecord, GrantRecord, OthersRecord, PoolKeys, PoolView, SeenJob, Watch
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -304,17 +304,18 @@ class Brain:
         return has_written
 
     def _event(self, job: PoolJob, move: Move, jobs: list[PoolJob], wanted: Mapping[str, int]) -> SizeGiven:
-        before, after = job.rate(move.before), job.rate(move.after)
+        unknown = Rate(0, 0.0, 0.0, 0.0)
+        before, after = job.rate(move.before) or unknown, job.rate(move.after) or unknown
         others = [other for other in jobs if other.name != job.name and wanted.get(other.name, other.held) != other.held]
         return SizeGiven(
             pool=self._pool.pool,
             policy=self._rules.policy,
             workers_before=move.before,
             workers_after=move.after,
-            samples_per_s_before=before.samples_per_s if before is not None else 0.0,
-            samples_per_s_after=after.samples_per_s if after is not None else 0.0,
-            low_per_s=after.low_per_s if after is not None else 0.0,
-            high_per_s=after.high_per_s if after is not None else 0.0,
+            samples_per_s_before=before.samples_per_s,
+            samples_per_s_after=after.samples_per_s,
+            low_per_s=after.low_per_s,
+            high_per_s=after.high_per_s,
             cost_s=job.change_s,
             others={other.name: [other.held, wanted[other.name]] for other in others[:16]},
         )
@@ -376,16 +377,10 @@ def _decide(
 
 def _wait_for_vacancy(mirror: Mirror, key: str, stop: threading.Event) -> None:
     """Return once no process holds the key. Standing by has no deadline: the process exists for it."""
-
-    def is_vacant(keys: Mapping[str, KeyValue]) -> bool | None:
-        return True if key not in keys or stop.is_set() else None
-
     while not stop.is_set():
-        try:
-            mirror.wait_for(is_vacant, 1.0)
+        with contextlib.suppress(TimeoutError):
+            mirror.wait_for(lambda keys: True if key not in keys or stop.is_set() else None, 1.0)
             return
-        except TimeoutError:
-            continue
 
 
 _FORMER_POLICIES = {"ours": "jct"}
@@ -403,11 +398,7 @@ def rules_of(view: PoolView) -> Rules | None:
 
 
 def snapshot_of(view: PoolView, now: float) -> dict[str, Any]:
-    """Return the pool as data for JSON: running jobs first, then the queue in order.
-
-    Args:
-        now: seconds since the epoch.
-    """
+    """Return the pool as data for JSON: running jobs first, then the queue in order."""
     rules, brain = rules_of(view), view.brain
 
     def place(seen: SeenJob) -> tuple[bool, int, float, str]:

@@ -327,8 +327,7 @@ class Divider(Protocol):
     def __call__(self, jobs: Sequence[PoolJob], free: Resources, now_s: float) -> Mapping[str, int]:
         """Return the number of workers of each job by name; a job that is absent, or has 0, waits.
 
-        Args:
-            jobs: running ones of variable size, then waiting ones in turn; the fewest workers of all fit into `free` together.
+        `jobs` are running ones of variable size, then waiting ones in turn. The fewest workers of all fit into `free`.
         """
         ...
 
@@ -415,8 +414,7 @@ def _admitted(
 ) -> tuple[list[PoolJob], set[str]]:
     """Return the waiting jobs that fit, all with their fewest workers, and those of them that are overdue.
 
-    Args:
-        in_the_end: resources that are free once all jobs without a size set by hand have ended.
+    `in_the_end` is free once all jobs without a size set by hand have ended.
     """
     left = free
     for job in running:

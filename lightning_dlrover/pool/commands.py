@@ -227,15 +227,11 @@ class Option:
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """A job that competes for resources; it runs with one of its options.
-
-    Args:
-        weight: importance of this job's relative gain compared with others'; remaining work is one choice.
-    """
+    """A job that competes for resources; it runs with one of its options."""
 
     name: str
     options: tuple[Option, ...]
-    weight: float = 1.0
+    weight: float = 1.0  # importance of its relative gain compared with others'; remaining work is one choice
 
     def __post_init__(self) -> None:
         if not self.options:

@@ -120,11 +120,7 @@ def _scaling(rates: tuple[Rate, ...], units: int, most: int) -> RateScaling:
 def _divided(
     policy: Policy, jobs: Sequence[PoolJob], unit: str, amount: float, now_s: float, waits_longer_s: float
 ) -> dict[str, int]:
-    """Return the number of workers of each job on devices of one kind.
-
-    Args:
-        waits_longer_s: added to the wait of a job with unknown speed, as policies see it.
-    """
+    """Return the workers of each job on devices of one kind. One of unknown speed counts as waiting `waits_longer_s` more."""
     if not jobs:
         return {}
     units = {job.name: max(1, math.ceil(getattr(job.needs, unit))) for job in jobs}

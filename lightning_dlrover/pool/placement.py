@@ -436,17 +436,17 @@ class _Pool:
 
 def _pools(state: State, fixed: Sequence[Running]) -> list[_Pool]:
     keys = {device.name: (device.kind, device.memory_bytes) for device in state.devices}
-    alike: dict[tuple[str, int], list[Device]] = {}
+    by_kind: dict[tuple[str, int], list[Device]] = {}
     for device in state.devices:
-        alike.setdefault(keys[device.name], []).append(device)
-    running: dict[tuple[str, int], list[Running]] = {key: [] for key in alike}
+        by_kind.setdefault(keys[device.name], []).append(device)
+    running: dict[tuple[str, int], list[Running]] = {key: [] for key in by_kind}
     for run in state.running:
         if not _is_fixed(run.job):
             running[keys[run.devices[0]]].append(run)
-    waiting = _places_to_wait(state.waiting, alike, running)
+    waiting = _places_to_wait(state.waiting, by_kind, running)
     taken = {name for run in fixed for name in run.devices}
     pools = []
-    for key, devices in sorted(alike.items()):
+    for key, devices in sorted(by_kind.items()):
         jobs = sorted([*waiting[key], *(run.job for run in running[key])], key=lambda job: (job.submitted_s, job.name))
         free = tuple(device for device in devices if device.name not in taken)
         per_node = max(Counter(device.node for device in devices).values())
@@ -457,19 +457,19 @@ def _pools(state: State, fixed: Sequence[Running]) -> list[_Pool]:
 
 def _places_to_wait(
     waiting: Sequence[Job],
-    alike: Mapping[tuple[str, int], Sequence[Device]],
+    by_kind: Mapping[tuple[str, int], Sequence[Device]],
     running: Mapping[tuple[str, int], Sequence[Running]],
 ) -> dict[tuple[str, int], list[Job]]:
     """Return waiting jobs by the devices that each waits for: the fastest, by its speed there and the demand for them."""
-    found: dict[tuple[str, int], list[Job]] = {key: [] for key in alike}
+    found: dict[tuple[str, int], list[Job]] = {key: [] for key in by_kind}
     wanted = {key: sum(len(run.devices) for run in runs) for key, runs in running.items()}
     for job in sorted(waiting, key=lambda job: (job.submitted_s, job.name)):
-        able = [key for key in sorted(alike) if _can_run(job, *key) and job.fewest_devices <= len(alike[key])]
+        able = [key for key in sorted(by_kind) if _can_run(job, *key) and job.fewest_devices <= len(by_kind[key])]
         if not able:
             continue  # it could never start, see `packing.why_never`
 
         def worth(key: tuple[str, int], job: Job = job) -> float:
-            load = (wanted[key] + job.num_devices) / len(alike[key])
+            load = (wanted[key] + job.num_devices) / len(by_kind[key])
             return job.profiles[key[0]].steps_per_s / max(load, 1.0)
 
         best = max(able, key=worth)

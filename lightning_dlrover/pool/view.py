@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Literal, TypeVar
 
@@ -185,26 +185,16 @@ class Learned:
         if decision is None or decision.left_s is None:
             return None
         by_size = {rate.num_workers: rate.samples_per_s for rate in rates_of(decision)}
-        then = by_size.get(decision.current.num_workers)
-        if then is None:
+        if (then := by_size.get(decision.current.num_workers)) is None:
             return None
-        done = max(0.0, now - decision.at) * by_size.get(num_workers, then)
-        return max(0.0, decision.left_s * then - done)
+        return max(0.0, decision.left_s * then - max(0.0, now - decision.at) * by_size.get(num_workers, then))
 
     def as_job(self, name: str, now: float) -> PoolJob:
         """Return a job outside of any pool as one of a pool, with the size of its newest decision."""
         size = self.decision.current_workers if self.decision is not None else 1
-        return PoolJob(
-            name,
-            Resources(1.0),
-            1,
-            max(size, 1),
-            granted=size,
-            alive=size,
-            rates=rates_of(self.decision),
-            samples_left=self.samples_left(size, now),
-            change_s=self.change_s,
-        )
+        left, rates = self.samples_left(size, now), rates_of(self.decision)
+        made = PoolJob(name, Resources(1.0), 1, max(size, 1), granted=size, alive=size, rates=rates)
+        return replace(made, samples_left=left, change_s=self.change_s)
 
 
 def rates_of(decision: Decision | None) -> tuple[Rate, ...]:

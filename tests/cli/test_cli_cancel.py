@@ -17,39 +17,34 @@ from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError
 from lightning_dlrover.rdzv.job.records import ControllerRecord, JobRecord, Keys, NodesRecord, decode, encode
 from lightning_dlrover.report.status import JobPlace
 from tests.support.run_cli import RunCli
+from tests.support.stored import entry_at, stored
 
 
 def test_job_without_a_controller_is_marked_as_cancelled(
-    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+    dlrover: RunCli, client: EtcdClient, at: tuple[str, ...], job: Keys
 ) -> None:
-    code, _, errors = dlrover("cancel", "--timeout", "0.3", "--endpoint", etcd.endpoint, job.run_id)
-    assert (code, "were asked to leave and have not: w-a, w-b, w-c" in errors) == (2, True)
+    assert "were asked to leave and have not: w-a, w-b, w-c" in dlrover.refused("cancel", "--timeout", "0.3", *at)
     assert client.count(job.drains) == 3
     client.delete_prefix(job.workers)
-    code, output, errors = dlrover("cancel", "--endpoint", etcd.endpoint, job.run_id)
+    code, output, errors = dlrover("cancel", *at)
     assert (code, errors) == (0, "")
     assert "cancelled, all its nodes have ended" in output
-    entry = client.get(job.job)
-    assert entry is not None
-    record = decode(JobRecord, entry.value, entry.key)
+    record = stored(client, JobRecord, job.job)
     assert (record.phase, record.message) == ("failed", "cancelled by `dlrover cancel`")
     assert client.get(job.plan) is None
     assert client.get_prefix(job.drains)[1] == []
-    assert "had ended already" in dlrover("cancel", "--endpoint", etcd.endpoint, job.run_id)[1]
+    assert "had ended already" in dlrover("cancel", *at)[1]
 
 
 def test_a_controller_that_does_not_end_a_cancelled_job_is_named(
-    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
+    dlrover: RunCli, client: EtcdClient, at: tuple[str, ...], job: Keys
 ) -> None:
     nodes = NodesRecord("local", "mark", num_started=3)
     client.put(job.nodes, encode(nodes))
     with contextlib.closing(client.lease(5)) as lease:
         client.put(job.controller, encode(ControllerRecord("h", 1, "local")), lease)
-        code, _, errors = dlrover("cancel", "--timeout", "0.3", "--endpoint", etcd.endpoint, job.run_id)
-    assert code == 2
-    assert "its controller has not ended within 0.3 s" in errors
-    entry = client.get(job.nodes)
-    assert entry is not None
+        assert "its controller has not ended within 0.3 s" in dlrover.refused("cancel", "--timeout", "0.3", *at)
+    entry = entry_at(client, job.nodes)
     asked = dataclasses.replace(nodes, stop="cancelled by `dlrover cancel`")
     assert decode(NodesRecord, entry.value, entry.key) == asked
 
@@ -87,8 +82,9 @@ def test_job_in_a_queue_is_cancelled_before_it_begins(
     keys = Keys(run_id)
     ask = MemberRecord("h", 1, 1, 2, submitted_at=1.0)
     with PoolTicket(client, PoolKeys("team-a"), keys, ask) as place:
-        code, _, errors = dlrover("cancel", "--timeout", "0.3", "--endpoint", etcd.endpoint, run_id)
-        assert (code, "its `dlrover run` still waits for its permission to run, or has it" in errors) == (2, True)
+        assert "its `dlrover run` still waits for its permission to run, or has it" in dlrover.refused(
+            "cancel", "--timeout", "0.3", "--endpoint", etcd.endpoint, run_id
+        )
         with pytest.raises(TicketError, match="has not begun: cancelled by"):
             place.wait(30.0)
     assert client.get_prefix(keys.root)[1] == []

@@ -30,27 +30,25 @@ from tests.support.run_cli import RunCli
 
 
 def test_escape_sequences_of_others_reach_no_terminal(
-    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys
+    dlrover: RunCli, at: tuple[str, ...], client: EtcdClient, job: Keys
 ) -> None:
     client.put(f"{job.events}9-other", encode(EventRecord("round", 1.0, "\x1b]52;c;cm0gLXJm\x07 nice \x1b[2J")))
-    code, text, _ = dlrover("status", "--endpoint", etcd.endpoint, job.run_id)
-    assert code == 0
+    text = dlrover.output("status", *at)
     assert "\\x1b]52;c;cm0gLXJm\\x07 nice \\x1b[2J" in text
     assert "\x1b" not in text
 
 
 def test_status_shows_the_plan_of_a_pool_by_the_name_of_the_pool(
-    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys
+    dlrover: RunCli, at: tuple[str, ...], client: EtcdClient, job: Keys
 ) -> None:
     client.put(job.plan, encode(PlanRecord(2, "brain", "pool ads: 3 -> 2 workers", True)))
-    assert "plan: 2 workers, by pool ads: 3 -> 2 workers\n" in dlrover("status", "--endpoint", etcd.endpoint, job.run_id)[1]
-    status = json.loads(dlrover("status", "--json", "--endpoint", etcd.endpoint, job.run_id)[1])
+    assert "plan: 2 workers, by pool ads: 3 -> 2 workers\n" in dlrover("status", *at)[1]
+    status = json.loads(dlrover("status", "--json", *at)[1])
     assert status["plan"]["source"] == "pool"
 
 
-def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
-    code, text, _ = dlrover("status", "--endpoint", etcd.endpoint, job.run_id)
-    assert code == 0
+def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, at: tuple[str, ...]) -> None:
+    text = dlrover.output("status", *at)
     for part in (
         "training, 1 to 3 workers",
         "round 4 (grow): w-a joined",
@@ -59,7 +57,7 @@ def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, etcd:
         "host:101",
     ):
         assert part in text
-    code, text, _ = dlrover("status", "--json", "--endpoint", etcd.endpoint, job.run_id)
+    text = dlrover.output("status", "--json", *at)
     status = json.loads(text)
     assert (status["phase"], status["round"]["number"]) == ("training", 4)
     assert [(w["worker_id"], w["rank"], w["state"]) for w in status["workers"]] == [
@@ -119,8 +117,7 @@ def test_list_report_and_json_of_an_ended_job_tell_the_same_end(dlrover: RunCli,
 
 
 def test_status_without_a_name_takes_the_only_job_that_runs(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
-    code, _, errors = dlrover("status")
-    assert (code, "no job runs in folder runs: name the job" in errors) == (2, True)
+    assert "no job runs in folder runs: name the job" in dlrover.refused("status")
     folder = Path("runs") / job.run_id
     with run_folder(folder, job.run_id, etcd.endpoint, "local"):
         JobPlace(job.run_id, etcd.endpoint, job.prefix).write(folder)
@@ -137,8 +134,7 @@ def test_status_is_watched_until_the_job_ends(
         client.put(job.job, encode(JobRecord("finished", True, 1, 3, "0")))
 
     monkeypatch.setattr("lightning_dlrover.cli.show.time.sleep", end)
-    code, text, _ = dlrover("status", job.run_id, "--watch", "--endpoint", etcd.endpoint)
-    assert code == 0
+    text = dlrover.output("status", job.run_id, "--watch", "--endpoint", etcd.endpoint)
     assert [line.split()[2] for line in text.splitlines() if line.startswith("job ")] == ["training,", "finished,"]
 
 

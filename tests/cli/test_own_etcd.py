@@ -16,6 +16,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.connection import etcdrpc, grpc
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError
 from lightning_dlrover.report.status import JobPlace
+from tests.support.stored import entry_at
 
 SLURM = argparse.Namespace(target="slurm", etcd_host="127.0.0.1")
 
@@ -55,8 +56,7 @@ def test_a_job_that_goes_on_after_a_kill_keeps_its_password_and_data(tmp_path: P
     with own_etcd(SLURM, tmp_path) as (server, access):
         assert (server.endpoint, (tmp_path / "etcd.password").read_text()) == first
         with EtcdClient(EtcdConfig(server.endpoint, **access)) as client:
-            entry = client.get("/dlrover/job/a")
-            assert entry is not None
+            entry = entry_at(client, "/dlrover/job/a")
             assert entry.value == b"1"
 
 

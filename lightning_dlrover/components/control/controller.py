@@ -12,15 +12,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_dlrover.codec import RecordError
 from lightning_dlrover.components.control.nodes import (
+    ControllerTenure,
     NodeEntry,
     NodeRegistry,
     Observer,
-    Office,
+    ShownLog,
     ShownTracebacks,
     TracebackFilter,
 )
@@ -41,7 +41,7 @@ from lightning_dlrover.components.control.reconcile import (
     reconcile,
     why_none_is_added,
 )
-from lightning_dlrover.components.targets.target import App, LogFile, NodeSize, NotTakenError, Target, TargetError
+from lightning_dlrover.components.targets.target import App, NodeSize, NotTakenError, Target, TargetError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import EtcdError, KeyValue, absent
@@ -57,20 +57,10 @@ _REPEATED = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\]
 """Line of torch's agent about a failed worker; `rdzv/agents/program.py` prints one of its own."""
 
 
-@dataclass
-class _Files:
-    """Files with one node's output and their read positions."""
-
-    logs: dict[Path, LogFile] = field(default_factory=dict)
-    filters: dict[Path, TracebackFilter] = field(default_factory=dict)
-    unreadable: set[Path] = field(default_factory=set)  # files with a logged warning
-
-
 class Output:
     """Forward new lines of every node's output, prefixed with the node's name. Each traceback is shown once.
 
-    Args:
-        interval_s: minimum interval between looks at the files, which may be on a shared file system.
+    The files may be on a shared file system, and are read at most every `interval_s` seconds.
     """
 
     def __init__(self, run_id: str, target: Target, show: Callable[[str], None], interval_s: float = 0.0) -> None:
@@ -79,7 +69,8 @@ class Output:
         self._show = show
         self._interval_s = interval_s
         self._next_at = -float("inf")
-        self._files: dict[str, _Files] = {}  # key: node
+        self._files: dict[str, dict[Path, ShownLog]] = {}  # key: node
+        self._unreadable: set[Path] = set()  # files with a logged warning
         self.tracebacks = ShownTracebacks()
 
     def show(self, registry: NodeRegistry, at_once: bool = False) -> None:
@@ -95,7 +86,7 @@ class Output:
                 self._files.pop(name, None)
 
     def _show_node(self, name: str, entry: NodeEntry, handle: str) -> None:
-        files = self._files.setdefault(name, _Files())
+        files = self._files.setdefault(name, {})
         # Only a node that still runs may leave an unfinished line.
         entry.all_shown = entry.has_ended
         was_adopted, entry.was_adopted = entry.was_adopted, False
@@ -103,21 +94,20 @@ class Output:
             if entry.cancelled and file.name.startswith("stderr"):
                 continue  # the agent's traceback for our own signal
             try:
-                if file not in files.logs:
-                    log_file = LogFile(file)
+                if file not in files:
+                    new = ShownLog(file, TracebackFilter(self.tracebacks))
                     if was_adopted:
-                        log_file.skip()
-                    files.logs[file] = log_file
-                lines = list(files.logs[file].new_lines(whole=entry.has_ended))
+                        new.skip()
+                    files[file] = new
+                lines = files[file].new_lines(whole=entry.has_ended)
             except OSError as error:
                 # A shared file system may fail for a moment. The next step reads the rest.
                 entry.all_shown, entry.was_adopted = False, was_adopted
-                if file not in files.unreadable:
-                    files.unreadable.add(file)
+                if file not in self._unreadable:
+                    self._unreadable.add(file)
                     log.warning("run %s: the output of %s cannot be read for now: %s", self._run_id, name, error)
                 continue
-            once = files.filters.setdefault(file, TracebackFilter(self.tracebacks))
-            for line in once.shown(lines, is_complete=entry.has_ended):
+            for line in lines:
                 if not _REPEATED.search(line):
                     self._show(f"[{name}] {line}")
 
@@ -125,9 +115,11 @@ class Output:
 class Cancellations:
     """End nodes of the registry, and strays: nodes of this job without a record. Repeat the requests while they live."""
 
-    def __init__(self, run_id: str, office: Office, target: Target, registry: NodeRegistry, policy: FailurePolicy) -> None:
+    def __init__(
+        self, run_id: str, tenure: ControllerTenure, target: Target, registry: NodeRegistry, policy: FailurePolicy
+    ) -> None:
         self._run_id = run_id
-        self._office = office
+        self._tenure = tenure
         self._target = target
         self._registry = registry
         self._policy = policy
@@ -180,7 +172,7 @@ class Cancellations:
         # A node that has ended may still be listed as alive for a moment.
         ended_at = {entry.handle: entry.ended_at or now for entry in entries}
         due = [handle for handle in due if now - ended_at.get(handle, -float("inf")) > self._policy.settle_s]
-        if not due or not self._office.still_holds():
+        if not due or not self._tenure.still_holds():
             return
         log.warning("run %s: ending %s: no request for it exists", self._run_id, ", ".join(due))
         self._strays |= dict.fromkeys(due, now)
@@ -197,11 +189,11 @@ MIRROR_S = 5.0
 class JobWriter:
     """Write the controller's decisions on the whole job: its first plan, requests to workers, larger nodes, its failure."""
 
-    def __init__(self, client: EtcdClient, keys: Keys, office: Office, mirror: Mirror, limits: Limits) -> None:
+    def __init__(self, client: EtcdClient, keys: Keys, tenure: ControllerTenure, mirror: Mirror, limits: Limits) -> None:
         self._client = client
         self._keys = keys
         self._journal = Journal(client, keys)
-        self._office = office
+        self._tenure = tenure
         self._mirror = mirror
         self._limits = limits
 
@@ -215,7 +207,7 @@ class JobWriter:
         """Request that a worker leave once it is replaced, unless it has gone or was asked to leave already."""
         log.info("run %s: %s is to be replaced: %s", self._keys.run_id, worker, reason)
         with contextlib.suppress(EtcdError):  # the next step repeats it
-            ask_for_replacement(self._journal, worker, reason, self._office.is_ours)
+            ask_for_replacement(self._journal, worker, reason, self._tenure.is_ours)
 
     def enlarge_nodes(self, request: EnlargeNodes) -> None:
         """Plan larger nodes. The plan keeps the new size for later controllers.
@@ -232,7 +224,7 @@ class JobWriter:
         elif not had.memory_mb:
             next_move = "its limit is unknown here; start the job with --mem MIN:MAX, and nodes get more when they need it"
         text = f"{request.name} was killed for lack of memory ({had}); {next_move}"
-        self._office.add_event(NodeMemoryShort(act, request.name, given), text)
+        self._tenure.add_event(NodeMemoryShort(act, request.name, given), text)
         log.warning("run %s: %s", self._keys.run_id, text)
 
     def declare_failed(self, reason: str) -> bool:
@@ -247,11 +239,11 @@ class JobWriter:
             return dataclasses.replace(job, phase="failed", message=reason[:2000])
 
         try:
-            if not self._office.add_event(JobFailed(), f"the job has failed: {reason}"):
+            if not self._tenure.add_event(JobFailed(), f"the job has failed: {reason}"):
                 return False
-            self._journal.swap(JobRecord, self._keys.job, failed, [self._office.is_ours])
+            self._journal.swap(JobRecord, self._keys.job, failed, [self._tenure.is_ours])
             # Workers do the same when they leave an ended job; the last one may have left before.
-            self._office.delete(self._keys.plan)
+            self._tenure.delete(self._keys.plan)
             self._client.delete_prefix(self._keys.drains)
         except FenceLostError:
             return False
@@ -270,7 +262,7 @@ class JobWriter:
                 return None
             return dataclasses.replace(wanted, created_at=time.time())
 
-        written = self._journal.swap(PlanRecord, self._keys.plan, enlarged, [self._office.is_ours])
+        written = self._journal.swap(PlanRecord, self._keys.plan, enlarged, [self._tenure.is_ours])
         with contextlib.suppress(TimeoutError):  # the next node's size comes from the mirror
             self._mirror.wait_for(functools.partial(_as_new_as, self._keys.plan, written.revision), MIRROR_S)
         return self._limits.size(written.record).memory_mb
@@ -284,7 +276,7 @@ def _as_new_as(key: str, revision: int, seen: Mapping[str, KeyValue]) -> KeyValu
 class Controller:
     """Carry out a job's plan on one target. Use as a context manager: leaving it ends all nodes of the job.
 
-    It holds the job's `controller` key (`nodes.Office`), observes etcd and the scheduler (`nodes.Observer`), lets
+    It holds the job's `controller` key (`nodes.ControllerTenure`), observes etcd and the scheduler (`nodes.Observer`), lets
     `reconcile.py` decide, and carries the decision out. All state that must survive is written to etcd before each action
     (`nodes.NodeRegistry`): a node's name before its request to the scheduler, its cancellation before the call that cancels
     it. So the controller may be killed and restarted at any moment.
@@ -322,19 +314,21 @@ class Controller:
         self._warned = ""
         self._etcd_away_since: float | None = None
         client.share_lifetime(keys.root, HISTORY_TTL_S)
-        self._office = Office(client, keys, ControllerRecord(socket.gethostname(), os.getpid(), target.name, {}, run_dir))
+        self._tenure = ControllerTenure(
+            client, keys, ControllerRecord(socket.gethostname(), os.getpid(), target.name, {}, run_dir)
+        )
         self._mirror = Mirror(client, keys.live)
         self._seen_revision = 0
-        self._registry = NodeRegistry(client, keys, self._office, target, limits)
+        self._registry = NodeRegistry(client, keys, self._tenure, target, limits)
         self._observer = Observer(keys, self._mirror, target, self._registry, limits, self._policy)
-        self._cancellations = Cancellations(keys.run_id, self._office, target, self._registry, self._policy)
-        self._job = JobWriter(client, keys, self._office, self._mirror, limits)
+        self._cancellations = Cancellations(keys.run_id, self._tenure, target, self._registry, self._policy)
+        self._job = JobWriter(client, keys, self._tenure, self._mirror, limits)
         self._output = Output(keys.run_id, target, show, self._policy.show_s)
         try:
             self._registry.adopt(self._observer.view)
         except BaseException:
             self._mirror.close()
-            self._office.lease.revoke()
+            self._tenure.lease.revoke()
             raise
         self._job.begin()
 
@@ -409,7 +403,7 @@ class Controller:
         """
         self._registry.is_ending = True
         self._output.show(self._registry, at_once=True)  # stderr of cancelled nodes is not shown
-        if self._target.outlives_controller and self._awaited() and self._office.still_holds() is False:
+        if self._target.outlives_controller and self._awaited() and self._tenure.still_holds() is False:
             text = "run %s: its nodes are left to the controller that acts for it now; `dlrover cancel %s` ends them"
             log.warning(text, self._run_id, self._run_id)
             return
@@ -449,7 +443,7 @@ class Controller:
         finally:
             self._target.close()
             self._mirror.close()
-            self._office.give_up()
+            self._tenure.give_up()
 
     def _awaited(self) -> list[str]:
         """Return the nodes that are expected to end. One of unknown fate that does not outlive us ends with its target."""
@@ -460,7 +454,7 @@ class Controller:
     def _may_act(self) -> bool:
         """Whether etcd answers and this controller may act. It recovers without help after losing both."""
         try:
-            if self._office.take_back():
+            if self._tenure.take_back():
                 self._registry.adopt(self._observer.view)
         except EtcdError:
             return False
@@ -520,7 +514,7 @@ class Controller:
                     log.warning("run %s: %s", self._run_id, action.text)
                 case FinishJob():
                     end = action
-        if cancelled and self._target.outlives_controller and self._office.still_holds() is False:
+        if cancelled and self._target.outlives_controller and self._tenure.still_holds() is False:
             cancelled = []  # another controller owns them now
         if cancelled:
             self._output.show(self._registry, at_once=True)
@@ -539,7 +533,7 @@ class Controller:
         """End waiting nodes that request too much, before others are added. Return whether others may be added."""
         if not names:
             return True
-        if not self._office.still_holds():
+        if not self._tenure.still_holds():
             return False
         log.info("run %s: ending %s, which wait for more than the plan requests now", self._run_id, ", ".join(names))
         self._cancellations.cancel(names)
@@ -578,11 +572,11 @@ class Controller:
     def _publish(self) -> None:
         """Update the controller's record. Add a new kind of obstacle to the job's history."""
         apps = {name: entry.handle or "" for name, entry in self._registry.entries.items() if entry.is_living}
-        if not self._office.publish_nodes(apps, self._held_up):
+        if not self._tenure.publish_nodes(apps, self._held_up):
             return
         kind = likeness(self._held_up)  # a changed count or pause is not a new obstacle
         if kind and kind != self._known_trouble:
             log.warning("run %s: %s", self._run_id, self._held_up)
             with contextlib.suppress(EtcdError):  # the status shows it in any case
-                self._office.add_event(NodesHeldUp(), self._held_up)
+                self._tenure.add_event(NodesHeldUp(), self._held_up)
         self._known_trouble = kind

@@ -1,7 +1,7 @@
 """The controller's view of a job's nodes: their output, the causes of their failures, their records, and what is observed.
 
-`examine` determines why a node failed. `Office` is the right to act, `NodeRegistry` keeps the nodes in memory and in etcd, and
-`Observer` brings the registry up to date.
+`examine` determines why a node failed. `ControllerTenure` is the right to act, `NodeRegistry` keeps the nodes in memory and in
+etcd, and `Observer` brings the registry up to date.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_dlrover.components.control.reconcile import (
     num_refusals,
     refusals,
 )
-from lightning_dlrover.components.targets.target import App, AppStatus, NodeSize, Target, TargetError, read_tail
+from lightning_dlrover.components.targets.target import App, AppStatus, LogFile, NodeSize, Target, TargetError, read_tail
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import Delete, EtcdError, KeyValue, absent, modified
@@ -150,6 +150,19 @@ class TracebackFilter(_Filter):
         else:
             error = error if len(error) <= _MAX_REPEATED else error[:_MAX_REPEATED].rstrip() + "..."
             yield f"{rank}{error} ({'its traceback was ' if own is None else ''}shown above)"
+
+
+class ShownLog:
+    """A growing file of output, and the filter of its lines."""
+
+    def __init__(self, file: Path, shown: _Filter) -> None:
+        self._log = LogFile(file)
+        self._filter = shown
+        self.skip = self._log.skip
+
+    def new_lines(self, whole: bool) -> list[str]:
+        """Return the lines to show since the last call; with `whole`, the file is complete."""
+        return list(self._filter.shown(list(self._log.new_lines(whole)), whole))
 
 
 class SignalFilter(_Filter):
@@ -307,7 +320,7 @@ class ControllerBusyError(RuntimeError):
     """Another controller acts for this job."""
 
 
-class Office(Tenure[ControllerRecord]):
+class ControllerTenure(Tenure[ControllerRecord]):
     """The right to act for one job, held by a lease on the job's `controller` key.
 
     The key's create revision fences every write, so a controller with an expired lease cannot change anything.
@@ -489,11 +502,11 @@ class NodeRegistry:
     A node's name is written before its request to the scheduler, and its cancellation before the call that cancels it.
     """
 
-    def __init__(self, client: EtcdClient, keys: Keys, office: Office, target: Target, limits: Limits) -> None:
+    def __init__(self, client: EtcdClient, keys: Keys, tenure: ControllerTenure, target: Target, limits: Limits) -> None:
         self._client = client
         self._keys = keys
         self._journal = Journal(client, keys)
-        self._office = office
+        self._tenure = tenure
         self._target = target
         self._limits = limits
         self.entries: dict[str, NodeEntry] = {}
@@ -522,7 +535,7 @@ class NodeRegistry:
             newest = max(self._num_taken, _highest_number(names), nodes.num_started if nodes else 0)
             mark = self.nodes.mark if self.nodes else uuid.uuid4().hex[:10]
             nodes = NodesRecord(self._target.name, mark, newest, nodes.stop if nodes else "")
-            self._office.write(self._keys.nodes, nodes, written.revision)
+            self._tenure.write(self._keys.nodes, nodes, written.revision)
         if nodes.target != self._target.name:
             has_gained_volcano = self._target.name == f"{nodes.target}/volcano"
             there = nodes.target.partition("/")[0] + " --plain-jobs" * has_gained_volcano
@@ -539,7 +552,7 @@ class NodeRegistry:
             elif self._target.outlives_controller:
                 self.entries[name] = _restored(record, self._checked_handle(name, record), now)
             else:  # it has ended with the controller that started it
-                self._office.delete(self._keys.each_node + name)
+                self._tenure.delete(self._keys.each_node + name)
 
     def ask(self, size: NodeSize) -> tuple[str, NodeEntry]:
         """Record a new node, under a name that no other node has had.
@@ -556,7 +569,7 @@ class NodeRegistry:
         name = f"node{number}"
         written = dataclasses.replace(nodes, num_started=number)
         key, own_key = self._keys.nodes, self._keys.each_node + name
-        guard = [self._office.is_ours, modified(key) == found.revision, absent(own_key)]
+        guard = [self._tenure.is_ours, modified(key) == found.revision, absent(own_key)]
         if not self._journal.fenced_write({key: written, own_key: record}, guard):
             raise EtcdError(f"{key!r} was changed by another writer")
         self.nodes = written
@@ -572,7 +585,7 @@ class NodeRegistry:
             for name, entry in self.entries.items():
                 record = entry.record(now)
                 if record != entry.saved:
-                    self._office.write(self._keys.each_node + name, record)
+                    self._tenure.write(self._keys.each_node + name, record)
                     entry.saved = record
         except EtcdError as error:
             log.info("run %s: the outcome of the nodes is written later: %s", self._keys.run_id, error)
@@ -584,7 +597,7 @@ class NodeRegistry:
 
     def forget(self, name: str) -> None:
         """Remove a node from memory and from etcd."""
-        self._office.delete(self._keys.each_node + name)
+        self._tenure.delete(self._keys.each_node + name)
         del self.entries[name]
 
     def failure_text(self) -> str:
@@ -605,7 +618,7 @@ class NodeRegistry:
             # `dlrover cancel` may have written since.
             found = self._journal.get(NodesRecord, self._keys.nodes)
             nodes = dataclasses.replace(found.record or nodes, **limits)  # type: ignore[arg-type]
-            self._office.write(self._keys.nodes, nodes, found.revision)
+            self._tenure.write(self._keys.nodes, nodes, found.revision)
         return nodes
 
     def _checked_handle(self, name: str, record: NodeRecord) -> str | None:

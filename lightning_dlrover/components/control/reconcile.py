@@ -168,11 +168,7 @@ def culprit(nodes: Sequence[Node], together_s: float) -> Node | None:
 
 
 def root_causes(failed: Iterable[Node], nodes: Sequence[Node], together_s: float) -> list[Node]:
-    """Return those of `failed` that did not fail as a consequence of another node's end.
-
-    Args:
-        together_s: seconds around a killed node's end within which other failures may be its consequences.
-    """
+    """Return those of `failed` with an error of their own, and not within `together_s` of a killed node's end."""
     killed = [node.ended_s for node in nodes if node.status == "failed" and not node.error]
     own = [node for node in failed if node.status == "failed" and node.error and not node.refused]
     return [node for node in own if not any(abs(node.ended_s - ended_s) <= together_s for ended_s in killed)]

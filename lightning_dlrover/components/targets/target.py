@@ -121,11 +121,7 @@ class Target(Protocol):
 
 
 def thread_variables(num_cores: int, num_workers: int = 1) -> dict[str, str]:
-    """Return the variables for the threads of a node's workers: as in this process, else one thread per core, or one.
-
-    Args:
-        num_cores: cores of the node, which its workers share.
-    """
+    """Return the variables for the threads of a node's workers: as in this process, else one per core that they share."""
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores // num_workers)))}
 
 
