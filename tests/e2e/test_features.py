@@ -772,7 +772,8 @@ def test_the_only_worker_asked_to_leave_ends_with_143_instead_of_hanging(make_jo
 
 
 def test_a_mistake_of_the_users_ends_its_workers_with_the_traceback(make_job: MakeJob) -> None:
-    job = make_job(Feature("failing"), script=run_feature)
+    # Both at once: a worker that comes once the other has failed ends with 0, as its job is over.
+    job = make_job(Feature("failing"), script=run_feature, min_workers=2)
     workers = [job.start(), job.start()]
     for worker in workers:
         assert worker.wait() == 1
