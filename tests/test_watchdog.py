@@ -179,6 +179,7 @@ def test_stopped_worker_is_reported_and_not_dumped(caplog: pytest.LogCaptureFixt
     assert armed == []
 
 
+@pytest.mark.slow
 def test_slow_etcd_is_no_time_without_the_gil(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "GIL_TIMEOUT_S", 2.0)
     num_looks, looked_again = 0, threading.Event()

@@ -106,8 +106,14 @@ class Place:
         }
 
 
+PATIENCE_S = 0.3
+"""Seconds in which an idle machine makes most changes of a job's workers."""
+
 DAWDLE_S = 0.6
-"""Seconds of a step while a test waits for a change of workers. Some changes take a dozen steps, so more would cost as many."""
+"""Longest time in seconds of a step while a test waits for a change of workers. Some changes take a dozen steps."""
+
+DAWDLE_SHARE = 0.4
+"""Share of the time waited so far that such a step takes: an idle machine makes a change within a few quick steps."""
 
 
 class Recorder:
@@ -118,16 +124,25 @@ class Recorder:
         self._fd = os.open(place.records, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         # Looked for several times in each step, and building a path costs more than the look.
         self._armed, self._dawdle, self._hurry = str(place.armed), str(place.dawdle), str(place.hurry)
+        self._paced: object = None  # newest batch
 
     def write(self, kind: str, **values: Any) -> None:
         os.write(self._fd, (json.dumps({"kind": kind, "at": time.time(), **values}) + "\n").encode())
 
-    def pace(self, seconds: float) -> None:
-        """Make a step slow, so that the test has time for its changes. Steps are fast once the test lets the job hurry."""
-        if os.path.exists(self._dawdle):
-            time.sleep(max(seconds, DAWDLE_S))
-        elif seconds and not os.path.exists(self._hurry):
-            time.sleep(seconds)
+    def pace(self, seconds: float, batch: object = None) -> None:
+        """Make a step slow, so that the test has time for its changes. Steps are fast once the test lets the job hurry.
+
+        Args:
+            batch: the step's batch. An optimizer may evaluate it several times, and only the first time is slower for a test.
+        """
+        try:
+            waited_s = PATIENCE_S + time.time() - os.stat(self._dawdle).st_mtime
+        except FileNotFoundError:
+            if seconds and not os.path.exists(self._hurry):
+                time.sleep(seconds)
+            return
+        is_first, self._paced = batch is None or batch != self._paced, batch
+        time.sleep(max(seconds, min(DAWDLE_S, DAWDLE_SHARE * waited_s)) if is_first else seconds)
 
     def moment(self, name: str) -> None:
         """Die here if the test has armed this worker for the moment `name`."""
@@ -284,7 +299,7 @@ class ToySteps(_MixedIn):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.record_share(batch, batch_idx)
         self.recorder.moment("forward")
-        self.recorder.pace(self.step_s)
+        self.recorder.pace(self.step_s, (self.trainer.current_epoch, batch_idx))
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self._loss = float(loss.detach())
         self._weight = len(batch[2])
