@@ -343,7 +343,7 @@ def test_redone_steps_count_once(name: str, batch: int, make_job: MakeJob) -> No
 def test_values_of_lost_workers_count_once(name: str, make_job: MakeJob) -> None:
     """In whichever phase of a step they are lost, in epochs that others join and leave."""
     after = [] if name == "counted_manual" else ["reduced", "zero_grad"]
-    job = grown_and_killed(make_job, Feature(name, epochs=5), "forward", "backward", *after, "batch_end")
+    job = grown_and_killed(make_job, Feature(name, epochs=10), "forward", "backward", *after, "batch_end")
     expected = {"count": NUM_ROWS, "metric": NUM_ROWS, "held": NUM_ROWS, "mean_id": (NUM_ROWS - 1) / 2}
     found = job.records("metrics")
     assert {record["epoch"] for record in found} >= {0, 1, 2, 3}
@@ -390,7 +390,7 @@ def test_an_embedding_with_max_norm_is_named_at_the_start_and_ends_its_job(make_
 
 @pytest.mark.parametrize("name", ["buffered", "buffered_windows", "buffered_manual"])
 def test_buffers_see_each_batch_once(name: str, make_job: MakeJob) -> None:
-    job, _ = grown_to(make_job, Feature(name, epochs=2), 3)
+    job, _ = grown_to(make_job, Feature(name, epochs=4), 3)
     for size, moment in ((3, "backward_0"), (2, "backward_1")):  # a window's first batch and its second one
         job.wait_for_world(size)
         job.workers[size - 1].arm(moment)
@@ -403,8 +403,8 @@ def test_buffers_see_each_batch_once(name: str, make_job: MakeJob) -> None:
 
 
 def test_frozen_halves_and_manual_windows_survive_losses(make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature("toggling", epochs=4), "toggled_0", "toggled_1")
-    assert_all_agree(job, 4 * STEPS_PER_EPOCH)
+    job = grown_and_killed(make_job, Feature("toggling", epochs=8), "toggled_0", "toggled_1")
+    assert_all_agree(job, 8 * STEPS_PER_EPOCH)
     assert all(all(record["flags"]) for record in job.records("trainable"))
 
 

@@ -112,7 +112,7 @@ PATIENCE_S = 0.3
 DAWDLE_S = 0.6
 """Longest time in seconds of a step while a test waits for a change of workers. Some changes take a dozen steps."""
 
-DAWDLE_SHARE = 0.4
+DAWDLE_SHARE = 0.3
 """Share of the time waited so far that such a step takes: an idle machine makes a change within a few quick steps."""
 
 
@@ -124,16 +124,16 @@ class Recorder:
         self._fd = os.open(place.records, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         # Looked for several times in each step, and building a path costs more than the look.
         self._armed, self._dawdle, self._hurry = str(place.armed), str(place.dawdle), str(place.hurry)
-        self._paced: object = None  # newest batch
+        self._paced: object = None  # newest optimizer step
 
     def write(self, kind: str, **values: Any) -> None:
         os.write(self._fd, (json.dumps({"kind": kind, "at": time.time(), **values}) + "\n").encode())
 
-    def pace(self, seconds: float, batch: object = None) -> None:
+    def pace(self, seconds: float, step: object = None) -> None:
         """Make a step slow, so that the test has time for its changes. Steps are fast once the test lets the job hurry.
 
         Args:
-            batch: the step's batch. An optimizer may evaluate it several times, and only the first time is slower for a test.
+            step: names the optimizer step. Only its first batch, and the first evaluation of that, is slower for a test.
         """
         try:
             waited_s = PATIENCE_S + time.time() - os.stat(self._dawdle).st_mtime
@@ -141,7 +141,7 @@ class Recorder:
             if seconds and not os.path.exists(self._hurry):
                 time.sleep(seconds)
             return
-        is_first, self._paced = batch is None or batch != self._paced, batch
+        is_first, self._paced = step is None or step != self._paced, step
         time.sleep(max(seconds, min(DAWDLE_S, DAWDLE_SHARE * waited_s)) if is_first else seconds)
 
     def moment(self, name: str) -> None:
@@ -267,6 +267,8 @@ class ToySettings:
 class ToySteps(_MixedIn):
     """Records every share, every finished batch and every validation batch."""
 
+    window = 0  # batches of an optimizer step in manual optimization
+
     def __init__(self, recorder: Recorder, step_s: float = 0.0, slow_start_s: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(7)
@@ -299,11 +301,16 @@ class ToySteps(_MixedIn):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.record_share(batch, batch_idx)
         self.recorder.moment("forward")
-        self.recorder.pace(self.step_s, (self.trainer.current_epoch, batch_idx))
+        self.pace(batch_idx)
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self._loss = float(loss.detach())
         self._weight = len(batch[2])
         return loss
+
+    def pace(self, batch_idx: int) -> None:
+        self.recorder.pace(
+            self.step_s, (self.trainer.current_epoch, batch_idx // (self.window or self.trainer.accumulate_grad_batches))
+        )
 
     def on_before_backward(self, loss: Tensor) -> None:
         self.recorder.moment("backward")
