@@ -200,6 +200,14 @@ class Job:
         )
         return self.workers[-1]
 
+    def grow_to(self, num_workers: int, after_step: int = 3) -> None:
+        """Start workers one by one: the second after some steps of the first, the next ones after a step of all before."""
+        self.start()
+        self.wait_for_step(after_step)
+        for size in range(2, num_workers + 1):
+            self.start()
+            self.wait_for_world(size)
+
     def records(self, kind: str = "") -> list[Record]:
         return [r for worker in self.workers for r in worker.records(kind)]
 

@@ -6,20 +6,18 @@ By default a spread of writes and actions is tested; DLROVER_ALL_FAULTS=1 in the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from tests.e2e.failpoints import Scenario, run_with_failpoint
-from tests.e2e.harness import Job
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.history import History, history_violations
 from tests.e2e.test_plain_loop import assert_everyone_counted_the_same
 from tests.support.disturbed_writes import ACTIONS, Failpoint
 from tests.support.nccl_stand_in import NAME
-
-MakeJob = Callable[..., Job]
 
 LEASE_TTL_S = 2
 NUM_AT_ONCE = 6  # jobs at once, which mostly wait

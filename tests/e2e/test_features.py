@@ -36,11 +36,10 @@ from tests.e2e.feature_jobs import (
     run_two_trainers,
     run_with_surroundings,
 )
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.harness import Job, Record, Worker
 
 STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE
-
-MakeJob = Callable[..., Job]
 
 
 def by_step(job: Job) -> dict[tuple[int, int], list[Record]]:
@@ -73,10 +72,8 @@ def rank_0_of(job: Job) -> Worker:
 def grown_and_killed(make_job: MakeJob, feature: Feature, *moments: str) -> Job:
     """A job that grows to three workers, loses one at each moment of a step, growing again between, and drains rank 0."""
     job = make_job(feature, script=run_feature)
-    first = job.start()
-    job.wait_for_step(3)
-    job.start()
-    job.wait_for_world(2)
+    job.grow_to(2)
+    first = job.workers[0]
     for number, moment in enumerate(moments or ("forward",), start=1):
         job.start()
         job.wait_for_world(3)
@@ -138,12 +135,7 @@ def test_models_that_leave_parameters_out_start_with_two(name: str, make_job: Ma
 @pytest.mark.parametrize("name", ["means", "single_rows"])
 def test_logged_means_are_those_of_an_unresized_run_on_all_workers(name: str, make_job: MakeJob) -> None:
     job = make_job(Feature(name), script=run_feature)
-    job.start()
-    job.wait_for_step(3)
-    job.start()
-    job.wait_for_world(2)
-    job.start()
-    job.wait_for_world(3)
+    job.grow_to(3)
     assert job.finish() == [0, 0, 0], job.report()
     found = job.records("metrics")
     assert {record["world"] for record in found} >= {3}
@@ -181,12 +173,7 @@ def assert_same_metrics(job: Job, alone: Job) -> None:
 def test_script_for_one_device_means_the_same_with_three(make_job: MakeJob) -> None:
     alone = one_device_alone(make_job, epochs=5)
     job = make_job(Feature("one_device", epochs=5), script=run_feature)
-    job.start()
-    job.wait_for_step(3)
-    job.start()
-    job.wait_for_world(2)
-    job.start()
-    job.wait_for_world(3)
+    job.grow_to(3)
     with job.at_full_speed():
         job.wait_until(lambda: any(r["world"] == 3 for r in job.records("metrics")), "an epoch's metrics of three workers")
     job.workers[1].terminate()
@@ -202,10 +189,7 @@ def test_script_for_one_device_means_the_same_with_three(make_job: MakeJob) -> N
 
 def one_device_that_loses_its_joiner(make_job: MakeJob, moment: str) -> Job:
     job = make_job(Feature("one_device"), script=run_feature)
-    job.start()
-    job.wait_for_step(3)
-    job.start()
-    job.wait_for_world(2)
+    job.grow_to(2)
     job.workers[1].arm(moment)
     assert job.finish() == [0, -9], job.report()
     return job
@@ -313,10 +297,7 @@ def test_global_batch_does_not_depend_on_the_workers_that_a_pool_has_room_for(et
 
 def test_a_second_trainer_trains_with_the_workers_there_are(make_job: MakeJob) -> None:
     job = make_job(Feature("two"), script=run_two_trainers)
-    job.start()
-    job.wait_for_step(1)
-    job.start()
-    job.wait_for_world(2)
+    job.grow_to(2, after_step=1)
     assert job.finish() == [0, 0], job.report()
     trained = [(record["number"], record["step"], record["world"]) for record in job.records("trained")]
     assert sorted(trained) == [(number, STEPS_PER_EPOCH, 2) for number in (0, 0, 1, 1)]
@@ -622,10 +603,7 @@ def test_drained_worker_leaves_before_the_first_round(make_job: MakeJob) -> None
 
 def test_early_stopping_ends_all_workers_in_the_same_epoch(make_job: MakeJob) -> None:
     job = make_job(Feature("early_stopping", epochs=50), script=run_feature)
-    job.start()
-    job.wait_for_step(3)
-    job.start()
-    job.wait_for_world(2)
+    job.grow_to(2)
     assert job.finish() == [0, 0], job.report()
     assert [record["step"] for record in job.records("after_fit")] == [2 * STEPS_PER_EPOCH] * 2
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ import pytest
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.membership.member import EXIT_ALL_DRAINED
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.harness import Job, Worker
 from tests.support.dlrover_process import Dlrover
 
@@ -33,7 +34,6 @@ from tests.e2e.table_job import (
 )
 from tests.e2e.table_verdict import assembled, judge, lose_shared_memory_of, shared_memory_of, steps_that_count, undisturbed
 
-MakeJob = Callable[..., Job]
 T = TypeVar("T")
 
 SETTINGS = TableSettings(num_rows=112, step_s=0.13)  # few steps, slow enough for several changes on a busy machine
