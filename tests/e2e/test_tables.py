@@ -70,11 +70,7 @@ def new_job(make_job: MakeJob) -> Iterator[MakeJob]:
 
 def started(job: Job, workers: int) -> list[Worker]:
     """Start `workers` workers, which join one after the other."""
-    job.start()
-    job.wait_for_step(1)
-    for size in range(2, workers + 1):
-        job.start()
-        job.wait_for_world(size)
+    job.grow_to(workers, after_step=1)
     return list(job.workers)
 
 
