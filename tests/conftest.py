@@ -73,10 +73,11 @@ COMPUTING = (
 """Beginnings of the paths of tests that only compute: they wait for no other process, and no deadline depends on them."""
 
 PATIENT = (
-    *("components/control/", "components/test_controller_faults.py", "e2e/test_full_etcd.py", "e2e/test_namespaces.py"),
-    *("e2e/test_pool_jobs.py", "e2e/test_waiting_nodes.py", "rdzv/etcd/", "rdzv/membership"),
+    *("components/control/", "components/test_controller_faults.py", "e2e/test_arguments.py", "e2e/test_cuts.py"),
+    *("e2e/test_faults.py", "e2e/test_features.py", "e2e/test_full_etcd.py", "e2e/test_kafka_jobs.py"),
+    *("e2e/test_namespaces.py", "e2e/test_pool_jobs.py", "e2e/test_waiting_nodes.py", "rdzv/etcd/", "rdzv/membership"),
 )
-"""Beginnings of the paths of tests that wait for timeouts for most of their time."""
+"""Beginnings of the paths of tests that sleep or wait for timeouts for three quarters of their time, or more."""
 
 MIN_FILLED = 4
 """Processes of a test run from which on the last one only computes, and lets the others go first.
