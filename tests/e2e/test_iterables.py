@@ -169,7 +169,7 @@ def test_joiner_that_reads_other_rows_is_refused_and_the_job_goes_on(make_job: M
     joiner = job.start()
     assert joiner.wait() == 1, job.report()
     assert "gives workers different rows" in joiner.output
-    assert "The job goes on without this worker" in joiner.output
+    assert "The job continues without this worker" in joiner.output
     job.finish()
     assert first.exit_code == 0, job.report()
     assert len(first.records("after_fit")) == 1
