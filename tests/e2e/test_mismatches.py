@@ -21,7 +21,6 @@ LIMIT_S = 2.0
 """Longest time from the deviation to the error on each worker, beside the interval of votes."""
 
 GRADIENTS = "the reduction of gradients"
-IN_STEP = "in a training step"
 
 
 def mismatch(make_job: MakeJob, way: Way, num_workers: int = 2) -> str:

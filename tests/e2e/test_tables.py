@@ -41,7 +41,6 @@ FEW_STEPS = 8
 """More steps than jobs make, slow as they are, in three intervals of snapshots."""
 LEASE_TTL_S = 3
 """Seconds for which the workers of a job that was killed as a whole keep the next ones waiting."""
-COLUMNS_CUT = ("column_wise", "table_column_wise", "row_wise")
 ALL = bool(os.environ.get("DLROVER_ALL_FAULTS"))
 
 
