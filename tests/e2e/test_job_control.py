@@ -36,8 +36,7 @@ def test_worker_killed_before_the_first_batch_is_replaced(dlrover: Dlrover, tmp_
         return status["phase"] == "training" and len(active) == 2
 
     run.wait_for(two_train, "two workers that train", timeout_s=120)
-    until.touch()
-    assert run.wait_for_exit(60) == 0, run.output
+    run.finish(until)
     assert "failed before the first step" not in run.output
 
 
@@ -59,5 +58,4 @@ def test_growth_by_nodes_that_always_fail_ends_until_it_is_asked_for(dlrover: Dl
     run.wait_for(
         lambda: len([w for w in run.status()["workers"] if w["state"] == "active"]) == 2, "the second worker", timeout_s=90
     )
-    until.touch()
-    assert run.wait_for_exit(60) == 0, run.output
+    run.finish(until)

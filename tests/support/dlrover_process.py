@@ -177,6 +177,11 @@ class Run:
         status: dict[str, Any] = json.loads(output.getvalue())
         return status
 
+    def finish(self, until: Path, timeout_s: float = 60.0) -> None:
+        """Make the file at which the job's script ends, and assert that the run ends well."""
+        until.touch()
+        assert self.wait_for_exit(timeout_s) == 0, self.output
+
     def wait_for_exit(self, timeout_s: float = 30.0) -> int:
         try:
             return self.process.wait(timeout_s)
