@@ -87,17 +87,29 @@ def grown_and_killed(make_job: MakeJob, feature: Feature, *moments: str) -> Job:
     return job
 
 
-# Two jobs for five features: a batch sampler, the strategy by its name; bf16, batch norm, an incomplete batch to drop.
-@pytest.mark.parametrize("name", ["batch_sampler", "bf16"])
+GROWN: dict[str, tuple[int, list[str], int]] = {
+    # Two jobs for five features: a batch sampler, the strategy by its name; bf16, batch norm, an incomplete batch to drop.
+    "batch_sampler": (3, ["forward"], 3 * STEPS_PER_EPOCH),
+    "bf16": (3, ["forward"], 3 * STEPS_PER_EPOCH),
+    "clipping": (4, ["forward"], 4 * STEPS_PER_EPOCH // 2),
+    "manual": (4, ["forward", "second_forward"], 2 * 4 * STEPS_PER_EPOCH),
+    "gan": (3, ["forward"], 2 * 3 * STEPS_PER_EPOCH),
+    "unused": (3, ["forward"], 3 * STEPS_PER_EPOCH),
+    "rarely_unused": (3, ["forward"], 3 * STEPS_PER_EPOCH),
+    "toggling": (8, ["toggled_0", "toggled_1"], 2 * 8 * STEPS_PER_EPOCH // 3),
+    "walked": (3, ["forward", "backward"], 3 * STEPS_PER_EPOCH),
+    "newton": (3, ["forward", "backward"], 3 * STEPS_PER_EPOCH),
+}
+"""Epochs of a feature's job, moments at which a worker is lost, and optimizer steps."""
+
+
+@pytest.mark.parametrize("name", GROWN)
 def test_workers_agree_across_growth_loss_and_move_of_rank_0_with(name: str, make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature(name))
-    assert_all_agree(job, 3 * STEPS_PER_EPOCH)
-
-
-def test_accumulation_and_clipping_match_an_unresized_run(make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature("clipping", epochs=4))
-    assert_all_agree(job, 4 * STEPS_PER_EPOCH)
-    assert job.step == 4 * STEPS_PER_EPOCH // 2
+    epochs, moments, num_steps = GROWN[name]
+    job = grown_and_killed(make_job, Feature(name, epochs), *moments)
+    assert_all_agree(job, epochs * STEPS_PER_EPOCH)
+    assert job.step == num_steps
+    assert all(all(record["flags"]) for record in job.records("trainable"))  # of the one that freezes halves
 
 
 def test_a_scheduler_sets_the_rate_of_an_unresized_run_at_every_step(make_job: MakeJob) -> None:
@@ -107,18 +119,6 @@ def test_a_scheduler_sets_the_rate_of_an_unresized_run_at_every_step(make_job: M
     job = grown_and_killed(make_job, Feature("scheduler"))
     expected = {place: records[0]["lr"] for place, records in by_step(still).items()}
     assert {place: records[0]["lr"] for place, records in by_step(job).items()} == expected
-
-
-def test_step_of_manual_optimization_is_redone_when_workers_die_in_it(make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature("manual", epochs=4), "forward", "second_forward")
-    assert_all_agree(job, 4 * STEPS_PER_EPOCH)
-    assert job.step == 2 * 4 * STEPS_PER_EPOCH
-
-
-@pytest.mark.parametrize("name", ["gan", "unused", "rarely_unused"])
-def test_growth_keeps_models_that_leave_parameters_out(name: str, make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature(name))
-    assert_all_agree(job, 3 * STEPS_PER_EPOCH)
 
 
 @pytest.mark.parametrize("name", ["gan", "unused", "rarely_unused"])
@@ -383,12 +383,6 @@ def test_buffers_see_each_batch_once(name: str, make_job: MakeJob) -> None:
         assert record["mean"] == pytest.approx([10 * (1 - 0.9**number)] * 8), record
 
 
-def test_frozen_halves_and_manual_windows_survive_losses(make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature("toggling", epochs=8), "toggled_0", "toggled_1")
-    assert_all_agree(job, 8 * STEPS_PER_EPOCH)
-    assert all(all(record["flags"]) for record in job.records("trainable"))
-
-
 def test_sets_without_a_sample_for_each_worker_end_alike(make_job: MakeJob) -> None:
     job = make_job(Feature("several_sets", epochs=2, step_s=0.0), script=run_several_sets, min_workers=3)
     job.start(), job.start(), job.start()
@@ -482,12 +476,6 @@ def test_loss_while_a_window_is_computed_again_is_survived(make_job: MakeJob) ->
     expected = weights_alone(make_job, "gathering_windows", epochs=6)
     for record in job.records("weights"):
         assert record["values"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
-
-
-@pytest.mark.parametrize("name", ["walked", "newton"])
-def test_optimizers_that_evaluate_several_times_are_redone(name: str, make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature(name), "forward", "backward")
-    assert_all_agree(job, 3 * STEPS_PER_EPOCH)
 
 
 def test_later_fits_survive_losses_and_end_right(make_job: MakeJob) -> None:
