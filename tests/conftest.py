@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import uuid
 from collections.abc import Generator, Iterator
 from functools import cache
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -71,10 +71,11 @@ COMPUTING = (
 """Beginnings of the paths of tests that only compute: they wait for no other process, and no deadline depends on them."""
 
 PATIENT = (
-    *("components/control/", "components/test_controller_faults.py", "e2e/test_full_etcd.py", "e2e/test_namespaces.py"),
-    *("e2e/test_pool_jobs.py", "e2e/test_waiting_nodes.py", "rdzv/etcd/", "rdzv/membership"),
+    *("components/control/", "components/test_controller_faults.py", "e2e/test_arguments.py", "e2e/test_cuts.py"),
+    *("e2e/test_faults.py", "e2e/test_features.py", "e2e/test_full_etcd.py", "e2e/test_kafka_jobs.py"),
+    *("e2e/test_namespaces.py", "e2e/test_pool_jobs.py", "e2e/test_waiting_nodes.py", "rdzv/etcd/", "rdzv/membership"),
 )
-"""Beginnings of the paths of tests that wait for timeouts for most of their time."""
+"""Beginnings of the paths of tests that sleep or wait for timeouts for three quarters of their time, or more."""
 
 MIN_FILLED = 4
 """Processes of a test run from which on the last one only computes, and lets the others go first.
@@ -111,9 +112,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("on_demand") is not None:
                 item.add_marker(pytest.mark.skip(reason="takes long: with DLROVER_ALL_FAULTS=1 only"))
     on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
-    if on_gpu and not torch.cuda.is_available():
-        for item in on_gpu:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if on_gpu:
+        import torch  # takes a second, also in the process that only hands tests out
+
+        if not torch.cuda.is_available():
+            for item in on_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def _turn(item: pytest.Item) -> int:
@@ -190,6 +194,21 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     left = left_behind(before)
     assert not left, f"the test has left behind: {'; '.join(left)}"
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_process_group() -> Iterator[None]:
+    """Destroy the default process group that a test leaves behind, in which later tests would train, and fail the test."""
+    had_one = _has_process_group()
+    yield
+    if _has_process_group() and not had_one:
+        sys.modules["torch.distributed"].destroy_process_group()
+        pytest.fail("the test has left a default process group behind: call torch.distributed.destroy_process_group()")
+
+
+def _has_process_group() -> bool:
+    # No import: torch takes a second.
+    return "torch.distributed" in sys.modules and bool(sys.modules["torch.distributed"].is_initialized())
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -228,6 +230,14 @@ class TableModel(Model):
         self.log("loss", batch[0].mean())
 
 
+@pytest.fixture
+def group_of_tables() -> Iterator[None]:
+    """Destroy the process group that a Trainer with tables makes for the rest of its process."""
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_tables")
 def test_trained_model_with_tables_is_garbage_collected(tmp_path: Path) -> None:
     model = train(tmp_path, DLRoverStrategy(), TableModel())
     trained = weakref.ref(model)
@@ -236,6 +246,7 @@ def test_trained_model_with_tables_is_garbage_collected(tmp_path: Path) -> None:
     assert trained() is None
 
 
+@pytest.mark.usefixtures("group_of_tables")
 def test_dense_part_beside_tables_stays_in_ddp_in_later_fits(tmp_path: Path) -> None:
     class OneOfTwo(DLRoverStrategy):
         world_size = 2

@@ -182,6 +182,7 @@ def test_stopped_worker_is_reported_and_not_dumped(caplog: pytest.LogCaptureFixt
     assert armed == []
 
 
+@pytest.mark.slow
 def test_slow_etcd_does_not_count_as_time_without_the_gil(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from lightning_dlrover.rdzv.membership.rounds import JobView
     from lightning_dlrover.report.status import JobPlace
 
+MAX_END_AFTER_ETCD_S = 10.0
+"""Longest time in seconds for which a `dlrover run` still ends its processes once its own etcd has ended."""
+
 
 def cancel_command(options: argparse.Namespace) -> int:
     """End a job and all of its nodes, with its controller where it has one."""
@@ -62,14 +65,19 @@ def cancel_command(options: argparse.Namespace) -> int:
             return _cancel_waiting(journal, client, ticket, deadline)
         view = read_job(client, place.keys).view  # raises an error if the job does not exist
         is_over = view.job is not None and view.job.phase in ("finished", "failed")
+        was_locked = is_locked(options.run_dir / options.job) is True
         nodes = _ask_all_to_end(journal, CANCELLED)
-        has_etcd = _wait_for_controller(client, place, options, deadline, nodes.target)
+        has_etcd = _wait_for_controller(client, place, options, deadline, nodes.target, was_locked)
         _cancel_by_name(place, nodes.target, nodes.mark, deadline)
         if has_etcd and not is_over:
-            _let_workers_leave(client, place, deadline)
-            _mark_as_cancelled(journal)
-            client.delete(place.keys.plan)
-            client.delete_prefix(place.keys.drains)
+            try:
+                _let_workers_leave(client, place, deadline)
+                _mark_as_cancelled(journal)
+                client.delete(place.keys.plan)
+                client.delete_prefix(place.keys.drains)
+            except EtcdUnavailableError:  # a job's own etcd ends a moment after the controller has left it
+                if not _has_ended_with_its_etcd(options, was_locked, nodes.target, deadline):
+                    raise
     show(over if is_over else f"job {place.run_id}: cancelled, all its nodes have ended")
     return EXIT_OK
 
@@ -109,11 +117,13 @@ def _cancel_without_etcd(place: JobPlace, folder: Path, deadline: float) -> int:
 
 
 def _wait_for_controller(
-    client: EtcdClient, place: JobPlace, options: argparse.Namespace, deadline: float, target: str
+    client: EtcdClient, place: JobPlace, options: argparse.Namespace, deadline: float, target: str, was_locked: bool
 ) -> bool:
-    """Wait until the job has no controller; return False if its etcd has ended with the controller."""
-    folder = options.run_dir / options.job
-    was_locked = is_locked(folder) is True
+    """Wait until the job has no controller; return False if its etcd has ended with the controller.
+
+    Args:
+        was_locked: the job's `dlrover run` used the run folder before it was asked to end.
+    """
     try:
         while client.get(place.keys.controller) is not None:
             if time.monotonic() > deadline:
@@ -123,11 +133,20 @@ def _wait_for_controller(
                 )
             time.sleep(0.2)
     except EtcdUnavailableError:
-        # A scheduler can list the remaining nodes. Local nodes of another machine cannot be checked from here.
-        if is_locked(folder) is not False or not (was_locked or target != "local"):
+        if not _has_ended_with_its_etcd(options, was_locked, target, deadline):
             raise
         return False
     return True
+
+
+def _has_ended_with_its_etcd(options: argparse.Namespace, was_locked: bool, target: str, deadline: float) -> bool:
+    """Return whether the `dlrover run` of a silent etcd has ended, too. Its own etcd ends a moment before it."""
+    folder = options.run_dir / options.job
+    until = min(deadline, time.monotonic() + MAX_END_AFTER_ETCD_S)
+    while is_locked(folder) and time.monotonic() < until:
+        time.sleep(0.1)
+    # A scheduler can list the remaining nodes. Local nodes of another machine cannot be checked from here.
+    return is_locked(folder) is False and (was_locked or target != "local")
 
 
 def _ask_all_to_end(journal: Journal, reason: str) -> NodesRecord:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import threading
 from pathlib import Path
 
 import pytest
 
+from lightning_dlrover.cli import control
 from lightning_dlrover.pool.admission import PoolTicket, TicketError
 from lightning_dlrover.pool.view import MemberRecord, PoolKeys
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -74,6 +76,28 @@ def test_job_that_has_ended_with_its_own_etcd_needs_no_cancelling(dlrover: RunCl
     folder.mkdir(parents=True)
     JobPlace("job", "unix:/nowhere/etcd.sock:0").write(folder)
     assert dlrover("cancel", "job") == (0, "job job: had ended already; no node of it is left\n", "")
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_etcd_that_ends_right_after_the_controller_is_no_error_once_its_run_has_ended(
+    dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    client.put(job.nodes, encode(NodesRecord("local", "mark")))
+    folder = Path("runs") / job.run_id
+    folder.mkdir(parents=True)
+    JobPlace(job.run_id, etcd.endpoint).write(folder)
+    with (folder / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def no_answer(*_: object) -> None:
+            if ends:
+                threading.Timer(0.3, lock.close).start()
+            raise EtcdUnavailableError("no answer")
+
+        monkeypatch.setattr(control, "_let_workers_leave", no_answer)
+        monkeypatch.setattr(control, "MAX_END_AFTER_ETCD_S", 10.0 if ends else 0.3)
+        code, output, errors = dlrover("cancel", job.run_id)
+    assert (code, "cancelled, all its nodes have ended" in output, "no answer" in errors) == (0 if ends else 2, ends, not ends)
 
 
 def test_job_in_a_queue_is_cancelled_before_it_begins(

@@ -144,6 +144,7 @@ def test_old_etcd_is_named_with_the_release_to_use(version: str, host: str, text
     assert ("upgrade to 3." in release.next_move) is bool(text)
 
 
+@pytest.mark.slow
 def test_endpoint_without_etcd_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -15,7 +15,7 @@ from lightning_dlrover.colocate.running import WatchedJob
 from tests.support.colocated_jobs import MIB, dispatcher, place, seated
 from tests.support.waiting import eventually, run_until
 
-SCRIPT = Path(__file__).with_name("growing_script.py")
+SCRIPT = Path(__file__).with_name("tiny_script.py")
 FASTER_WITH_TWO = ("--global-batch", "8", "--sample-s", "0.03", "--step-s", "0.002", "--only-resizes")
 OTHER_MIB, ALL_MIB = 1500, 4500
 TIMEOUT_S = 120.0

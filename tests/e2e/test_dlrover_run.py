@@ -112,8 +112,7 @@ def test_secured_job_is_scaled_loses_a_worker_and_an_agent_and_finishes(dlrover:
 
         assert dlrover("scale", "job", 1).returncode == 0
         assert [worker["worker_id"] for worker in wait_for_workers(run, 1)] == [first["worker_id"]]
-        until.touch()
-        assert run.wait_for_exit(60) == 0, run.output
+        run.finish(until)
         dlrover.assert_all_ended()
         assert "have processes in them" not in run.output  # those of a control group that cannot be removed
         again = dlrover("run", "--rdzv-id", "job", SCRIPT)

@@ -6,19 +6,17 @@ import itertools
 import shutil
 import signal
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.harness import Job, streamed_order
 from tests.e2e.resume_jobs import BATCH_SIZE, NUM_ROWS, STEPS_PER_EPOCH, Resumable, run_resumable
 from tests.e2e.toy_job import ToySettings, streamed, write_files
 from tests.support.waiting import eventually
-
-MakeJob = Callable[..., Job]
 
 
 def killed_at(make_job: MakeJob, settings: Resumable, step: int) -> Job:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.harness import Job, Record
 from tests.e2e.parts_jobs import NUM_ROWS, PartsRun, run_in_parts, write_files
-
-MakeJob = Callable[..., Job]
 
 STEP_S = 0.05
 

@@ -64,8 +64,7 @@ def test_node_and_worker_outwait_their_timeouts_for_the_second_node(
     cluster.max_jobs = 1000
     two = wait_for_workers(run, 2, without=(second["worker_id"],))
     assert first["worker_id"] in {worker["worker_id"] for worker in two}
-    until.touch()
-    assert run.wait_for_exit(60) == 0, run.output
+    run.finish(until)
     eventually(lambda: not dlrover.processes(), "the end of all processes")
 
 

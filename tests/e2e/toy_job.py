@@ -106,8 +106,14 @@ class Place:
         }
 
 
+PATIENCE_S = 0.3
+"""Seconds in which an idle machine makes most changes of a job's workers."""
+
 DAWDLE_S = 0.6
-"""Seconds of a step while a test waits for a change of workers. Some changes take a dozen steps, so more would cost as many."""
+"""Longest time in seconds of a step while a test waits for a change of workers. Some changes take a dozen steps."""
+
+DAWDLE_SHARE = 0.3
+"""Share of the time waited so far that such a step takes: an idle machine makes a change within a few quick steps."""
 
 
 class Recorder:
@@ -118,16 +124,25 @@ class Recorder:
         self._fd = os.open(place.records, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         # Looked for several times in each step, and building a path costs more than the look.
         self._armed, self._dawdle, self._hurry = str(place.armed), str(place.dawdle), str(place.hurry)
+        self._paced: object = None  # newest optimizer step
 
     def write(self, kind: str, **values: Any) -> None:
         os.write(self._fd, (json.dumps({"kind": kind, "at": time.time(), **values}) + "\n").encode())
 
-    def pace(self, seconds: float) -> None:
-        """Make a step slow, so that the test has time for its changes. Steps are fast once the test lets the job hurry."""
-        if os.path.exists(self._dawdle):
-            time.sleep(max(seconds, DAWDLE_S))
-        elif seconds and not os.path.exists(self._hurry):
-            time.sleep(seconds)
+    def pace(self, seconds: float, step: object = None) -> None:
+        """Make a step slow, so that the test has time for its changes. Steps are fast once the test lets the job hurry.
+
+        Args:
+            step: names the optimizer step. Only its first batch, and the first evaluation of that, is slower for a test.
+        """
+        try:
+            waited_s = PATIENCE_S + time.time() - os.stat(self._dawdle).st_mtime
+        except FileNotFoundError:
+            if seconds and not os.path.exists(self._hurry):
+                time.sleep(seconds)
+            return
+        is_first, self._paced = step is None or step != self._paced, step
+        time.sleep(max(seconds, min(DAWDLE_S, DAWDLE_SHARE * waited_s)) if is_first else seconds)
 
     def moment(self, name: str) -> None:
         """Die here if the test has armed this worker for the moment `name`."""
@@ -253,6 +268,8 @@ class ToySettings:
 class ToySteps(_MixedIn):
     """Records every share, every finished batch and every validation batch."""
 
+    window = 0  # batches of an optimizer step in manual optimization
+
     def __init__(self, recorder: Recorder, step_s: float = 0.0, slow_start_s: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(7)
@@ -287,11 +304,15 @@ class ToySteps(_MixedIn):
         self.record_share(batch, batch_idx)
         self.recorder.moment("forward")
         equal_share = self.live.loaders.first.global_batch_size / self.trainer.world_size if self.live else len(batch[2])
-        self.recorder.pace(self.step_s * len(batch[2]) / equal_share)
+        self.pace(batch_idx, self.step_s * len(batch[2]) / equal_share)
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self._loss = float(loss.detach())
         self._weight = len(batch[2])
         return loss
+
+    def pace(self, batch_idx: int, step_s: float | None = None) -> None:
+        step = self.trainer.current_epoch, batch_idx // (self.window or self.trainer.accumulate_grad_batches)
+        self.recorder.pace(self.step_s if step_s is None else step_s, step)
 
     def on_before_backward(self, loss: Tensor) -> None:
         self.recorder.moment("backward")

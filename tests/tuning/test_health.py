@@ -110,6 +110,7 @@ def times_s(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_guarded", [False, True])
 @pytest.mark.parametrize("part", PARTS)
 def test_own_time_excludes_waiting_for_a_slow_worker(
@@ -121,6 +122,7 @@ def test_own_time_excludes_waiting_for_a_slow_worker(
         assert slow > SLOW_S * 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_guarded", [False, True])
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_waiting_for_a_slow_worker_in_a_pass_is_communication(

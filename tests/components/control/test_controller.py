@@ -726,6 +726,7 @@ def test_nodes_are_left_as_they_are_while_etcd_is_away(private_etcd: EmbeddedEtc
         job.controller.close()
 
 
+@pytest.mark.slow
 def test_job_without_nodes_ends_when_its_etcd_stays_away(private_etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
     with EtcdClient(EtcdConfig(private_etcd.endpoint, timeout_s=0.3)) as client:
         job = Job(client, keys, FakeTarget(tmp_path), policy=replace(QUICK, etcd_s=0.5))

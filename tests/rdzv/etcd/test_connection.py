@@ -91,6 +91,7 @@ def test_a_connection_that_is_only_late_keeps_its_watches(etcd: EmbeddedEtcd, ke
             assert mirror._stream is stream
 
 
+@pytest.mark.slow
 def test_a_half_open_connection_costs_neither_the_lease_nor_the_watch(etcd: EmbeddedEtcd, keys: Keys) -> None:
     with (
         EtcdProxy(etcd.endpoint) as proxy,
@@ -111,6 +112,7 @@ def test_a_half_open_connection_costs_neither_the_lease_nor_the_watch(etcd: Embe
         assert other.get(keys.root + "ours") is not None
 
 
+@pytest.mark.slow
 def test_a_client_finds_its_way_between_two_endpoints_that_never_answer(etcd: EmbeddedEtcd, keys: Keys) -> None:
     with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b:
         endpoints = f"127.0.0.1:{a.getsockname()[1]},{etcd.endpoint},127.0.0.1:{b.getsockname()[1]}"
@@ -123,6 +125,7 @@ def test_a_client_finds_its_way_between_two_endpoints_that_never_answer(etcd: Em
             assert all(revision > 0 for revision in pool.map(put, "abc"))
 
 
+@pytest.mark.slow
 def test_forked_loader_workers_leave_the_mirror_alone(
     client: EtcdClient, keys: Keys, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -193,6 +193,7 @@ def test_closed_mirror_ends_catching_up(client: EtcdClient, keys: Keys) -> None:
         arrives.set()
 
 
+@pytest.mark.slow
 def test_catching_up_without_etcd_is_an_error(private_etcd: EmbeddedEtcd, keys: Keys) -> None:
     with EtcdClient(EtcdConfig(private_etcd.endpoint)) as client, Mirror(client, keys.root, check_interval_s=60) as mirror:
         private_etcd.kill()

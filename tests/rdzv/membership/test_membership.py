@@ -505,6 +505,7 @@ def test_job_with_unreadable_records_is_not_joined(place: str, start: StartWorke
         start().membership.register()
 
 
+@pytest.mark.slow
 def test_joiner_outwaits_an_outage_of_etcd(start: StartWorker, private_etcd: EmbeddedEtcd) -> None:
     (first,) = job_of(start, 1, endpoint=private_etcd.endpoint, lease_ttl_s=30)
     late = start(endpoint=private_etcd.endpoint, timeout_s=1.0, lease_ttl_s=30)
@@ -627,11 +628,12 @@ def test_newest_changes_made_while_etcd_is_full_are_recorded_once_there_is_room(
         worker.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coordinator_is_silent", [False, True])
 def test_time_to_return_begins_when_a_full_etcd_has_room(
     coordinator_is_silent: bool, start: StartWorker, private_etcd: EmbeddedEtcd
 ) -> None:
-    return_s = 3.0
+    return_s = 1.5
     with EtcdClient(EtcdConfig(private_etcd.endpoint)) as other:
         workers = job_of(start, 2, endpoint=private_etcd.endpoint, timeouts=RoundTimeouts(return_s=return_s))
         election = present(other.get(workers[0].membership.keys.coordinator))
