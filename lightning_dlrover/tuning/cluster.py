@@ -132,7 +132,6 @@ class Job:
         restarts: times that it was put back to wait, or got other devices while it ran.
         family: jobs with the same model, such as its name; "" where unknown. Only a hint for predictions.
         batch_size: samples per worker and step; 0 where unknown. Only a hint for predictions.
-        exclusive: shares its devices with no other job.
         scaling: speed by number of devices as far as it is known; None for a job that is not elastic.
         start_s: expected time without a step when the job starts, or starts again after a pause.
         change_s: expected time without a step when its devices change while it runs.
@@ -156,7 +155,6 @@ class Job:
     restarts: int = 0
     family: str = ""
     batch_size: float = 0.0
-    exclusive: bool = False
     scaling: Scaling | None = None
     start_s: float = 0.0
     change_s: float = 0.0

@@ -127,10 +127,7 @@ def test_preempted_jobs_keep_their_progress() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_ends_all_jobs_twice_alike(name: str) -> None:
     rng = random.Random(3)
-    arrivals = [
-        arrival(f"j{i}", rng.uniform(0, 100), rng.uniform(1, 30), num_devices=rng.choice([1, 1, 2]), priority=rng.randrange(2))
-        for i in range(60)
-    ]
+    arrivals = [arrival(f"j{i}", rng.uniform(0, 100), rng.uniform(1, 30), priority=rng.randrange(2)) for i in range(60)]
     policy = make_policy(name, PolicySettings(max_wait_s=200.0, most_together=2))
     outcome = simulate(arrivals, devices(4), policy, halves, costs=Costs(0.5))
     assert {done.job.name for done in outcome.finished} == {a.job.name for a in arrivals}
