@@ -405,7 +405,7 @@ def gpus_of(devices: Sequence[str]) -> list[int]:
     return [asked.gpu for asked in map(_Asked.of, devices) if asked.gpu is not None]
 
 
-def places_of(
+def local_devices(
     devices: Sequence[str],
     memory_bytes: int = 0,
     most_jobs: int = 0,
@@ -415,13 +415,13 @@ def places_of(
     available: int | None = None,
     gpus: Mapping[int, Gpu] | None = None,
 ) -> list[LocalDevice]:
-    """Return the places that a command line names: `cpu` for all cores of this process, `cpu:0-3` for some, `gpu:0` for a GPU.
+    """Return the devices that a command line names: `cpu` for all cores of this process, `cpu:0-3` for some, `gpu:0` for a GPU.
 
     A GPU has cores, too, for its jobs' own code and input. Devices that name no cores share those that no other names.
 
     Args:
-        memory_bytes: host memory for the jobs of all places; 0: the memory that is available now, less a reserve.
-        most_jobs: most jobs of one place that run at once; 0: `jobs_per_core` times its cores, and no more than four times
+        memory_bytes: host memory for the jobs of all devices; 0: the memory that is available now, less a reserve.
+        most_jobs: most jobs of one device that run at once; 0: `jobs_per_core` times its cores, and no more than four times
             `jobs_per_core` on a GPU.
         usable: cores of this process. None: ask the system; also for `num_cores` and `available`.
         gpus: GPUs of this machine, by their numbers.
@@ -438,7 +438,7 @@ def places_of(
     cores_of = _divided([_Asked.of(device) for device in devices], usable)
     total = sum(map(len, cores_of.values()))
     share = min(1.0, num_cores / total)
-    places: list[LocalDevice] = []
+    found: list[LocalDevice] = []
     for asked, cores in cores_of.items():
         gpu = _gpu(asked, gpus or {})
         gpu_bytes = 0 if gpu is None else int((1 - RESERVE) * gpu.free_bytes)
@@ -447,7 +447,7 @@ def places_of(
                 f"--devices: gpu:{gpu.index} has only {gpu.free_bytes >> 20} MiB free; end what uses it, or leave it out"
             )
         most = jobs_per_core * math.ceil(share * len(cores))
-        places.append(
+        found.append(
             LocalDevice(
                 name=asked.name,
                 kind=CPU if gpu is None else gpu.name,
@@ -459,7 +459,7 @@ def places_of(
                 gpu_bytes=gpu_bytes,
             )
         )
-    return places
+    return found
 
 
 @dataclass(frozen=True)

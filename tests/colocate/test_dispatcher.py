@@ -73,7 +73,7 @@ def test_jobs_whose_steps_take_half_a_second_are_measured_alone(tmp_path: Path) 
 def test_job_waits_at_its_first_step_until_its_memory_is_free(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         jobs = [seated("first", 2000, 20, steps=30), seated("second", 1500, 20, steps=30)]
-        made = dispatcher(tmp_path, journal, jobs, places=[place(3200)])
+        made = dispatcher(tmp_path, journal, jobs, devices=[place(3200)])
 
         def charges() -> int:
             return sum(job.charges["host"] for job in made.running.values())
@@ -94,7 +94,7 @@ def test_job_that_has_not_seen_its_grant_yet_keeps_it(tmp_path: Path) -> None:
     until = tmp_path / "until"
     with Journal(tmp_path) as journal:
         jobs = [seated(name, mib, 20, steps=100_000, until=until) for name, mib in (("one", 2000), ("other", 1500))]
-        made = dispatcher(tmp_path, journal, jobs, places=[place(3200)])
+        made = dispatcher(tmp_path, journal, jobs, devices=[place(3200)])
 
         def phases() -> list[str]:
             return sorted(job.phase for job in made.running.values())
@@ -149,7 +149,7 @@ def test_jobs_end_where_processes_have_no_descriptors(tmp_path: Path, monkeypatc
 
 def test_job_that_needs_more_than_the_device_fails_before_its_first_step(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
-        dispatcher(tmp_path, journal, [seated("large", 5000, 10)], places=[place(2048)]).run()
+        dispatcher(tmp_path, journal, [seated("large", 5000, 10)], devices=[place(2048)]).run()
     assert results(tmp_path) == {"large": ["failed"]}
     assert "and the device has 2,048 MiB" in reason(tmp_path, "large")
 
@@ -158,7 +158,7 @@ def test_job_that_lies_about_its_memory_goes_back_and_the_others_finish(tmp_path
     until = tmp_path / "until"
     with Journal(tmp_path) as journal:
         honest = seated("honest", 1200, 100, steps=100_000, step_s=0.05, until=until)
-        made = dispatcher(tmp_path, journal, [honest, seated("liar", 60, 1500, steps=60, step_s=0.05)], places=[place(2600)])
+        made = dispatcher(tmp_path, journal, [honest, seated("liar", 60, 1500, steps=60, step_s=0.05)], devices=[place(2600)])
 
         def is_held_back() -> bool:
             liar = made.running.get("liar")
@@ -286,7 +286,7 @@ def test_odd_job_harms_no_other(tmp_path: Path, job: JobSpec, message: str) -> N
 
 def test_jobs_start_on_a_device_smaller_than_the_usual_allowance(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
-        dispatcher(tmp_path, journal, [seated("a", 50, 20), seated("b", 50, 20)], places=[place(700)]).run()
+        dispatcher(tmp_path, journal, [seated("a", 50, 20), seated("b", 50, 20)], devices=[place(700)]).run()
     assert results(tmp_path) == {"a": ["done"], "b": ["done"]}
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_dlrover.colocate.devices import Gpu
-from lightning_dlrover.colocate.tenants import LocalDevice, places_of
+from lightning_dlrover.colocate.tenants import LocalDevice, local_devices
 
 GIB = 1 << 30
 
@@ -15,7 +15,7 @@ GPU = Gpu(0, "GPU-0", "Fake", 8 * GIB, 5 * GIB, {"gpu": 1.0})
 
 
 def made(devices: Sequence[str], memory_bytes: int = 0, num_cores: float = 4.0) -> list[LocalDevice]:
-    return places_of(devices, memory_bytes, usable={0, 1, 2, 3}, num_cores=num_cores, available=10 * GIB, gpus={0: GPU})
+    return local_devices(devices, memory_bytes, usable={0, 1, 2, 3}, num_cores=num_cores, available=10 * GIB, gpus={0: GPU})
 
 
 def test_one_device_has_all_cores_and_most_of_the_memory() -> None:
@@ -24,7 +24,7 @@ def test_one_device_has_all_cores_and_most_of_the_memory() -> None:
 
 
 def test_policy_may_run_more_jobs_for_each_core() -> None:
-    (place,) = places_of(["cpu"], jobs_per_core=4, usable={0, 1}, num_cores=2.0, available=10 * GIB)
+    (place,) = local_devices(["cpu"], jobs_per_core=4, usable={0, 1}, num_cores=2.0, available=10 * GIB)
     assert place.most_jobs == 8
 
 
@@ -51,7 +51,7 @@ def test_gpu_may_name_its_cores_and_the_others_share_the_rest() -> None:
 def test_gpu_that_is_nearly_full_is_refused() -> None:
     full = replace(GPU, free_bytes=GIB)
     with pytest.raises(ValueError, match="gpu:0 has only 1024 MiB free"):
-        places_of(["gpu:0"], usable={0, 1}, num_cores=2.0, available=10 * GIB, gpus={0: full})
+        local_devices(["gpu:0"], usable={0, 1}, num_cores=2.0, available=10 * GIB, gpus={0: full})
 
 
 def test_quota_of_cpu_time_leaves_fewer_cores() -> None:

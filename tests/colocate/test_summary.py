@@ -33,5 +33,5 @@ def test_jobs_per_hour_need_a_minute(seconds: float, is_shown: bool) -> None:
 
 
 def test_kind_measured_several_times_is_one_row_with_a_range() -> None:
-    [row] = _kinds(queue(5.0, (8.0, 10.0, 25.0)))
+    [row] = _kinds(queue(5.0, (8.0, 10.0, 25.0)), {JobSpec("a", ("train",), "/").kind: "a"})
     assert row[:3] == ("a", "8 to 25", "1.00")

@@ -76,7 +76,7 @@ def dispatcher(
     journal: Journal,
     specs: Sequence[JobSpec],
     policy: str = "fifo",
-    places: Sequence[LocalDevice] = (),
+    devices: Sequence[LocalDevice] = (),
     rules: Rules | None = None,
 ) -> Dispatcher:
     """Return a dispatcher with these jobs in its queue, as `run_queue` makes it."""
@@ -84,6 +84,6 @@ def dispatcher(
     knowledge = Knowledge()
     knowledge.recall(journal.records)
     rules = rules or Rules(probe_s=0.2, grace_s=1.0)
-    made = Dispatcher(folder, journal, places or [place()], Scheduler(policy, knowledge), knowledge, rules)
+    made = Dispatcher(folder, journal, devices or [place()], Scheduler(policy, knowledge), knowledge, rules)
     made.add(specs)
     return made
