@@ -573,17 +573,20 @@ class Scheduler:
         actions: list[Action] = []
         for device in sorted(devices, key=lambda device: device.gpu is None):  # the GPUs have the first choice
             here = [tenant for tenant in tenants if tenant.device == device.name]
-            actions += self._of_tenants(now, device, here, {name for name, where in wanted.items() if device.name in where})
+            changes = self._of_tenants(now, device, here, {name for name, where in wanted.items() if device.name in where})
+            actions += changes
             if device.name not in self._alone:
                 started = {action.job for action in actions if isinstance(action, Start)}
                 for_here = [job for job in able if device in suitable[job.name] and job.name not in started]
                 if self._may_pause:
                     chosen = self._ahead(now, device, devices, for_here, tenants)
                 else:
-                    num_running = sum(tenant.phase in ("starting", "asks", "running") for tenant in here)
                     wanted_here = [job for job in for_here if device.name in wanted.get(job.name, ())]
-                    chosen = sorted(wanted_here, key=turn_of)[: max(0, device.most_jobs - num_running)]
-                actions += _starts(device, here, chosen)
+                    chosen = sorted(wanted_here, key=turn_of)
+                # Jobs that start count, because a command without the callback trains before the dispatcher can tell.
+                num_active = sum(tenant.phase in ("starting", "asks", "running") for tenant in here)
+                num_active += sum(isinstance(change, Resume) for change in changes)
+                actions += _starts(device, here, chosen[: max(0, device.most_jobs - num_active)])
         first: dict[str, Action] = {}
         for action in actions:
             first.setdefault(action.job, action)
