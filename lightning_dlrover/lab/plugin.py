@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import re
 from pathlib import Path
 
@@ -184,7 +185,7 @@ def _add_simulation_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--resize-cost",
         nargs="+",
-        type=resize_cost,
+        type=functools.partial(_cost, words=("by-model", "live")),
         default=[30.0],
         metavar="S",
         help="seconds without a step when a running job's devices change (default 30); by-model: 15 to 250 s, as restarts of "
@@ -192,7 +193,7 @@ def _add_simulation_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--start-cost",
-        type=start_cost,
+        type=functools.partial(_cost, words=("by-model",)),
         default=30.0,
         metavar="S",
         help="seconds without a step when a job starts, under every policy, or by-model (default 30)",
@@ -245,7 +246,7 @@ def _add_simulation_options(command: argparse.ArgumentParser) -> None:
 
 
 def cluster(text: str) -> tuple[int, int]:
-    """Nodes and devices of each, from `16x4`."""
+    """Return nodes and devices of each, from `16x4`."""
     match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,3})", text)
     if match is None:
         raise argparse.ArgumentTypeError(
@@ -254,17 +255,8 @@ def cluster(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def resize_cost(text: str) -> float | str:
-    """Seconds from 0 on, `by-model`, or `live`."""
-    return _cost(text, ("by-model", "live"))
-
-
-def start_cost(text: str) -> float | str:
-    """Seconds from 0 on, or `by-model`."""
-    return _cost(text, ("by-model",))
-
-
-def _cost(text: str, words: tuple[str, ...]) -> float | str:
+def _cost(text: str, *, words: tuple[str, ...]) -> float | str:
+    """Return seconds from 0 on, or one of some words."""
     if text in words:
         return text
     with contextlib.suppress(ValueError):

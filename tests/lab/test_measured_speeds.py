@@ -67,8 +67,8 @@ def test_a_folder_without_measurements_is_refused(tmp_path: Path) -> None:
     "row, message",
     [
         ("1a,4,0.1,0", r"toy-placements.csv:17: placement='1a'"),
-        ("1,4,0,0", r"toy-placements.csv:17: step_time=0.0 is no time"),
-        ("1,4,fast,0", r"toy-placements.csv:17: step_time='fast' is no number"),
+        ("1,4,0,0", r"toy-placements.csv:17: step_time=0.0 is not a time"),
+        ("1,4,fast,0", r"toy-placements.csv:17: step_time='fast' is not a number"),
         ("1,4", r"toy-placements.csv:17 has another number of fields"),
     ],
 )

@@ -261,11 +261,11 @@ def test_history_holds_possible_windows_from_which_a_job_starts_at_the_best(tmp_
 
 
 def test_energy_counter_may_wrap_around_and_may_be_missing(tmp_path: Path) -> None:
-    assert EnergyMeter.of_machine(cuda=False, powercap=tmp_path).joules() is None
+    assert EnergyMeter(cuda=False, powercap=tmp_path).joules() is None
     zone = tmp_path / "intel-rapl:0"
     zone.mkdir()
     (zone / "max_energy_range_uj").write_text("1000000\n")
     (zone / "energy_uj").write_text("900000\n")
-    meter = EnergyMeter.of_machine(cuda=False, powercap=tmp_path)
+    meter = EnergyMeter(cuda=False, powercap=tmp_path)
     (zone / "energy_uj").write_text("400000\n")
     assert meter.joules() == pytest.approx(0.5)

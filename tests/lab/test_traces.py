@@ -53,10 +53,10 @@ def test_profiles_of_our_own_are_read_back_as_they_were(tmp_path: Path, form: st
         ("placement,step_time\n1,0.1\n", r":2 has no local_batch \(local_bsz\)"),
         ("local_bsz,step_time\n32,0.1\n", r":2 has no num_workers \(num_replicas or placement\)"),
         ("placement,local_bsz,step_time\n1,32,0.1\n1,64,-0.1\n", r":3: step_time='-0.1' must be finite and not negative"),
-        ("placement,local_bsz,step_time\n1,32,0\n", r":2: step_time=0.0 is no time of a step"),
+        ("placement,local_bsz,step_time\n1,32,0\n", r":2: step_time=0.0 is not a time"),
         ("placement,local_bsz,step_time\n1,32,nan\n", r":2: step_time='nan' must be finite"),
         ("placement,local_bsz,step_time\n1,32,45000\n", r":2: step_time=45000 would be hours; .*milliseconds"),
-        ("placement,local_bsz,step_time\n1,32,fast\n", r":2: step_time='fast' is no number"),
+        ("placement,local_bsz,step_time\n1,32,fast\n", r":2: step_time='fast' is not a number"),
         ("placement,local_bsz,step_time\n1-2,32,0.1\n", r":2: placement='1-2' is not one digit"),
         ("placement,local_bsz,step_time\n102,32,0.1\n", r":2: placement='102' is not one digit"),
         ("placement,local_bsz,step_time\n1,32.5,0.1\n", r":2: local_bsz='32.5' must be a whole number"),
@@ -73,7 +73,7 @@ def test_a_broken_file_is_refused_with_the_line_and_the_cause(tmp_path: Path, te
 
 
 def test_a_line_that_is_no_profile_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"trace\.jsonl:1 is no JSON object"):
+    with pytest.raises(TraceError, match=r"trace\.jsonl:1 is not a JSON object"):
         read_trace(written(tmp_path, "hello\n", "trace.jsonl"))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlrover.lab.simulate.traces import RESTART_S, SAMPLES, USUAL_BATCHES, WorkError, read_work
+from lightning_dlrover.lab.simulate.traces import RESTART_S, SAMPLES, USUAL_BATCHES, WorkloadError, read_work
 
 
 def test_all_tables_hold_the_same_applications() -> None:
@@ -31,5 +31,5 @@ def test_work_is_read_by_application(tmp_path: Path) -> None:
 def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "work.csv"
     path.write_text(text)
-    with pytest.raises(WorkError, match=message):
+    with pytest.raises(WorkloadError, match=message):
         read_work(path)
