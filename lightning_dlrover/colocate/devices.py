@@ -1,4 +1,4 @@
-"""Devices and their use: the GPUs of this machine with their memory by process, and what a job's processes use."""
+"""Devices and their use: the GPUs of this machine with their memory by process, and the resources of a job's processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Gpu:
         index: as `nvidia-smi` counts.
         uuid: its name in `CUDA_VISIBLE_DEVICES`; CUDA numbers GPUs in another order.
         free_bytes: memory that no process has now.
-        limits: largest use of each resource that NVML knows, by names in `tuning/cluster.py`.
+        limits: largest use of each resource that NVML reports, by names in `tuning/cluster.py`.
     """
 
     index: int

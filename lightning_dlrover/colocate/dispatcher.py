@@ -303,8 +303,10 @@ class Dispatcher:
             job.probed = {}
             job.charges = {m: min(charge, int(GROWTH * job.resident_bytes(m))) for m, charge in job.charges.items()}
             # On the host, a process just before its first step has most of its final memory.
-            knows_gpu = "gpu" not in job.charges or self.knowledge.knows(job.spec, "gpu", "gpu") or job.estimate("gpu")[0] > 0
-            job.guessed = set() if knows_gpu else {"gpu"}
+            has_gpu_peak = (
+                "gpu" not in job.charges or self.knowledge.has_peak(job.spec, "gpu", "gpu") or job.estimate("gpu")[0] > 0
+            )
+            job.guessed = set() if has_peak else {"gpu"}
             job.enter("asks", now)
         elif job.phase == "starting" and self._is_probed(job, now):
             job.probed = {m: self.knowledge.probed_bytes(job.spec, job.where, m, job.peaks.get(m, 0)) for m in job.charges}

@@ -71,14 +71,14 @@ class Packing:
         """Let no more jobs start on these devices."""
         self._closed.update(device.name for device in devices)
 
-    def fits(self, job: Job, device: Device, beside: Sequence[Job] = ()) -> bool:
-        """Whether the device has memory and a slot for one more worker, given those present and those of `beside`."""
+    def fits(self, job: Job, device: Device, others: Sequence[Job] = ()) -> bool:
+        """Whether the device has memory and a slot for one more worker, given those present and `others`."""
         workers = self._workers[device.name]
-        if device.name in self._closed or len(workers) + len(beside) >= device.places:
+        if device.name in self._closed or len(workers) + len(others) >= device.places:
             return False
         if device.kind not in job.profiles:
             return False
-        profiles = [each.profiles[device.kind] for each in (job, *beside)]
+        profiles = [each.profiles[device.kind] for each in (job, *others)]
         if sum(p.memory_bytes for p in profiles) > self.free_bytes(device):
             return False
         host = self._hosts.get(device.node)

@@ -418,7 +418,7 @@ class Knowledge:
             return max(int(SPREAD * peak), wanted)
         return max(spec.gpu_memory_bytes if memory == "gpu" else spec.memory_bytes, wanted)
 
-    def knows(self, spec: JobSpec, where: Where, memory: Memory) -> bool:
+    def has_peak(self, spec: JobSpec, where: Where, memory: Memory) -> bool:
         """Whether the peak of a job that has not started is known, from earlier ones or its owner."""
         return self._expected_bytes(spec, where, memory) > 0
 
@@ -441,7 +441,7 @@ class Knowledge:
         if not estimate_bytes:
             return max(min(self._expected_bytes(spec, where, memory), device_bytes), int(GROWTH * resident_bytes))
         learned = MemoryMargin.of(self._estimates[memory])
-        # The job knows only the default margin; this process knows the errors of earlier estimates.
+        # The job has only the default margin; this process has the errors of earlier estimates.
         margin_bytes = learned.bytes_for(estimate_bytes) if learned.num_records else margin_bytes
         needed = max(wanted, estimate_bytes + margin_bytes)
         return min(needed, device_bytes) if estimate_bytes <= device_bytes else needed
@@ -787,7 +787,7 @@ class Scheduler:
         """Return a job as policies see it.
 
         Args:
-            needs: for each kind of device that the policy knows, a device, and the memory that the job takes there; empty: it
+            needs: for each kind of device that the policy sees, a device, and the memory that the job takes there; empty: it
                 has it already.
         """
         profiles = {}

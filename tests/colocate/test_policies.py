@@ -151,7 +151,7 @@ def test_fifo_fills_all_places_in_order() -> None:
     assert Counter(started.values()) == {("gpu0",): 3, ("gpu1",): 3}
 
 
-def test_rmixer_puts_another_type_beside_the_most_frequent_one() -> None:
+def test_rmixer_puts_another_type_next_to_the_most_frequent_one() -> None:
     heavy = [job(f"compute-{i}", 0.9, 5.0) for i in range(3)]
     large = [job(f"memory-{i}", 0.1, 6.0) for i in range(3)]
     policy = make_policy("rmixer", PolicySettings(most_together=2))

@@ -139,14 +139,14 @@ class Arrival:
     Args:
         job: as the policy sees it; while it runs, `steps_left` is kept where it is known.
         steps: until the job ends.
-        told: ratio of the steps reported to policies to the real ones. A job that has made more has an unknown end.
+        length_factor: steps reported to policies over the real ones. A job that has made more has an unknown end.
         fragility: the consequences of lost nodes.
     """
 
     job: Job
     steps: float
     fragility: Fragility = field(default_factory=Fragility)
-    told: float = 1.0
+    length_factor: float = 1.0
 
 
 class Truth(Protocol):
@@ -225,12 +225,12 @@ class _Progress:
     starts: int = 0
     changes: int = 0
 
-    def told_left(self, left: float) -> float | None:
+    def reported_left(self, left: float) -> float | None:
         """Return the steps reported to a policy, given the steps that remain until the job ends or fails."""
         if self.arrival.job.steps_left is None:
             return None
-        told = left + self.beyond + (self.arrival.told - 1) * self.arrival.steps
-        return told if told > 0 or self.arrival.told == 1 else None
+        reported = left + self.beyond + (self.arrival.length_factor - 1) * self.arrival.steps
+        return reported if reported > 0 or self.arrival.length_factor == 1 else None
 
 
 # Event driven and deterministic. The policy is asked when a job comes or ends, and at fixed intervals where it wants to be.
@@ -397,7 +397,7 @@ class _Simulation:
             progress = self.progress[run.job.name]
             run.advance(self.now_s)
             served = progress.served_device_s + len(run.devices) * (self.now_s - run.since_s)
-            left = progress.told_left(run.left)
+            left = progress.reported_left(run.left)
             scaling = run.job.scaling if self.knowledge is None else self.knowledge.scaling(run.job)
             restarts = progress.changes + progress.starts - 1
             job = replace(run.job, steps_left=left, served_device_s=served, restarts=restarts, scaling=scaling)
@@ -443,7 +443,7 @@ class _Simulation:
                     run.job,
                     waiting_since_s=self.now_s,
                     served_device_s=progress.served_device_s,
-                    steps_left=progress.told_left(progress.left),
+                    steps_left=progress.reported_left(progress.left),
                     restarts=progress.changes + progress.starts,
                 )
         for name in starting:
@@ -639,11 +639,11 @@ def elastic_workload(
         begin_s = start_s if isinstance(start_s, float | int) else _looked_up(start_s, job, "the cost of a start")
         cost_s = change_s if isinstance(change_s, float | int) else _looked_up(change_s, job, "the cost of a change")
         steps = _steps(job, family, cluster, samples)
-        told = random.Random(f"{seed}/length/{job.name}").lognormvariate(0, LENGTH_SPREAD) if lengths == "wrong" else 1.0
+        factor = random.Random(f"{seed}/length/{job.name}").lognormvariate(0, LENGTH_SPREAD) if lengths == "wrong" else 1.0
         seen = Job(
             job.name,
             {KIND: Profile(0, GUESS_STEPS_PER_S)},
-            steps_left=None if lengths == "unknown" else steps * told,
+            steps_left=None if lengths == "unknown" else steps * factor,
             submitted_s=job.at_s,
             num_devices=job.num_devices,
             min_devices=1,
@@ -654,7 +654,7 @@ def elastic_workload(
             change_s=float(cost_s),
             join_s=float(begin_s) if joins else 0.0,
         )
-        arrivals.append(Arrival(seen, steps, told=told))
+        arrivals.append(Arrival(seen, steps, length_factor=factor))
     return ElasticWorkload(tuple(arrivals), families, cluster)
 
 

@@ -48,6 +48,7 @@ class Trace:
     """The rows of one file, and their oddities."""
 
     samples: tuple[StepProfile, ...]
+    placements: tuple[str, ...]  # of each sample, one digit for each node; empty where the row has none
     remarks: tuple[str, ...]
 
 
@@ -90,7 +91,7 @@ def read_trace(path: Path) -> Trace:
                 "which has the same configuration; both are used"
             )
         samples.append(sample)
-    return Trace(tuple(samples), tuple(remarks))
+    return Trace(tuple(samples), tuple(str(row.get("placement") or "") for _, row in rows), tuple(remarks))
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -539,10 +540,13 @@ def read_applications(folder: Path) -> dict[str, MeasuredApplication]:
 
 def _application(folder: Path, name: str) -> MeasuredApplication:
     path = folder / f"{name}{PLACEMENTS}"
-    samples = read_trace(path).samples
+    trace = read_trace(path)
+    samples = trace.samples
     groups: defaultdict[Placement, list[StepProfile]] = defaultdict(list)
-    for sample, placement in zip(samples, _placements(path), strict=True):
-        groups[_smallest_rotation(placement)].append(sample)
+    for number, (sample, placement) in enumerate(zip(samples, trace.placements, strict=True), 1):
+        if not placement:
+            raise TraceError(f"{path}, row {number}, has no placement: one digit for each node, devices on it")
+        groups[_smallest_rotation(tuple(map(int, placement)))].append(sample)
     further = folder / f"{name}{SCALABILITY}"
     shapes: defaultdict[tuple[int, int], list[StepProfile]] = defaultdict(list)
     for sample in (*samples, *(read_trace(further).samples if further.exists() else ())):
@@ -558,19 +562,6 @@ def _application(folder: Path, name: str) -> MeasuredApplication:
         by_placement={placement: _Curve.of(found) for placement, found in groups.items()},
         by_nodes=by_nodes,
     )
-
-
-def _placements(path: Path) -> list[Placement]:
-    """Return the placement of each row. `read_trace` has checked that it is made of digits above 0, where there is one."""
-    reader = csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines())
-    if "placement" not in (reader.fieldnames or ()):
-        raise TraceError(f"{path}:1 has no column placement: one digit for each node, devices on it")
-    found = []
-    for row in reader:
-        if not row["placement"]:
-            raise TraceError(f"{path}:{reader.line_num} has no placement: one digit for each node, devices on it")
-        found.append(tuple(map(int, row["placement"])))
-    return found
 
 
 def _smallest_rotation(placement: Placement) -> Placement:
