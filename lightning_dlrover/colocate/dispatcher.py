@@ -303,9 +303,7 @@ class Dispatcher:
             job.probed = {}
             job.charges = {m: min(charge, int(GROWTH * job.resident_bytes(m))) for m, charge in job.charges.items()}
             # On the host, a process just before its first step has most of its final memory.
-            has_gpu_peak = (
-                "gpu" not in job.charges or self.knowledge.has_peak(job.spec, "gpu", "gpu") or job.estimate("gpu")[0] > 0
-            )
+            has_peak = "gpu" not in job.charges or self.knowledge.has_peak(job.spec, "gpu", "gpu") or job.estimate("gpu")[0] > 0
             job.guessed = set() if has_peak else {"gpu"}
             job.enter("asks", now)
         elif job.phase == "starting" and self._is_probed(job, now):

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from colocated_jobs import SEATED, dispatcher, place, python, seated
-from waiting import eventually, run_until
 
 from lightning_dlrover import variables
 from lightning_dlrover.colocate import dispatcher as dispatcher_module
@@ -23,11 +21,12 @@ from lightning_dlrover.colocate.devices import families, is_program, marked
 from lightning_dlrover.colocate.dispatcher import Rules
 from lightning_dlrover.colocate.journal import FILE_NAME, Ended, JobSpec, Journal, Profiled, read_records
 from lightning_dlrover.colocate.running import OUTPUT
+from tests.support.colocated_jobs import SEATED, dispatcher, place, python, seated
+from tests.support.waiting import eventually, run_until
 
 TIMEOUT_S = 60.0
 
 HOARDER = "x = bytearray({mib} << 20)\nx[::4096] = b'x' * len(x[::4096])\nimport time\ntime.sleep({seconds})"
-SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def results(folder: Path) -> dict[str, list[str]]:
@@ -209,10 +208,8 @@ def test_job_of_a_measured_kind_needs_no_estimate(tmp_path: Path) -> None:
 def killed_dispatcher(folder: Path, program: str) -> Iterator[None]:
     """Run a program with a `journal` of a folder in a process of its own, and kill it at the end of the block."""
     prologue = f"""
-import sys
-sys.path.insert(0, {str(SUPPORT)!r})
 from pathlib import Path
-from colocated_jobs import dispatcher, python, seated
+from tests.support.colocated_jobs import dispatcher, python, seated
 from lightning_dlrover.colocate.journal import Journal
 folder = Path({str(folder)!r})
 journal = Journal(folder).__enter__()

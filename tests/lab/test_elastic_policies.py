@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from elastic_jobs import GB, Amdahl, check_allocation, cluster, job, numbers, running, spread_speed
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from lightning_dlrover.lab.simulate.simulator import Arrival, simulate
 from lightning_dlrover.pool.allocation import SpeedTables
 from lightning_dlrover.tuning.cluster import Job, PolicySettings, Profile, Running, Speeds, State
 from lightning_dlrover.tuning.plan import ALL_SIZES_UP_TO, sizes_to_consider
+from tests.support.elastic_jobs import GB, Amdahl, check_allocation, cluster, job, numbers, running, spread_speed
 
 PREEMPTING = [name for name, policy in ELASTIC_POLICIES.items() if policy.preempts]
 

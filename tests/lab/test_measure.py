@@ -4,7 +4,6 @@ import statistics
 from pathlib import Path
 
 import pytest
-from fake_nvml import FakeNvml, use_gpu
 
 from lightning_dlrover.lab.characterize import measure
 from lightning_dlrover.lab.characterize.measure import (
@@ -15,6 +14,7 @@ from lightning_dlrover.lab.characterize.measure import (
     measure_users_model,
 )
 from lightning_dlrover.lab.characterize.points import Point
+from tests.support.fake_nvml import FakeNvml, use_gpu
 
 SCRIPT = """
 import lightning as L
