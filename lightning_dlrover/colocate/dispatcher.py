@@ -303,7 +303,7 @@ class Dispatcher:
             job.probed = {}
             job.charges = {m: min(charge, int(GROWTH * job.resident_bytes(m))) for m, charge in job.charges.items()}
             # On the host, a process just before its first step has most of its final memory.
-            has_peak = "gpu" not in job.charges or self.knowledge.has_peak(job.spec, "gpu", "gpu") or job.estimate("gpu")[0] > 0
+            has_peak = "gpu" not in job.charges or self.knowledge.has_gpu_peak(job.spec) or job.estimate("gpu")[0] > 0
             job.guessed = set() if has_peak else {"gpu"}
             job.enter("asks", now)
         elif job.phase == "starting" and self._is_probed(job, now):
@@ -412,7 +412,7 @@ class Dispatcher:
             write_answer(admission, Answer(memory_known=True))
         self.journal.add(Started(start.job, attempt, start.device, self.now_epoch()))
         self._attempts[start.job] = attempt
-        threads = self._scheduler.threads(device, 2)
+        threads = self._scheduler.threads(device)
         own = device.environment(threads)
         environment = {
             **os.environ,

@@ -51,7 +51,7 @@ def run_backward(result: Any) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def step_of(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batch_idx: int = 0) -> Step:
+def step_of(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Step:
     """Return a step that runs a LightningModule's ``training_step``, without its trainer, its logger and its strategy.
 
     The step replaces methods of the module when it runs, so it is for a process that is thrown away, as `estimate_peak`'s is.
@@ -72,7 +72,7 @@ def step_of(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batc
                 object.__setattr__(module, name, method)
         training_step: Callable[..., Any] = module.training_step  # type: ignore[assignment]
         parameters = inspect.signature(training_step).parameters
-        result = training_step(batch, batch_idx) if len(parameters) > 1 else training_step(batch)
+        result = training_step(batch, 0) if len(parameters) > 1 else training_step(batch)
         return result if getattr(module, "automatic_optimization", True) else None
 
     return step
@@ -692,7 +692,6 @@ def estimate_peak(
     loader: LoaderShape | None = None,
     margin: MemoryMargin | None = None,
     deadline_s: float = DEADLINE_S,
-    probe_bytes: int | None = None,
 ) -> MemoryEstimate | Unknown:
     """Estimate the peak memory of training steps, without a step of this process. Never raises.
 
@@ -708,13 +707,12 @@ def estimate_peak(
         batch: as `step` takes it; its tensors may be on the meta device.
         device: ``cpu``, or ``cuda`` for the need of one GPU.
         margin: from the errors of earlier estimates; default: 35 % of the estimate.
-        deadline_s: seconds for each copy.
-        probe_bytes: most that a real step in a copy may allocate; default: half of the available memory.
+        deadline_s: seconds for each copy. A real step in a copy may allocate half of the available memory.
     """
     start = time.perf_counter()
     job = _Job(module, [*optimizers], batch, step, torch.device(device).type == "cuda", loader or LoaderShape(), deadline_s)
     try:
-        parts, source = _estimate(job, probe_bytes)
+        parts, source = _estimate(job)
     except ChildError as error:
         return Unknown(str(error))
     except Exception as error:  # an estimate must not end a job
@@ -736,7 +734,7 @@ class _Job:
     deadline_s: float
 
 
-def _estimate(job: _Job, probe_bytes: int | None) -> tuple[MemoryParts, Source]:
+def _estimate(job: _Job) -> tuple[MemoryParts, Source]:
     """Return the parts and their source."""
     source: Source = "shapes"
     standing = MemoryParts(  # tensors that exist before the first step
@@ -752,9 +750,8 @@ def _estimate(job: _Job, probe_bytes: int | None) -> tuple[MemoryParts, Source]:
         if job.is_cuda:
             raise
         log.info("no estimate from shapes (%s); measuring steps on a part of the batch in a copy of this process", error)
-        if probe_bytes is None:
-            probe_bytes = available_bytes() // 2
-        added = {"activations": measure_steps(job.optimizers, job.batch, job.step, job.deadline_s, probe_bytes)}
+        measured = measure_steps(job.optimizers, job.batch, job.step, job.deadline_s, available_bytes() // 2)
+        added = {"activations": measured}
         source = "measured"
     return _with_process(replace(standing, **added), job), source
 

@@ -418,9 +418,9 @@ class Knowledge:
             return max(int(SPREAD * peak), wanted)
         return max(spec.gpu_memory_bytes if memory == "gpu" else spec.memory_bytes, wanted)
 
-    def has_peak(self, spec: JobSpec, where: Where, memory: Memory) -> bool:
-        """Whether the peak of a job that has not started is known, from earlier ones or its owner."""
-        return self._expected_bytes(spec, where, memory) > 0
+    def has_gpu_peak(self, spec: JobSpec) -> bool:
+        """Whether the peak of a job on a GPU is known, from earlier ones or its owner."""
+        return self._expected_bytes(spec, "gpu", "gpu") > 0
 
     def need_bytes(
         self, spec: JobSpec, where: Where, memory: Memory, estimate: tuple[int, int], resident_bytes: int, device_bytes: int
@@ -541,11 +541,9 @@ class Scheduler:
         self._alone: dict[str, _Alone] = {}
         self._given_up: set[str] = set()  # kinds that could not be measured alone
 
-    def threads(self, device: LocalDevice, num_jobs: int) -> int:
-        """Return the threads of each process of a job that shares its cores, so that all together use each core once."""
-        if self.policy_name == "sequential":
-            num_jobs = 1
-        return max(1, round(device.num_cores / max(1, num_jobs)))
+    def threads(self, device: LocalDevice) -> int:
+        """Return the threads of each process of a job before its first step: for half of the cores, or all where it is alone."""
+        return max(1, round(device.num_cores / (1 if self.policy_name == "sequential" else 2)))
 
     def thread_shares(self, device: LocalDevice, kinds: Sequence[str]) -> list[int]:
         """Return the threads of each process of jobs that run side by side, by their measured use or in equal parts.
@@ -566,7 +564,7 @@ class Scheduler:
         self, now: float, devices: Sequence[LocalDevice], waiting: Sequence[Waiting], tenants: Sequence[Tenant]
     ) -> list[Action]:
         """Return the starts, pauses and resumptions that are due."""
-        self._side_by_side = float(max((self.threads(device, 2) for device in devices), default=1))
+        self._side_by_side = float(max((self.threads(device) for device in devices), default=1))
         able = [job for job in waiting if job.not_before_s <= now]
         wanted = self._wanted(now, devices, able, tenants, are_last=not waiting)
         suitable = {job.name: _suitable(job, devices) for job in able}

@@ -195,7 +195,7 @@ def test_margin_alone_makes_no_job_too_large() -> None:
 
 def test_peaks_of_the_memories_are_kept_apart() -> None:
     knowledge = Knowledge()
-    assert not knowledge.has_peak(SPEC, "gpu", "gpu")
+    assert not knowledge.has_gpu_peak(SPEC)
     knowledge.learn_end(SPEC, ended("done", 2.0, 4.0))
-    assert knowledge.has_peak(SPEC, "gpu", "gpu")
+    assert knowledge.has_gpu_peak(SPEC)
     assert knowledge.expected(SPEC, "gpu") == {"host": pytest.approx(2.1 * GIB), "gpu": pytest.approx(4.2 * GIB)}

@@ -441,9 +441,9 @@ def has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def _processor() -> str:
     with suppress(OSError):
-        for line in cpuinfo.read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
