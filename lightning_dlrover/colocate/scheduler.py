@@ -542,7 +542,7 @@ class Scheduler:
         self._given_up: set[str] = set()  # kinds that could not be measured alone
 
     def threads(self, device: LocalDevice) -> int:
-        """Return the threads of each process of a job before its first step: for half of the cores, or all where it is alone."""
+        """Return the threads of each process of a job before its first step: half of the cores, or all if it runs alone."""
         return max(1, round(device.num_cores / (1 if self.policy_name == "sequential" else 2)))
 
     def thread_shares(self, device: LocalDevice, kinds: Sequence[str]) -> list[int]:
