@@ -61,9 +61,9 @@ TOGETHER = {
 
 COMPUTING = (
     *("checks/", "report/", "colocate/test_core_speeds", "colocate/test_matching", "colocate/test_mixed"),
-    *("colocate/test_policies", "colocate/test_slowdown", "colocate/test_turns", "lab/test_elastic", "lab/test_losses"),
+    *("colocate/test_policies", "colocate/test_slowdown", "colocate/test_turns", "lab/test_elastic"),
     *("lab/test_measured_speeds", "lab/test_published_figures", "lab/test_simulator", "lab/test_study", "lab/test_traces"),
-    *("lab/test_work", "pool/test_division", "pool/test_elastic_placement", "pool/test_knapsack", "pool/test_moves"),
+    *("pool/test_division", "pool/test_elastic_placement", "pool/test_knapsack", "pool/test_moves"),
     *("pool/test_owners", "pool/test_prices", "pool/test_sizes", "tuning/test_analyst"),
     *("tuning/test_auto", "tuning/test_history", "tuning/test_memory", "tuning/test_model", "tuning/test_plan"),
     *("tuning/test_population", "tuning/test_profile_log", "tuning/test_stragglers", "tuning/test_warm_start"),

@@ -117,7 +117,6 @@ class Job:
     restarts: int = 0  # times that it was put back to wait, or got other devices while it ran
     family: str = ""  # jobs with the same model, such as its name; "": unknown. Only a hint for predictions
     batch_size: float = 0.0  # samples per worker and step; 0: unknown. Only a hint for predictions
-    exclusive: bool = False  # shares its devices with no other job
     scaling: Scaling | None = None  # known speed by number of devices; None: the job is not elastic
     start_s: float = 0.0  # expected time without a step when the job starts, or starts again after a pause
     change_s: float = 0.0  # the same when its devices change while it runs
