@@ -221,6 +221,9 @@ Begun: TypeAlias = tuple[int, dist.Work | Reduction, torch.Tensor]
 class PlaceInProgram(Protocol):
     """A worker's place in its program, as it changes. Read by any thread."""
 
+    uses_collectives: bool
+    """Whether a training step has called a collective of tensors with several values, other than torchrec's."""
+
     @property
     def is_computing(self) -> bool:
         """Whether the worker is inside a training step."""
@@ -229,11 +232,12 @@ class PlaceInProgram(Protocol):
         """Describe the place for an error message."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class OutsideOfLoops:
     """The place of a program that has not reported any."""
 
     is_computing: bool = False
+    uses_collectives: bool = False
 
     def describe(self) -> str:
         return "between two collectives"
@@ -402,6 +406,9 @@ class CollectiveMonitor:
         """Compare a collective that is begun through `torch.distributed`, if all workers take part in it."""
         if self._alone:
             self._refuse_if_alone(Purpose(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2))))
+        place = self._program.place
+        if place.is_computing and not place.uses_collectives and threading.get_ident() == self._thread:
+            place.uses_collectives = any(t.numel() > 1 for t in tensors_in(args)) and not _is_of_a_library(sys._getframe(2))
         if self._depth or not self._is_of_round(group) or threading.get_ident() != self._thread or torch_names.is_in_backward():
             return
         is_async = getattr(args[-1] if args else None, "asyncOp", False)

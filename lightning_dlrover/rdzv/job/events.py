@@ -225,6 +225,16 @@ class StragglerFound(Event):
 
 
 @dataclass(frozen=True)
+class SharesChanged(Event):
+    """A slow worker gets fewer samples of each batch from now on, or as many as the others again."""
+
+    KIND = "shares"
+    round: int
+    step: int
+    samples: list[int]  # of a global batch, by rank; none: equal shares
+
+
+@dataclass(frozen=True)
 class MemoryShort(Event):
     """A worker is about to run out of memory."""
 

@@ -1,6 +1,8 @@
-"""Every byte of a replica is part of a checksum within `PERIOD_STEPS` steps, and a changed one changes it."""
+"""Numbers in votes, and checksums that find replicas that drift apart."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,20 @@ from lightning_dlrover.live.agreement import (
     num_bytes_of,
     slice_between,
 )
+from tests.support.live_parts import BETWEEN, a_formation, a_worker, hellos
+
+
+@pytest.mark.parametrize("fit_of_vote, stops", [(1, False), (2, True)])
+def test_wish_to_stop_ends_no_later_fit(fit_of_vote: int, stops: bool) -> None:
+    live = a_worker("w0", a_formation("w0", hellos(BETWEEN)))
+    live.world.records = SimpleNamespace(checkpoint_request=lambda: 0)
+    for fit in (1, 2):
+        live.fit_begins()
+        if fit == fit_of_vote:
+            live.votes._wants_stop = True
+            live.world.wishes = live.votes.wishes()
+    assert not live.votes.count(step_time_s=0.0)
+    assert live._trainer.lightning.should_stop is stops
 
 
 def items(*tensors: Tensor) -> list[Item]:

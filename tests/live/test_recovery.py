@@ -1,17 +1,62 @@
-"""Buffers of a step that is computed again."""
+"""What is repeated after a loss: updates, counts, buffers, collectives. Workers without processes."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loops.progress import _OptimizationProgress, _OptimizerProgress, _Progress
 from torch import nn
 
-from lightning_dlrover.live.recovery import Before
+from lightning_dlrover.live.order import Position
+from lightning_dlrover.live.recovery import Before, Counts, ManualWindow, apply, capture
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.rdzv.transport.transfer import BufferCopies
-from tests.support.live_parts import a_worker
+from tests.support.live_parts import a_formation, a_trainer, a_worker, hellos
+
+
+@pytest.mark.parametrize("is_in_next_step", [False, True])
+def test_missed_update_brings_an_open_manual_window(is_in_next_step: bool) -> None:
+    ahead, behind = a_trainer(), a_trainer()
+    source, target = ManualWindow(ahead), ManualWindow(behind)
+    weight = ahead.lightning_module.weight
+    weight.grad = torch.tensor([[1.0, 2.0]])
+    source.is_open = True
+    if is_in_next_step:
+        source.remember()
+        weight.grad += 5.0  # gradient of the next batch, which will be computed again
+    target.take_over(source.newest_update())
+    assert target.is_open
+    assert torch.equal(behind.lightning_module.weight.grad, torch.tensor([[1.0, 2.0]]))
+    assert behind.lightning_module.bias.grad is None
+
+
+def test_missed_update_brings_counters_of_parameter_groups() -> None:
+    source = a_trainer(lr=0.1, k=7, weight_sum=0.5)  # counters as of schedule-free optimizers
+    target = a_trainer(lr=0.2, k=6, weight_sum=0.4)
+    apply(target, capture(source))
+    (group,) = target.optimizers[0].param_groups
+    assert (group["k"], group["weight_sum"]) == (7, 0.5)
+    assert group["lr"] == 0.2  # set by its own scheduler
+    assert torch.equal(source.lightning_module.weight, target.lightning_module.weight)
+
+
+@pytest.mark.parametrize("make", [_OptimizerProgress, _Progress, _OptimizationProgress])
+def test_counts_go_back_to_what_was_taken(make: Any) -> None:
+    progress = make()
+    of_steps = getattr(getattr(progress, "optimizer", progress), "step", progress)
+    of_steps.increment_ready()
+    before = progress.state_dict()
+    counts = Counts(progress)
+    taken = counts.take()
+    for _ in range(2):
+        of_steps.increment_ready()
+        of_steps.increment_completed()
+        assert progress.state_dict() != before
+        counts.restore(taken)
+        assert progress.state_dict() == before
 
 
 class Model(nn.Module):
@@ -111,3 +156,21 @@ def test_survivor_in_the_next_step_sends_the_buffers_of_its_last_update() -> Non
     ahead.steps.broken()
     behind.steps.window.take_over(ahead.steps.window.newest_update())
     assert_equal(target, expected)
+
+
+TWO = hellos(Position(5, 5, False, 0, 0, True), Position(5, 5, False, 0, 0, True))
+
+
+def test_results_of_earlier_collectives_are_dropped_when_all_have_them() -> None:
+    collectives = a_worker("w0", a_formation("w0", TWO)).collectives
+    collectives._checked = lambda run: run()
+    for _ in range(100):
+        collectives.run(lambda: torch.ones(1000))
+    assert list(collectives._results) == [(5, 100)]
+
+
+@pytest.mark.parametrize("decision", [True, False])
+def test_decision_that_a_survivor_took_with_the_lost_worker_holds_for_all(decision: bool) -> None:
+    collectives = a_worker("w1", a_formation("w1", TWO)).collectives
+    collectives._missed = {(5, 1): decision}
+    assert collectives.run(lambda: not decision) is decision
