@@ -132,10 +132,10 @@ def test_worker_that_does_not_come_is_named(monitors: list[CollectiveMonitor]) -
 
 def test_collective_of_one_worker_is_refused_with_place_and_reason(monitors: list[CollectiveMonitor]) -> None:
     call = CollectiveCall("strategy.barrier", place=USER)
-    with monitors[0].alone("the others continue without it"):
-        with pytest.raises(LoneCollectiveError, match=r"strategy.barrier at .*train.py:3 in main: the others continue without it"):
+    with monitors[0].alone("the others train on"):
+        with pytest.raises(LoneCollectiveError, match=r"strategy.barrier at .*train.py:3 in main: the others train on"):
             monitors[0].compare(call)
-        with pytest.raises(LoneCollectiveError, match=r"torch.distributed.barrier at .*the others go on"):
+        with pytest.raises(LoneCollectiveError, match=r"torch.distributed.barrier at .*the others train on"):
             monitors[0].before(None, "barrier", ())
 
 
