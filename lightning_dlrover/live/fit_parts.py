@@ -40,7 +40,7 @@ from lightning_dlrover.live.order import FitPosition, Position
 from lightning_dlrover.live.recovery import ResilientCollectives
 from lightning_dlrover.live.replica import TrainerOfFit
 from lightning_dlrover.live.train_loaders import TrainLoaders
-from lightning_dlrover.rdzv.desync import Purpose, shown
+from lightning_dlrover.rdzv.desync import CollectiveCall, shown
 from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError
 from lightning_dlrover.rdzv.group.loop import Pace
 from lightning_dlrover.rdzv.group.world import World
@@ -143,7 +143,7 @@ class Fits:
 
     def _end_together(self) -> None:
         frame = sys._getframe()
-        with self._world.compared(lambda: Purpose("the end of fit", place=shown(frame))):
+        with self._world.compared(lambda: CollectiveCall("the end of fit", place=shown(frame))):
             self._collectives.wait_for_results()  # another worker's last collective may need this one's device until here
             transfer.barrier()
 

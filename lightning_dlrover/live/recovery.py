@@ -14,7 +14,7 @@ import torchmetrics
 
 from lightning_dlrover.live.order import FitPosition, Position
 from lightning_dlrover.live.replica import IncompleteBackwardError, TrainerOfFit
-from lightning_dlrover.rdzv.desync import Purpose, place_of
+from lightning_dlrover.rdzv.desync import CollectiveCall, place_of
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.membership.member import Formation
 from lightning_dlrover.rdzv.transport import transfer
@@ -319,7 +319,7 @@ class ResilientCollectives:
     def named(self, what: str, run: Callable[[], T]) -> T:
         """Run collectives under one name, which all workers must share."""
         frame = sys._getframe(1)
-        with self._world.compared(lambda: Purpose(what, place=place_of(frame), any_place=True)):
+        with self._world.compared(lambda: CollectiveCall(what, place=place_of(frame), any_place=True)):
             return run()
 
     def once(self, run: Callable[[], T]) -> tuple[T] | None:

@@ -30,7 +30,7 @@ from lightning_dlrover.live.lightning_adapter import (
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.replica import LiveStrategy
 from lightning_dlrover.live.validation import exchange_metrics_through
-from lightning_dlrover.rdzv.desync import Purpose, place_of
+from lightning_dlrover.rdzv.desync import CollectiveCall, place_of
 from lightning_dlrover.rdzv.group.config import is_in_job
 from lightning_dlrover.rdzv.transport import transfer
 
@@ -137,7 +137,7 @@ class Collectives:
         frame = sys._getframe(1)
 
         def compared() -> T:
-            with live.world.compared(lambda: Purpose(kind, details, place_of(frame), same_line)):
+            with live.world.compared(lambda: CollectiveCall(kind, details, place_of(frame), same_line)):
                 live.collectives.check_group()
                 return run()
 
