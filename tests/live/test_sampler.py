@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -614,6 +615,39 @@ def test_only_open_resources_prevent_loader_workers() -> None:
     assert "Connection" in open_handle(Reader(sqlite3.connect(":memory:")))
     with socket.socket() as opened:
         assert "socket" in open_handle(Reader(opened))
+
+
+class Signalled:
+    """Sends SIGTERM to each process that is forked, before torch or the package runs in it, as long as it is referenced."""
+
+    def __init__(self) -> None:
+        multiprocessing.util.register_after_fork(self, Signalled.end)
+
+    def end(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class SignalMasks(Numbers):
+    """Whether the process that fetches a sample blocks SIGTERM."""
+
+    def __getitem__(self, index: int) -> int:
+        assert get_worker_info() is not None
+        return int(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, set()))
+
+
+def test_loader_worker_survives_the_end_of_its_group_while_it_starts() -> None:
+    loader = elastic(4, 1, training=False, num_workers=1)
+    signalled = Signalled()
+    try:
+        assert rest_of(loader) == [[0], [1], [2], [3]]
+    finally:
+        del signalled
+
+
+def test_started_loader_worker_takes_signals_again() -> None:
+    loader = over(DataLoader(SignalMasks(4), 1, num_workers=1), 1, training=False)
+    assert not any(bool(batch) for batch in loader)
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
 
 
 # --- several loaders, one epoch ---------------------------------------------------------------------------------------------
