@@ -230,7 +230,7 @@ def test_loader_that_is_made_again_has_the_layout_of_rank_0() -> None:
         return ElasticLoader(DataLoader(stream(Weighed(block_rows), shuffle_rows=100), 4), 8, training=True)
 
     trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(_combined_loader=None))
-    loaders = TrainLoaders(trainer, FitPosition(None), has_global_batch_size=False)
+    loaders = TrainLoaders(trainer, FitPosition(None), False)
     of_rank_zero = made(256).order.layout
     assert of_rank_zero is not None
     loaders.before_set_up()
