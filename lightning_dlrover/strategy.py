@@ -103,6 +103,8 @@ class DLRoverStrategy(LiveStrategy):
         max_share: largest number of samples that a worker computes in one forward and backward pass; a larger share is computed
             in parts, which needs automatic optimization. None: a share is computed in parts once memory has run out.
             "whole": never, as for a loss that compares the samples of a share with each other. Live jobs only.
+        shares: "by-speed" gives a worker that makes the others wait fewer samples of each training batch, and them more as far
+            as their memory allows; the loss must be a mean over samples. "equal" splits each batch evenly. Live jobs only.
         on_drift: consequence if weights, buffers or optimizer states differ between workers that made the same updates. "end"
             ends the job with the tensor's name, "repair" copies rank 0's values, "ignore" compares nothing. Live jobs only.
         ddp_kwargs: further arguments of `DDPStrategy` and `DistributedDataParallel`.
@@ -131,12 +133,14 @@ class DLRoverStrategy(LiveStrategy):
         rerun_epoch_hooks: bool = True,
         max_catch_up_s: float = 60.0,
         max_share: int | Literal["whole"] | None = None,
+        shares: Literal["by-speed", "equal"] = "by-speed",
         on_drift: Literal["end", "repair", "ignore"] = "end",
         **ddp_kwargs: Any,
     ) -> None:
         limits = global_batch_size, check_interval_s, timeout
         switches = compare_data, rerun_epoch_hooks
-        check_arguments(*limits, sharding_constraints, sharders, snapshots, *switches, max_catch_up_s, max_share, on_drift)
+        of_shares = max_catch_up_s, max_share, shares
+        check_arguments(*limits, sharding_constraints, sharders, snapshots, *switches, *of_shares, on_drift)
         private_api.check(self._package)
         self._job: JobSession | None = None  # None where the world cannot change
         config = WorldConfig.from_environment(os.environ, __version__)
@@ -156,6 +160,7 @@ class DLRoverStrategy(LiveStrategy):
         self.compares_data = compare_data
         self.reruns_epoch_hooks = rerun_epoch_hooks
         self.max_share = max_share
+        self.shares = shares
         self.on_drift = on_drift
         self._loaders = UsersLoaders(global_batch_size, max_catch_up_s, compare_data)
         self.collectives = Collectives(self._job, self)

@@ -25,7 +25,7 @@ from tests.support.warm_tree import FreshNursery
 TESTS = Path(__file__).parent
 CHECKED_FOR_LEAKS = {
     *("checks", "cli", "colocate", "components", "data", "distribution", "e2e", "lab", "live", "pool", "rdzv", "report"),
-    *("tables", "tuning", "test_straggler_reports.py", "test_watchdog.py"),
+    *("tables", "tuning", "test_watchdog.py"),
 }
 """Folders, and files outside of folders, of tests that must leave nothing behind."""
 
@@ -64,11 +64,9 @@ COMPUTING = (
     *("colocate/test_policies", "colocate/test_slowdown", "colocate/test_turns", "lab/test_elastic", "lab/test_losses"),
     *("lab/test_measured_speeds", "lab/test_published_figures", "lab/test_simulator", "lab/test_study", "lab/test_traces"),
     *("lab/test_work", "pool/test_division", "pool/test_elastic_placement", "pool/test_knapsack", "pool/test_moves"),
-    *("pool/test_owners", "pool/test_prices", "pool/test_sizes", "tuning/test_allocators", "tuning/test_analyst"),
-    *("tuning/test_auto", "tuning/test_decision_log", "tuning/test_hardware", "tuning/test_history", "tuning/test_memory_m"),
-    *("tuning/test_memory_growth", "tuning/test_model", "tuning/test_objective", "tuning/test_plan"),
-    *("tuning/test_profile_log", "tuning/test_residual", "tuning/test_space", "tuning/test_stragglers", "tuning/test_trial"),
-    *("tuning/test_warm_start", "tuning/test_write_budget"),
+    *("pool/test_owners", "pool/test_prices", "pool/test_sizes", "tuning/test_analyst"),
+    *("tuning/test_auto", "tuning/test_history", "tuning/test_memory", "tuning/test_model", "tuning/test_plan"),
+    *("tuning/test_population", "tuning/test_profile_log", "tuning/test_stragglers", "tuning/test_warm_start"),
 )
 """Beginnings of the paths of tests that only compute: they wait for no other process, and no deadline depends on them."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import time
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_dlrover.checks import UnsupportedScriptError, different_rates, rates, rates_digest
+from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live.data_agreement import digest, refuse_different_rows
 from lightning_dlrover.live.metrics import KeptValues
 from lightning_dlrover.live.order import FitPosition, Position
@@ -20,10 +22,13 @@ from lightning_dlrover.live.recovery import ResilientCollectives
 from lightning_dlrover.live.replica import TrainerOfFit
 from lightning_dlrover.live.train_loaders import TrainLoaders
 from lightning_dlrover.rdzv.group.world import World
-from lightning_dlrover.rdzv.job.events import ReplicaDrifted
+from lightning_dlrover.rdzv.job.events import ReplicaDrifted, SharesChanged
+from lightning_dlrover.rdzv.membership.member import Formation
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.rdzv.transport.transfer import is_expanded
-from lightning_dlrover.tuning.health import NUM_SAID, Pulse
+from lightning_dlrover.tuning.health import NUM_PER_WORKER, Pulse
+from lightning_dlrover.tuning.resources import available_bytes, status_bytes
+from lightning_dlrover.tuning.stragglers import SPEED_UNIT, better_speeds
 
 log = logging.getLogger(__name__)
 
@@ -321,6 +326,111 @@ def _relative_difference(tensor: Tensor, first: Tensor) -> float:
     return largest if math.isfinite(largest) else math.inf
 
 
+# Give a slow worker fewer samples of the same global batch, so that the others need not wait for it.
+#
+# Rank 0 decides by the times that all workers have put into the votes, and puts the speeds into the next vote. All workers
+# receive them with the vote's result, between the same two batches, and split the next batch by them. A new round begins with
+# equal shares.
+
+LOOK_EVERY = 4
+"""Votes between two of rank 0's decisions, each of which takes a fraction of a millisecond."""
+
+MAX_NAMED = 4
+"""Workers with a smaller share that an event names."""
+
+MEMORY_LOOK_S = 5.0
+"""Seconds between two looks of a worker for the memory that a larger share could take."""
+
+MEMORY_SHARE = 0.5
+"""Fraction of the free memory that a larger share may take. Workers of one host may all take it."""
+
+NO_SPEED = 1 << 62
+"""Number in a vote of the workers that do not decide: it is above all speeds."""
+
+
+class SpeedShares:
+    """One worker's part in the shares of the workers."""
+
+    def __init__(self, world: World, batches: TrainLoaders, trainer: TrainerOfFit, position: FitPosition, pulse: Pulse) -> None:
+        self._world = world
+        self._batches = batches
+        self._trainer = trainer
+        self._position = position
+        self._pulse = pulse
+        self._looked_at = 0  # votes counted at rank 0's newest decision
+        self._largest = 1.0
+        self._next_memory_look = 0.0
+
+    def largest_share(self) -> float:
+        """Return the largest share that this worker may take, in equal shares; 0 if all shares must be equal.
+
+        They must be with several loaders, as one weight of the loss would not fit each loader's rounded shares.
+        """
+        if self._trainer.strategy.shares == "equal" or self._position.uses_collectives or len(self._batches.all) > 1:
+            return 0.0
+        if (now := time.monotonic()) >= self._next_memory_look:
+            self._next_memory_look = now + MEMORY_LOOK_S
+            self._largest = 1 + MEMORY_SHARE * _free_memory(self._trainer.device)
+        return self._largest
+
+    def ballot(self) -> list[int]:
+        """Return the numbers for a vote that begins: rank 0's are the speeds from the vote's end on."""
+        position = self._position
+        if position.rank != 0:
+            return [NO_SPEED] * position.size
+        return list(self._decided() or (SPEED_UNIT,) * position.size)
+
+    def _decided(self) -> tuple[int, ...]:
+        position, pulse = self._position, self._pulse
+        if position.formation is None or position.size < 2 or pulse.num_observations < self._looked_at + LOOK_EVERY:
+            return position.speeds
+        self._looked_at = pulse.num_observations
+        round_ = position.formation.round
+        found = better_speeds(
+            pulse.observations(round_.number), self._batches.first.global_batch_size, round_.hosts, pulse.largest_shares
+        )
+        return position.speeds if found is None else found
+
+    def take(self, voted: Sequence[int]) -> None:
+        """Split the next batches by the speeds that rank 0 has put into a vote."""
+        position = self._position
+        speeds = tuple(voted) if len({*voted}) > 1 else ()
+        if speeds == position.speeds or NO_SPEED in speeds or position.formation is None:
+            return
+        position.speeds = speeds
+        self._pulse.shares_changed()
+        for loader in self._batches.all:
+            loader.divide(speeds)
+        self._batches.prepare_next()
+        if position.rank == 0:
+            self._report(position.formation)
+
+    def _report(self, formation: Formation) -> None:
+        batch_size, size = self._batches.first.global_batch_size, formation.size
+        samples: list[int] = []
+        text = f"equal shares again: each worker takes {batch_size / size:.6g} of {batch_size} samples"
+        if self._position.speeds:
+            ranges = [share(batch_size, rank, size, self._position.speeds) for rank in range(size)]
+            samples = [stop - start for start, stop in ranges]
+            slow = [f"rank {rank} takes {number}" for rank, number in enumerate(samples) if number < batch_size // size]
+            more = f" and {len(slow) - MAX_NAMED} others fewer, too," if len(slow) > MAX_NAMED else ""
+            text = (
+                f"shares by speed: {', '.join(slow[:MAX_NAMED])}{more} of {batch_size} samples, the others up to {max(samples)}"
+            )
+        self._world.event(SharesChanged(formation.round.number, self._batches.batch_number, samples), text)
+
+
+def _free_memory(device: torch.device) -> float:
+    """Return the memory that this worker may still take, as a fraction of that which it takes."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        taken = torch.cuda.max_memory_allocated(device)
+        free += max(0, torch.cuda.memory_reserved(device) - taken)
+    else:
+        free, taken = available_bytes(), status_bytes("VmHWM")["VmHWM"]
+    return max(0.0, free / max(1, taken))
+
+
 # Agree with the other workers between steps: whether to stop or save, and that learning rates, rows and weights are equal.
 #
 # Each vote on the round carries numbers. A worker receives the minimum of each over all workers one vote later.
@@ -343,6 +453,7 @@ class Votes:
 
     def __post_init__(self) -> None:
         self._drift = DriftCheck(self._world, self._batches, self._trainer, self._position)
+        self._shares = SpeedShares(self._world, self._batches, self._trainer, self._position, self._pulse)
 
     def begin_fit(self) -> None:
         self._drift.begin_fit()
@@ -354,12 +465,12 @@ class Votes:
         position, formation = self._position, self._position.formation
         assert formation is not None
         self._fit_of_vote = position.fit
-        load = self._pulse.say(formation.round.number, position.rank, position.size)
+        load = self._pulse.encode(formation.round.number, position.rank, position.size, self._shares.largest_share())
         tables = self._trainer.elastic_tables
         equal = rates_digest(self._trainer.optimizers) ^ digest(self._batches.all) ^ self._drift.ballot()
         request = self._world.records.checkpoint_request()
         mine = [-int(self._kept.has_values), -int(self._wants_stop), equal, -equal, request]
-        return [*(tables.wishes() if tables is not None else []), *mine, *load]
+        return [*(tables.wishes() if tables is not None else []), *mine, *load, *self._shares.ballot()]
 
     def count(self, step_time_s: float) -> bool:
         """Carry out the result of a vote, if there is one. Return whether a checkpoint was requested.
@@ -368,9 +479,11 @@ class Votes:
             UnsupportedScriptError: the workers' learning rates differ, or their weights.
             MembershipError: they have read different rows of an `IterableDataset`.
         """
-        wishes, num_said = self._world.wishes, NUM_SAID * self._position.size
-        if not wishes:
+        size = self._position.size
+        voted, num_said = self._world.wishes, NUM_PER_WORKER * size
+        if not voted:
             return False
+        wishes, speeds = voted[:-size], voted[-size:]
         # The first vote may have begun in an earlier fit, with a model that had tables.
         self._world.wishes = wishes[: -num_said - 5] if self._trainer.elastic_tables is not None else []
         if wishes[-num_said - 3] != -wishes[-num_said - 2]:
@@ -382,7 +495,8 @@ class Votes:
         if wishes[-num_said - 4] and self._fit_of_vote == self._position.fit:  # else the vote began in an earlier fit
             self._wants_stop, self._trainer.lightning.should_stop = False, True
         self._kept.are_needed = bool(wishes[-num_said - 5])
-        self._pulse.hear(wishes[-num_said:], step_time_s)
+        self._pulse.decode(wishes[-num_said:], step_time_s, self._position.speeds)
+        self._shares.take(speeds)
         request = wishes[-num_said - 1]
         is_new = request > self.saved_request
         self.saved_request = max(self.saved_request, request)

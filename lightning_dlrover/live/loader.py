@@ -165,6 +165,7 @@ class ElasticLoader:
         self.global_batch_size = global_batch_size
         self.global_rank = 0
         self.world_size = 1
+        self.speeds: tuple[int, ...] = ()  # of each rank, to which its share is proportional; empty: equal shares
         self.epoch = 0
         self.cursor = 0
         self.wait_s = 0.0  # seconds that the last `next` spent waiting for data
@@ -265,6 +266,7 @@ class ElasticLoader:
         if self.iterable is not None:
             self.iterable.fetch_nothing_ahead()
         self.global_rank, self.world_size = self._peers.place
+        self.speeds = self._peers.speeds if self._training else ()
         if not self._training:
             self.order.forget()  # a joiner must take part when a user's sampler is materialised
         self.workers.begin_epoch()
@@ -291,7 +293,7 @@ class ElasticLoader:
         self._count_rows()
         split = (
             *(self.order.num_samples, self.global_batch_size, self.global_rank, self.world_size),
-            *(self._training, self._batching.drop_last, self._epoch_batches, self._cycles),
+            *(self._training, self._batching.drop_last, self._epoch_batches, self._cycles, self.speeds),
         )
         if split != self._split_fields:  # every step needs the split several times
             self._split_fields, self._split = split, Split(*split)
@@ -350,14 +352,14 @@ class ElasticLoader:
 
         Requests for the batches there that a loader worker would prepare ahead make it open their lanes only.
         """
-        before = self.epoch, self.cursor, self.order.seed, (self.global_rank, self.world_size)
+        before = self.epoch, self.cursor, self.order.seed, (self.global_rank, self.world_size, self.speeds)
         try:
             self.epoch, self.cursor, self._only_opens = epoch, cursor, True
             self.order.take_seed(seed)
             self.reshard(global_rank, world_size)
             self.prepare_next()
         finally:
-            self.epoch, self.cursor, seed, (self.global_rank, self.world_size) = before
+            self.epoch, self.cursor, seed, (self.global_rank, self.world_size, self.speeds) = before
             self.order.take_seed(seed)
             self._only_opens = False
             self._discard()
@@ -369,7 +371,7 @@ class ElasticLoader:
         if self._expected is None:
             return indices
         global_rank, world_size = self._expected
-        split = replace(self.split, global_rank=global_rank, world_size=world_size)
+        split = replace(self.split, global_rank=global_rank, world_size=world_size, speeds=())
         ranges: list[tuple[int, int]] = []
         for number in (batch - self.num_workers, batch):  # both are prepared by the same loader worker
             ahead = next(split.shares(number, self._order_of), None) if number >= self.cursor else None
@@ -390,16 +392,21 @@ class ElasticLoader:
             self.order.num_laps = self.split.num_laps
 
     def reshard(self, global_rank: int, world_size: int, rewind: int = 0) -> None:
-        """Split the batches from the cursor on for another world.
+        """Split the batches from the cursor on for another world, in equal shares.
 
         Batches that loader workers prepared for the old split are discarded.
 
         Args:
             rewind: number of batches to hand out again.
         """
-        self.global_rank, self.world_size = global_rank, world_size
+        self.global_rank, self.world_size, self.speeds = global_rank, world_size, ()
         self.cursor -= rewind
         self._expected = None
+        self._discard()
+
+    def divide(self, speeds: tuple[int, ...]) -> None:
+        """Split the batches from the cursor on in proportion to the workers' speeds; empty: in equal shares."""
+        self.speeds = speeds
         self._discard()
 
     def prepare_next(self) -> None:

@@ -107,6 +107,8 @@ class FitPosition:
     stopped_at: str = ""
     is_between_dataloaders: bool = False  # set while one of several validation dataloaders ends, but the last
     is_repeatable: bool = False  # set in work outside of steps that a loss may interrupt, as it is done again
+    speeds: tuple[int, ...] = ()  # of the round's workers, to which their shares are proportional; empty: equal shares
+    uses_collectives: bool = False  # whether the script's training step runs collectives that may need equal shares
     looks: int = 0  # times that it has looked for new rows of a stream
     is_in_parts: bool = False  # set while a share is computed in parts, which others wait for
     parts: int = 0  # parts of shares that it has begun
@@ -173,6 +175,10 @@ class Peers(Protocol):
         """This worker's rank, 0 if it is alone, and the number of workers."""
 
     @property
+    def speeds(self) -> tuple[int, ...]:
+        """Relative speed of each worker, to which its share of a training batch is proportional; empty: equal shares."""
+
+    @property
     def owned_sockets(self) -> Sequence[tuple[int, int]]:
         """(fd, inode) pairs of the connections to them, which loader workers must close."""
 
@@ -185,6 +191,7 @@ class Unconnected:
     """Peers that exchange nothing, as those of a loader outside of a job."""
 
     place: tuple[int, int] = (0, 1)
+    speeds: tuple[int, ...] = ()
     owned_sockets: Sequence[tuple[int, int]] = ()
 
     def of_rank_zero(self, mine: T) -> T:
@@ -495,6 +502,7 @@ class Split:
     drop_last: bool
     epoch_batches: int | None = None  # batches of the Trainer's epoch; None: as many as this loader has
     cycles: bool = False  # whether the samples begin again within the Trainer's epoch
+    speeds: tuple[int, ...] = ()  # relative speed of each rank, to which its share is proportional; empty: equal shares
 
     @property
     def max_batches(self) -> int:
@@ -544,7 +552,7 @@ class Split:
 
     def num_own_samples(self, batch: int) -> int:
         """Return the size of this worker's share of a global batch of this epoch."""
-        start, stop = share(self._length(batch), self.global_rank, self.world_size)
+        start, stop = share(self._length(batch), self.global_rank, self.world_size, self.speeds)
         return stop - start
 
     def loss_weight(self, batch: int) -> float:
@@ -561,7 +569,7 @@ class Split:
             lap, batch = divmod(place, self._num_batches)
             indices = order(lap)
             first = batch * self._samples_per_batch
-            start, stop = share(self._length(batch), self.global_rank, self.world_size)
+            start, stop = share(self._length(batch), self.global_rank, self.world_size, self.speeds)
             if start < stop:
                 yield indices.between(first + start, first + stop)
             elif self.training:
@@ -617,6 +625,8 @@ class IterableSource(Protocol):
     global_rank: int
     world_size: int
 
+    @property
+    def speeds(self) -> tuple[int, ...]: ...
     @property
     def num_epoch_batches(self) -> int: ...
 
@@ -724,6 +734,7 @@ class IterableOrder(LoaderOrder):
             keep_from = max(0, (min(source.cursor, batch) - self.redo_batches) * size)
             yield BatchShare(
                 *(self._place, batch * size, size, source.global_rank, source.world_size, self._drop_last, keep_from),
+                speeds=source.speeds,
                 start=start,
                 limit_s=limit_s,
                 known=known,

@@ -266,6 +266,7 @@ class LiveStrategy(EitherStrategy):
     compares_data: bool
     reruns_epoch_hooks: bool
     max_share: int | Literal["whole"] | None
+    shares: Literal["by-speed", "equal"]
     on_drift: Literal["end", "repair", "ignore"]
 
     def enter_round(self, global_rank: int, world_size: int) -> None:

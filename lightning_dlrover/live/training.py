@@ -485,7 +485,7 @@ class LiveTraining:
         positions = {w: Position.decode(hello) for w, hello in formation.hellos.items()}
         standing = {w: p for w, p in positions.items() if p is not None}
         plan = handover(formation.round.members, {w: p.updates if p is not None else None for w, p in positions.items()})
-        self.position.formation = formation
+        self.position.formation, self.position.speeds = formation, ()
         strategy, is_between_fits, me = self._strategy, self.position.is_between_fits, self.world.worker_id
         strategy.enter_round(formation.rank, formation.size)
         if standing:

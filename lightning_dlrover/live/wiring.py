@@ -349,6 +349,10 @@ class JobPeers:
         return self._strategy.own_place
 
     @property
+    def speeds(self) -> tuple[int, ...]:
+        return self._live.position.speeds
+
+    @property
     def owned_sockets(self) -> Sequence[tuple[int, int]]:
         return self._live.world.owned_sockets
 

@@ -69,6 +69,18 @@ def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, etcd:
     ]
 
 
+def test_status_shows_shares_by_speed_of_the_current_round(
+    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys
+) -> None:
+    for number, samples in ((3, [9, 1]), (4, [70, 26])):
+        client.put(
+            f"{job.events}{number}-shares",
+            encode(EventRecord("shares", 1.0, "", {"round": number, "step": 1, "samples": samples})),
+        )
+    text = dlrover("status", "--endpoint", etcd.endpoint, job.run_id)[1]
+    assert [line.split(":")[1].split()[0] for line in text.splitlines() if "share by speed" in line] == ["70", "26"]
+
+
 def test_list_shows_the_jobs_of_a_folder_or_of_an_etcd(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
     assert dlrover("list") == (0, "no jobs in folder runs\n", "")
     Path("runs/old").mkdir(parents=True)

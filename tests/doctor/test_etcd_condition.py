@@ -175,7 +175,7 @@ def test_secured_etcd_is_read_with_its_files_and_refusals_are_named(tmp_path: Pa
     assert {each.check for each in findings if each.verdict != "ok"} <= {"etcd release"}
     assert condition.quota_bytes == 2 << 30
     assert condition.clock is not None
-    for found, text in ((refused[0], "permission denied"), (nobody[0], "wants a user"), (plain[0], "asks for TLS")):
+    for found, text in ((refused[0], "permission denied"), (nobody[0], "authentication enabled"), (plain[0], "requires TLS")):
         assert found.verdict == "error"
         assert text in found.text
 

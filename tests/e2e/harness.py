@@ -393,7 +393,7 @@ def violations(job: Job, settings: ToySettings) -> list[str]:
             for batch in window.batches:
                 length = min(settings.batch_size, settings.num_rows - batch * settings.batch_size)
                 for rank, r in sorted(shares[epoch, batch, number].items()):
-                    start, stop = share(length, rank, r["world"])
+                    start, stop = share(length, rank, r["world"], r["speeds"])
                     trained += r["ids"][: stop - start]
             first = window.batches[0] * settings.batch_size
             if trained[first:] != order[first : first + len(trained) - first]:
@@ -417,9 +417,11 @@ def _bad_split(
     name = f"epoch {epoch} batch {batch} round {number}"
     if sorted(found) != list(range(world)):
         yield f"{name}: shares of ranks {sorted(found)} in a world of {world}"
+    if len(speeds := {tuple(r["speeds"]) for r in found.values()}) > 1:
+        yield f"{name}: its workers divided it by the speeds {speeds}"
     length = min(settings.batch_size, settings.num_rows - batch * settings.batch_size)
     for rank, r in found.items():
-        start, stop = share(length, rank, world)
+        start, stop = share(length, rank, world, r["speeds"])
         if r["world"] != world or len(r["ids"]) != max(1, stop - start):
             yield f"{name}: rank {rank} had {len(r['ids'])} of {length} samples in a world of {r['world']}"
 

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from lightning_dlrover.rdzv.job.records import EventRecord, Keys, WorkerRecord, 
 from lightning_dlrover.rdzv.transport.transfer import ROOT
 from tests.e2e.grouped_script import EPOCHS, NUM_STEPS
 from tests.e2e.toy_job import Place
-from tests.support.torchrun_agent import Agent
+from tests.support.torchrun_agent import Agent, StartAgent
 from tests.support.waiting import eventually
 from tests.support.warm_process import WarmProcess, run_script
 from tests.support.warm_tree import run_program
@@ -30,8 +30,6 @@ from tests.support.warm_tree import run_program
 SCRIPT = Path(__file__).with_name("grouped_script.py")
 LOOP = SCRIPT.with_name("grouped_loop.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-StartAgent = Callable[..., Agent]
 
 
 def lines_of(folder: Path, key: str) -> list[dict[str, Any]]:

@@ -142,7 +142,7 @@ def test_a_controller_in_a_pod_needs_no_etcd_and_gives_its_nodes_a_password_that
     assert password not in public
     until.touch()
     assert run.wait_for_exit(60) == 0, run.output
-    assert "nodes run on Kubernetes, where these mean nothing: --partition" in run.output
+    assert "nodes run on Kubernetes, where these are ignored: --partition" in run.output
     assert run.events[-1].kind == "finished"
     written = "".join(f.read_text(errors="replace") for f in run.folder.rglob("*") if f.is_file())
     assert password not in run.output + written

@@ -270,7 +270,7 @@ def check_that_it_says_so(dlrover: Dlrover, slurm: SlurmCluster) -> None:
     said = run.wait_for_output(r"node1, job \d+, has failed: .*out of memory: exceeded memory limit \((\d+) > 62914560\)")
     assert int(said[1]) > 62914560
     assert "\nSlurm: " in (run.folder / "logs/node1/stderr.log").read_text()
-    run.wait_for_output(r"node1 was killed for want of memory .* nodes have 70 MiB from now on")
+    run.wait_for_output(r"node1 was killed for lack of memory .* nodes have 70 MiB from now on")
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.wait_for_exit(90) == 128 + signal.SIGTERM, run.output  # it may have been requesting the next node
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs")

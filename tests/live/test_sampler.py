@@ -72,6 +72,7 @@ class Materialised:
     """Peers that take the order which a function returns."""
 
     owned_sockets = ()
+    speeds = ()
 
     def __init__(self, rank: int, materialise: Callable[[Any], Any], size: int = 2) -> None:
         self.place = rank, size
@@ -93,6 +94,15 @@ def test_shares_follow_each_other_and_differ_by_at_most_one(num_samples: int, wo
     assert all(before[1] == after[0] for before, after in pairwise(shares))
     lengths = {stop - start for start, stop in shares}
     assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(0, 500), st.lists(st.integers(1, 2000), min_size=1, max_size=70))
+def test_shares_by_speed_follow_each_other_and_differ_from_exact_ones_by_less_than_one(num: int, speeds: list[int]) -> None:
+    shares = [share(num, rank, len(speeds), speeds) for rank in range(len(speeds))]
+    assert (shares[0][0], shares[-1][1]) == (0, num)
+    assert all(before[1] == after[0] for before, after in pairwise(shares))
+    exact = [num * speed / sum(speeds) for speed in speeds]
+    assert all(abs(stop - start - wanted) <= 1 for (start, stop), wanted in zip(shares, exact, strict=True))
 
 
 @given(st.integers(1, 300), st.integers(0, 50), st.integers(0, 50))
@@ -138,11 +148,13 @@ def test_global_batch_does_not_depend_on_the_number_of_workers(
 
 
 @settings(max_examples=30)
-@given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 6))
+@given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 6), st.lists(st.integers(1, 9), min_size=6, max_size=6))
 def test_weighted_losses_of_all_workers_average_to_the_loss_of_one(
-    length: int, global_batch_size: int, world_size: int
+    length: int, global_batch_size: int, world_size: int, speeds: list[int]
 ) -> None:
     ranks = [elastic(length, global_batch_size, place=(rank, world_size)) for rank in range(world_size)]
+    for loader in ranks if min(speeds) > 1 else ():
+        loader.divide(tuple(speeds[:world_size]))
     for number, batch in enumerate(elastic(length, global_batch_size)):
         losses = [next(loader).double().mean() * loader.split.loss_weight(number) for loader in ranks]
         assert float(sum(losses) / world_size) == pytest.approx(float(batch.double().mean()))

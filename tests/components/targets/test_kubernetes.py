@@ -772,12 +772,12 @@ def test_a_queue_needs_volcano(make_target: MakeTarget, cluster: KubernetesClust
 def test_unknown_presence_of_volcano_is_an_error(make_target: MakeTarget, cluster: KubernetesCluster, failure: Answer) -> None:
     cluster.answer_next("GET", "apis", failure)
     if failure.status == 200:  # the request was answered, so it is not repeated
-        with pytest.raises(TargetError, match=r"whether the cluster has Volcano cannot be asked .*--plain-jobs"):
+        with pytest.raises(TargetError, match=r"whether the cluster has Volcano is unknown .*--plain-jobs"):
             make_target()
     else:
         assert make_target().name == "kubernetes/training/volcano"
     cluster.answer_next("GET", "apis", *[failure] * 3)
-    with pytest.raises(TargetError, match="whether the cluster has Volcano cannot be asked"):
+    with pytest.raises(TargetError, match="whether the cluster has Volcano is unknown"):
         make_target()
     make_target(dataclasses.replace(PLAIN, plain_jobs=True))
 

@@ -1,11 +1,16 @@
-"""Each worker's own time per step: measured in real process groups, and exchanged in votes."""
+"""A worker's signs of life: its own times in the votes, and the stacks of its threads."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +22,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.rdzv.transport import waits
 from lightning_dlrover.rdzv.transport.process_groups import wait_for_device
-from lightning_dlrover.tuning.health import NUM_SAID, OwnClock, OwnTime, Pulse, Throttling
+from lightning_dlrover.tuning.health import (
+    MAX_CHARACTERS,
+    NUM_PER_WORKER,
+    OwnClock,
+    OwnTime,
+    Pulse,
+    Throttling,
+    innermost_user_place,
+    is_in_debugger,
+    stacks,
+)
 from lightning_dlrover.tuning.profiler import StepTimes, marks_of
 
 SLOW_S = 0.3
@@ -97,7 +112,7 @@ def times_s(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("is_guarded", [False, True])
 @pytest.mark.parametrize("part", PARTS)
-def test_waiting_for_a_slow_worker_is_no_time_of_ones_own(
+def test_own_time_excludes_waiting_for_a_slow_worker(
     times_s: list[dict[str, list[float]]], part: str, is_guarded: bool
 ) -> None:
     if f"{part} {is_guarded}" in times_s[0]:
@@ -166,11 +181,11 @@ def test_time_without_a_core_is_measured_apart() -> None:
 
 
 def vote(pulses: list[Pulse], round_number: int) -> None:
-    said = [pulse.say(round_number, rank, len(pulses)) for rank, pulse in enumerate(pulses)]
-    assert {len(numbers) for numbers in said} == {NUM_SAID * len(pulses)}
+    said = [pulse.encode(round_number, rank, len(pulses)) for rank, pulse in enumerate(pulses)]
+    assert {len(numbers) for numbers in said} == {NUM_PER_WORKER * len(pulses)}
     least = [min(numbers) for numbers in zip(*said, strict=True)]
     for pulse in pulses:
-        pulse.hear(least, step_time_s=0.5)
+        pulse.decode(least, step_time_s=0.5)
 
 
 def step(pulses: list[Pulse]) -> None:
@@ -185,7 +200,7 @@ def test_a_vote_brings_the_times_of_all_workers_to_all() -> None:
         step(pulses)
     vote(pulses, 1)
     for pulse in pulses:
-        (seen,) = pulse.heard(1)
+        (seen,) = pulse.observations(1)
         assert (seen.num_steps, seen.step_time_s) == (4, 0.5)
         assert seen.compute_s == pytest.approx((0.1, 0.19, 0.28))
         assert seen.data_s == pytest.approx((0.02,) * 3)
@@ -199,14 +214,14 @@ def test_times_of_another_round_are_not_given_out_for_this_one() -> None:
     vote(pulses, 1)
     step(pulses)
     vote(pulses, 1)
-    assert len(pulses[0].heard(1)) == 1
-    assert pulses[0].heard(2) == []
+    assert len(pulses[0].observations(1)) == 1
+    assert pulses[0].observations(2) == []
     step(pulses)  # contains the change of the world
     vote(pulses, 2)
-    assert pulses[0].heard(2) == []
+    assert pulses[0].observations(2) == []
     step(pulses)
     vote(pulses, 2)
-    assert len(pulses[0].heard(2)) == 1
+    assert len(pulses[0].observations(2)) == 1
 
 
 def test_silent_worker_leaves_the_others_without_a_comparison() -> None:
@@ -214,4 +229,101 @@ def test_silent_worker_leaves_the_others_without_a_comparison() -> None:
     vote(pulses, 1)
     pulses[0].step_ended(OwnTime(0.1, 0.0), OwnTime(0.0, 0.0))
     vote(pulses, 1)
-    assert pulses[0].heard(1) == []
+    assert pulses[0].observations(1) == []
+
+
+# --- stacks ------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def waiting_threads(num: int, name: str) -> Iterator[None]:
+    end = threading.Event()
+    threads = [threading.Thread(target=end.wait, name=f"{name}{i}") for i in range(num)]
+    for thread in threads:
+        thread.start()
+    yield
+    end.set()
+    for thread in threads:
+        thread.join()
+
+
+SEVERAL = """
+import threading
+from lightning_dlrover.tuning.health import stacks
+
+def of_the_script():
+    return stacks()
+
+end = threading.Event()
+for name in ("user-0", "user-1", "dlrover-0", "dlrover-1"):
+    threading.Thread(target=end.wait, name=name).start()
+print(of_the_script())
+end.set()
+"""
+
+
+def test_the_main_thread_comes_first_and_threads_of_ours_are_left_out() -> None:
+    # In an interpreter of its own: threads that other tests have left in this one would take the room.
+    done = subprocess.run([sys.executable, "-c", SEVERAL], capture_output=True, text=True, timeout=60, check=True)
+    text = done.stdout
+    assert text.startswith("thread MainThread:")
+    assert "in of_the_script" in text
+    assert ("thread user-0:" in text, "thread user-1:" in text, "dlrover-0" in text) == (True, True, False)
+
+
+DEEP = """
+import threading
+from lightning_dlrover.tuning.health import stacks
+
+def deep_LONG(calls):
+    return deep_LONG(calls - 1) if calls else stacks()
+
+end = threading.Event()
+for number in range(2):
+    threading.Thread(target=end.wait, name=f"user-{number}").start()
+print(deep_LONG(100))
+end.set()
+""".replace("LONG", "g" * 250)
+
+
+def test_deep_main_thread_leaves_room_for_the_others() -> None:
+    # In an interpreter of its own: other threads of this one, and the length of its paths, would decide what fits.
+    done = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, timeout=60, check=True)
+    text = done.stdout.rstrip("\n")
+    assert MAX_CHARACTERS / 2 < len(text) <= MAX_CHARACTERS
+    assert (text.count("thread user-"), "shortened" in text, " in deep" in text) == (2, False, True)
+
+
+def test_text_of_deep_stacks_stays_small_with_the_innermost_calls() -> None:
+    def deep(calls: int) -> str:
+        return deep(calls - 1) if calls else innermost()
+
+    def innermost() -> str:
+        return stacks()
+
+    with waiting_threads(50, "user-"):
+        text = deep(300)
+    assert len(text) <= MAX_CHARACTERS
+    assert "calls left out" in text
+    assert "in innermost" in text
+
+
+def test_the_innermost_place_is_one_of_the_users_code() -> None:
+    found: list[str] = []
+
+    def user_code(end: threading.Event) -> None:
+        def look() -> None:
+            found.append(innermost_user_place())
+            end.set()
+
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        end.wait()  # the innermost call is one of the standard library
+
+    user_code(threading.Event())
+    assert found[0].startswith(__file__)
+    assert found[0].endswith("in user_code")
+
+
+def test_tests_run_without_a_debugger() -> None:
+    assert not is_in_debugger()

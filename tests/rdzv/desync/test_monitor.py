@@ -1,4 +1,4 @@
-"""Comparisons that workers make before and while they wait for each other, without workers.
+"""Fingerprints of collectives, and comparisons that workers make before and while they wait, without workers.
 
 See also tests/e2e/test_mismatches.py.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -25,8 +26,10 @@ from lightning_dlrover.rdzv.desync import (
     OutsideOfLoops,
     Place,
     Purpose,
-    can_go_on,
     difference,
+    may_progress,
+    place_of,
+    shown,
 )
 from lightning_dlrover.rdzv.membership.member import RoundEndedError, WorldError
 
@@ -40,7 +43,7 @@ def seen(compared: int, begun: int, waits_for: str = "") -> DesyncReport:
 # --- positions that can go on -------------------------------------------------------------------------------------------------
 
 
-def test_workers_of_one_program_can_go_on_wherever_they_are() -> None:
+def test_workers_of_one_program_may_progress_wherever_they_are() -> None:
     program = random.Random(0).choices(["compared", "gradients", "buffers"], k=40)
     places = [seen(0, 0)]
     for kind in program:
@@ -48,7 +51,7 @@ def test_workers_of_one_program_can_go_on_wherever_they_are() -> None:
         compared = counts.compared + (kind == "compared")
         begun = counts.begun + (kind != "compared")
         places.append(seen(compared, begun, "" if kind == "compared" else kind))
-    assert all(can_go_on(one, other) for one, other in itertools.product(places, repeat=2))
+    assert all(may_progress(one, other) for one, other in itertools.product(places, repeat=2))
 
 
 @pytest.mark.parametrize(
@@ -60,8 +63,8 @@ def test_workers_of_one_program_can_go_on_wherever_they_are() -> None:
     ],
 )
 def test_crossed_workers_cannot_go_on(one: DesyncReport, other: DesyncReport) -> None:
-    assert not can_go_on(one, other)
-    assert not can_go_on(other, one)
+    assert not may_progress(one, other)
+    assert not may_progress(other, one)
 
 
 # --- workers that have reached a place ----------------------------------------------------------------------------------------
@@ -123,7 +126,7 @@ def test_worker_gets_no_answer_after_the_round(meetings: list[CollectiveMonitor]
 
 
 def test_worker_that_does_not_come_is_named(meetings: list[CollectiveMonitor]) -> None:
-    with pytest.raises(WorldError, match="waited 0 s at here for rank 1, which neither came there nor went on"):
+    with pytest.raises(WorldError, match="waited 0 s at here for rank 1, which neither reached it nor called another"):
         meetings[0].all_reach("here", lambda: False, 0.05)
 
 
@@ -157,3 +160,42 @@ def test_error_groups_ranks_by_place() -> None:
 def test_error_names_counts_where_only_they_differ() -> None:
     text = difference([(0, "the vote"), (1, "the vote")], [CollectiveCounts(1, 7), CollectiveCounts(1, 8)])
     assert "  rank 0: the vote [7 collectives begun in this round]\n  rank 1: the vote [8 " in text
+
+
+def test_purpose_holds_kind_and_details() -> None:
+    keys = {Purpose("reduce").key, Purpose("reduce", "[2]").key, Purpose("reduce", "[3]").key, Purpose("gather", "[3]").key}
+    assert len(keys) == 4
+    assert all(0 <= key < 1 << 62 for key in keys)
+
+
+def test_lines_of_barriers_may_differ_and_those_of_reductions_not() -> None:
+    other = Place("/home/me/train.py:9 in main", "", "train.py:9")
+    assert Purpose("barrier", place=USER).key == Purpose("barrier", place=other).key
+    assert Purpose("reduce", place=USER, same_line=True).key != Purpose("reduce", place=other, same_line=True).key
+
+
+def test_folder_of_a_script_may_differ_between_hosts() -> None:
+    other = Place("/mnt/job/train.py:3 in main", "", "train.py:3")
+    assert Purpose("reduce", place=USER, same_line=True).key == Purpose("reduce", place=other, same_line=True).key
+
+
+def test_caller_within_lightning_is_compared() -> None:
+    other = Place(USER.user, "lightning.pytorch.trainer.trainer.Trainer.save_checkpoint", USER.line)
+    assert Purpose("barrier", place=USER).key != Purpose("barrier", place=other).key
+
+
+def test_place_is_the_innermost_line_outside_of_libraries() -> None:
+    library: dict[str, object] = {"__name__": "lightning.pytorch.core.module", "sys": sys}
+    exec("def all_gather():\n    return sys._getframe()", library)
+    place = place_of(library["all_gather"]())  # type: ignore[operator]
+    assert place.user.endswith("in test_place_is_the_innermost_line_outside_of_libraries")
+    assert place.caller == "lightning.pytorch.core.module.all_gather"
+    assert place.line.startswith("test_monitor.py:")
+
+
+def test_shown_place_is_not_compared() -> None:
+    frame = sys._getframe()
+    first = Purpose("vote", place=shown(frame))
+    second = Purpose("vote", place=shown(frame))
+    assert first.key == second.key
+    assert first.place != second.place
