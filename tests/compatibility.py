@@ -170,7 +170,7 @@ ROWS: list[Row] = [
         (
             "`IterableDataset` together with another training loader",
             "refused",
-            f"{_UNIT}/live/test_sampler.py::test_iterable_dataset_beside_another_loader_is_refused",
+            f"{_UNIT}/live/test_sampler.py::test_iterable_dataset_with_another_loader_is_refused",
         ),
         (
             "Samplers that follow the rank",
@@ -205,7 +205,7 @@ ROWS: list[Row] = [
         (
             "`in_order=False`",
             "works",
-            f"{_UNIT}/live/test_sampler.py::test_batches_come_in_order_though_the_user_does_not_ask_for_it",
+            f"{_UNIT}/live/test_sampler.py::test_batches_come_in_order_even_with_in_order_false",
             "batches come in order",
         ),
         (
@@ -404,7 +404,7 @@ ROWS: list[Row] = [
         (
             "Reentrant activation checkpointing with parameters that some steps leave out",
             "refused",
-            "tests/live/test_replica.py::test_search_that_fails_in_reentrant_checkpoints_is_refused_in_words",
+            "tests/live/test_replica.py::test_search_that_fails_in_reentrant_checkpoints_is_explained",
             "with `use_reentrant=False` as the next move",
         ),
         (

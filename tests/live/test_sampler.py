@@ -203,7 +203,7 @@ def test_order_follows_the_seed_of_the_loader(options: Callable[[int], dict[str,
     assert first != other
 
 
-def test_a_sampler_of_the_users_own_gives_the_order_and_learns_the_epoch() -> None:
+def test_users_sampler_gives_the_order_and_gets_the_epoch() -> None:
     sampler = Backwards(20)
     loader = elastic(20, 8, sampler=sampler, place=(1, 2))
     assert [indices(batch) for batch in loader] == [[15, 14, 13, 12], [7, 6, 5, 4], [1, 0]]
@@ -248,7 +248,7 @@ def test_random_samplers_with_a_number_of_their_own_keep_it(sampler: RandomSampl
     assert sum(map(len, elastic(9, 3, sampler=sampler))) == len(sampler)
 
 
-def test_a_joiner_goes_on_in_an_order_it_did_not_draw() -> None:
+def test_joiner_continues_in_an_order_that_it_did_not_draw() -> None:
     there = elastic(12, 4, sampler=WeightedRandomSampler([1.0] * 12, 12))
     next(there)
     joiner = elastic(12, 4, sampler=WeightedRandomSampler([1.0] * 12, 12))
@@ -696,7 +696,7 @@ def test_loader_that_is_cycled_gives_whole_laps_in_any_world(
     assert found == expected
 
 
-def test_loader_that_has_ended_counts_on_and_can_be_rewound() -> None:
+def test_ended_loader_keeps_counting_and_can_be_rewound() -> None:
     loader = elastic(6, 2)
     loader.keep_step(5, cycles=False)
     assert rest_of(loader) == [[0, 1], [2, 3], [4, 5]]
@@ -742,7 +742,7 @@ def test_one_global_batch_size_for_unlike_loaders_is_refused() -> None:
         train_loaders(CombinedLoader(loaders), has_global_batch_size=True).keep_step()
 
 
-def test_iterable_dataset_beside_another_loader_is_refused() -> None:
+def test_iterable_dataset_with_another_loader_is_refused() -> None:
     class Endless(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(int, 1)
@@ -844,7 +844,7 @@ def test_state_of_an_unread_loader_is_not_saved() -> None:
     assert copy.copy(loader).batch_size == 2
 
 
-def test_batches_come_in_order_though_the_user_does_not_ask_for_it() -> None:
+def test_batches_come_in_order_even_with_in_order_false() -> None:
     class FirstIsSlow(Numbers):
         def __getitem__(self, index: int) -> int:
             if index == 0:

@@ -45,7 +45,7 @@ def test_workers_end_with_equal_numbers_of_batches(seed: int) -> None:
     assert len({begun + len(batches) for begun, batches in zip(started, by_rank, strict=True)}) == 1
 
 
-def test_few_samples_are_repeated_rather_than_hang_a_step() -> None:
+def test_few_samples_are_repeated_if_steps_have_collectives() -> None:
     by_rank = dealt([5], [3, 3], 8, in_step=True)
     assert [[list(batch) for batch in batches] for batches in by_rank] == [[[5]], [[5]]]
 
