@@ -255,7 +255,7 @@ ROWS: list[Row] = [
         (
             "`shuffle=True` with a `generator`",
             "works",
-            f"{_UNIT}/live/test_sampler.py::test_a_generator_of_the_users_seeds_the_order",
+            f"{_UNIT}/live/test_sampler.py::test_order_follows_the_seed_of_the_loader",
             "it seeds the order",
         ),
         (
