@@ -288,11 +288,11 @@ def test_types_that_do_not_fit_are_named_with_the_remedy(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        ("a.bin", {}, "its name does not say what it is"),
+        ("a.bin", {}, "its name has no known ending"),
         ("missing.txt", {}, "has no files: check the path"),
         ("a.csv", {"types": {"z": "int64"}}, "has no column z, only x"),
         ("a.csv", {"types": {"x": "nonsense"}}, "nonsense"),
-        ("a.parquet", {}, "its name does not say what it is"),
+        ("a.parquet", {}, "its name has no known ending"),
         ("b.tar", {}, "cannot be read as a tar archive"),
     ],
 )

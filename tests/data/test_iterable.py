@@ -141,7 +141,7 @@ def test_state_with_classes_of_the_users_is_not_handed_on(caplog: pytest.LogCapt
     old = make(WithObjects(100))
     shares(old, 6)
     assert old.state().snapshot is None
-    assert "the state of WithObjects is not handed on" in caplog.text
+    assert "the state of WithObjects is not shared" in caplog.text
 
 
 def test_time_that_serializing_takes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ def test_state_that_does_not_bring_back_the_rows_is_not_used(caplog: pytest.LogC
     shares(old, 6)
     joiner.load_state(old.state())
     assert shares(joiner) == shares(old) == chunks(100)[6:]
-    assert "with another row than it had next" in caplog.text
+    assert "with another row than expected" in caplog.text
 
 
 class Thing:
@@ -314,7 +314,7 @@ class Unknown(Thing):
         raise TypeError("cannot be pickled")
 
 
-@pytest.mark.parametrize("kind, message", [(Thing, "another row than it had next: rows in"), (Unknown, "cannot be recognised")])
+@pytest.mark.parametrize("kind, message", [(Thing, "another row than expected: rows in"), (Unknown, "cannot be recognised")])
 def test_state_is_checked_by_objects_as_rows(kind: type[Thing], message: str, caplog: pytest.LogCaptureFixture) -> None:
     class Things(LossyState):
         def __iter__(self) -> Iterator[Any]:
@@ -340,7 +340,7 @@ def test_state_is_checked_though_workers_compare_no_rows(caplog: pytest.LogCaptu
     shares(old, 6)
     joiner.load_state(old.state())
     assert shares(joiner) == chunks(100)[6:]
-    assert "with another row than it had next" in caplog.text
+    assert "with another row than expected" in caplog.text
 
 
 def test_checkpoint_resumes_in_another_world() -> None:
@@ -559,7 +559,7 @@ def test_reader_keeps_as_many_rows_as_documented(accumulated: int, drop_last: bo
     for _ in range(20):
         loader.refetch()
     reader: Any = loader.workers._feed.loader.dataset
-    assert len(reader._pass._kept) == (accumulated + 2) * 8 + (8 if drop_last else 1)
+    assert len(reader._current._kept) == (accumulated + 2) * 8 + (8 if drop_last else 1)
 
 
 def test_reader_keeps_batches_that_are_prepared_ahead_too() -> None:

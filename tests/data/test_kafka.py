@@ -27,7 +27,7 @@ from stream_schedules import SEED, SimulatedJob, Tally, follow, random_schedule
 from lightning_dlrover.data import DataError, Skipped, Stream, kafka, kafka_source, locations, stream
 from lightning_dlrover.data.kafka_source import Kafka, Partition
 from lightning_dlrover.data.lane_plan import BLOCK_ROWS
-from lightning_dlrover.data.source import Ranges, num_rows
+from lightning_dlrover.data.source import Ranges, WindowKeeper, num_rows
 from lightning_dlrover.live.data_agreement import difference, fingerprint_data
 from lightning_dlrover.live.loader import ElasticLoader
 
@@ -356,8 +356,8 @@ class KafkaJob(SimulatedJob):
         return len(self.loaders[0])
 
 
-class Records:
-    """Windows on record, as etcd has them."""
+class Records(WindowKeeper):
+    """Windows of one epoch after another, as etcd holds them."""
 
     def __init__(self) -> None:
         self.windows: dict[int, Ranges] = {}

@@ -199,9 +199,9 @@ def test_files_are_listed_again_from_the_scripts_folder_or_from_another_place(fo
 def test_source_of_ones_own_cannot_be_listed(folder: Path) -> None:
     data, loader = made(folder)
     for source in ("<Own object at 0x1>", "Own()", "parquet(paths())"):
-        with pytest.raises(DataError, match=r"a source of the script's own"):
+        with pytest.raises(DataError, match=r"the script's own source"):
             listed_shards(opened_by(data, loader, source=source))
-    with pytest.raises(DataError, match=r"Parquet has too long a list of paths .* with --files"):
+    with pytest.raises(DataError, match=r"Parquet has too many paths .* with --files"):
         listed_shards(opened_by(data, loader, source="Parquet"))
     assert listed_shards(opened_by(data, loader, source="Parquet"), [str(folder)]) == data.shards
 

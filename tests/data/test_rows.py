@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from lightning_dlrover.data import DataError, Row, Rows
 from lightning_dlrover.data import rows as module
-from lightning_dlrover.data.rows import NAMES_OF_ROWS, Block, collate, prepare_default_collate
+from lightning_dlrover.data.rows import NAMES, Block, collate, prepare_default_collate
 from lightning_dlrover.private_names import MissingNamesError, missing_names
 
 VALUES: dict[str, list[Any]] = {
@@ -179,7 +179,7 @@ def test_numbers_are_no_lists() -> None:
 
 
 def test_private_names_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert missing_names(NAMES_OF_ROWS) == []
-    monkeypatch.setattr(module, "NAMES_OF_ROWS", {"torch.utils.data._utils.collate": ("no_such_map",)})
+    assert missing_names(NAMES) == []
+    monkeypatch.setattr(module, "NAMES", {"torch.utils.data._utils.collate": ("no_such_map",)})
     with pytest.raises(MissingNamesError, match="no_such_map"):
         prepare_default_collate()
