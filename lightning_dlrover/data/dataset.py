@@ -81,19 +81,34 @@ class Opened(list[Any]):
 
 
 class Stream(Dataset[Any]):
-    """The rows of a source. `stream` makes one, and describes the arguments.
+    """A dataset for a DataLoader that reads a source in parallel, in an order that depends on the seed alone.
+
+    Args:
+        source: for example `parquet(...)` or `files(...)`, or an object with `shards()` and `read(shard, row)`.
+        transform: makes a sample of a row: a dictionary by column, or an item of the source. None: samples are the rows, and
+            the default `collate_fn` makes a dictionary of tensors from columns.
+        shuffle_rows: rows that are shuffled together, over all workers, which hold them in memory. 0: no shuffling.
+        keep_order: whether rows come in the order of the shards, for predictions. Each process then reads everything.
+        seed: of the first epoch's order; None: that of `seed_everything`, or 0.
+        threads: threads that read rows ahead in each process that reads: the training process if the DataLoader has no loader
+            workers, else each of these. 0: rows are read when they are asked for.
+
+    Raises:
+        TypeError: `source` lacks a method.
+        ValueError: an argument is out of range, or `source` cannot be read in threads.
 
     Example:
+        >>> from torch.utils.data import DataLoader
         >>> from lightning_dlrover.data import Shard, stream
-        >>> class Numbers:
+        >>> class Squares:
         ...     def shards(self):
-        ...         return [Shard("a", rows=3), Shard("b", rows=5)]
+        ...         return [Shard("squares", rows=6)]
         ...
         ...     def read(self, shard, row):
-        ...         yield from range(row, shard.rows)
-        >>> rows = stream(Numbers())
-        >>> len(rows), [shard.key for shard in rows.shards]
-        (8, ['a', 'b'])
+        ...         yield from (number * number for number in range(row, shard.rows))
+        >>> rows = stream(Squares(), keep_order=True)
+        >>> len(rows), list(DataLoader(rows, batch_size=3))
+        (6, [tensor([0, 1, 4]), tensor([ 9, 16, 25])])
     """
 
     def __init__(
@@ -239,12 +254,7 @@ class Stream(Dataset[Any]):
         return self._fingerprint[1]
 
     def layout_for(self, batch_size: int, max_workers: int = 1) -> Layout:
-        """Return the layout of a job.
-
-        Args:
-            batch_size: rows of a global batch.
-            max_workers: maximum number of workers, each of which should have lanes of its own.
-        """
+        """Return the layout of a job with so many rows in a global batch. Each worker should have lanes of its own."""
         num_rows = len(self)  # a source of files learns their format here
         # Where rows are not shuffled, their order does not depend on the size of blocks.
         default = BLOCK_ROWS if getattr(self.source, "reads_in_threads", False) else OBJECTS_PER_BLOCK
@@ -443,43 +453,8 @@ class Stream(Dataset[Any]):
         return reader
 
 
-def stream(
-    source: Source,
-    transform: Callable[[Any], Any] | None = None,
-    shuffle_rows: int = 0,
-    keep_order: bool = False,
-    seed: int | None = None,
-    threads: int = 0,
-) -> Stream:
-    """Return a dataset for a DataLoader that reads a source in parallel, in an order that depends on the seed alone.
-
-    Args:
-        source: for example `parquet(...)` or `files(...)`, or an object with `shards()` and `read(shard, row)`.
-        transform: makes a sample of a row: a dictionary by column, or an item of the source. None: samples are the rows, and
-            the default `collate_fn` makes a dictionary of tensors from columns.
-        shuffle_rows: rows that are shuffled together, over all workers, which hold them in memory. 0: no shuffling.
-        keep_order: whether rows come in the order of the shards, for predictions. Each process then reads everything.
-        seed: of the first epoch's order; None: that of `seed_everything`, or 0.
-        threads: threads that read rows ahead in each process that reads: the training process if the DataLoader has no loader
-            workers, else each of these. 0: rows are read when they are asked for.
-
-    Raises:
-        TypeError: `source` lacks a method.
-        ValueError: an argument is out of range, or `source` cannot be read in threads.
-
-    Example:
-        >>> from torch.utils.data import DataLoader
-        >>> from lightning_dlrover.data import Shard, stream
-        >>> class Squares:
-        ...     def shards(self):
-        ...         return [Shard("squares", rows=6)]
-        ...
-        ...     def read(self, shard, row):
-        ...         yield from (number * number for number in range(row, shard.rows))
-        >>> list(DataLoader(stream(Squares(), keep_order=True), batch_size=3))
-        [tensor([0, 1, 4]), tensor([ 9, 16, 25])]
-    """
-    return Stream(source, transform, shuffle_rows, keep_order, seed, threads)
+stream = Stream
+"""Name of `Stream` in scripts."""
 
 
 def ranges_of(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -505,11 +480,7 @@ def _name(function: object) -> str:
 
 
 class StreamCollate:
-    """A live job's collate function for a stream: the batch of the user's function, `WithSkipped` if rows were skipped.
-
-    Args:
-        dataset: the stream, in the process that calls this function.
-    """
+    """A live job's collate function for a stream: the user's batch, `WithSkipped` if this process skipped rows."""
 
     def __init__(self, inner: Callable[[Any], Any], dataset: Stream) -> None:
         self._inner = inner

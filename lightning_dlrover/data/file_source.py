@@ -62,7 +62,7 @@ def counted(locations: Sequence[Location], kind: str, count: Callable[[Location]
     """
     from tqdm.auto import tqdm
 
-    with _opened_cache() as cache:
+    with contextlib.closing(_Cache()) as cache:
         known = cache.get(kind, locations)
         new = [location for location in locations if location.key not in known]
         with ThreadPoolExecutor(NUM_THREADS) as threads:
@@ -84,8 +84,28 @@ def cache_file(environ: Mapping[str, str] = os.environ) -> str:
 
 
 class _Cache:
-    def __init__(self, connection: sqlite3.Connection | None) -> None:
-        self._connection = connection
+    """A file that remembers counts, if it can be opened."""
+
+    def __init__(self) -> None:
+        path = cache_file()
+        self._connection: sqlite3.Connection | None = None
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            self._connection = connection = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S)
+            with connection:
+                connection.execute(
+                    "CREATE TABLE IF NOT EXISTS files"
+                    " (kind TEXT, key TEXT, version TEXT, num_rows INTEGER, marks BLOB, columns TEXT, PRIMARY KEY (kind, key))"
+                )
+                connection.execute("CREATE TABLE IF NOT EXISTS columns (digest TEXT PRIMARY KEY, columns BLOB)")
+        except (OSError, sqlite3.Error) as error:
+            log.debug("counts of rows are not remembered: %s: %s", path, error)
+            self.close()
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def get(self, kind: str, locations: Sequence[Location]) -> dict[str, Count]:
         found: dict[str, Count] = {}
@@ -113,29 +133,6 @@ class _Cache:
             self._connection.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)", rows)
 
 
-@contextlib.contextmanager
-def _opened_cache() -> Iterator[_Cache]:
-    path = cache_file()
-    connection = None
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        connection = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S)
-        with connection:
-            connection.execute(
-                "CREATE TABLE IF NOT EXISTS files"
-                " (kind TEXT, key TEXT, version TEXT, num_rows INTEGER, marks BLOB, columns TEXT, PRIMARY KEY (kind, key))"
-            )
-            connection.execute("CREATE TABLE IF NOT EXISTS columns (digest TEXT PRIMARY KEY, columns BLOB)")
-    except (OSError, sqlite3.Error) as error:
-        log.debug("counts of rows are not remembered: %s: %s", path, error)
-        connection = None
-    try:
-        yield _Cache(connection)
-    finally:
-        if connection is not None:
-            connection.close()
-
-
 FORMATS = ("lines", "csv", "tsv", "tar")
 SUFFIXES = {".csv": "csv", ".tsv": "tsv", ".tar": "tar", ".txt": "lines", ".jsonl": "lines", ".log": "lines"}
 OPENERS: Mapping[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -159,16 +156,40 @@ LINES_TO_INFER_FROM = 1000
 
 
 class Files:
-    """Files of one format. `files` makes one, and describes the arguments."""
+    """Files of one format as a source of a stream.
+
+    Args:
+        paths: a file, a folder, a pattern such as ``"s3://bucket/day_*.tsv.gz"``, or several of them.
+        format: ``"lines"`` (rows are strings), ``"csv"`` or ``"tsv"`` (rows are dictionaries by column, batches are made from
+            columns), ``"tar"`` (WebDataset: rows are dictionaries of bytes by extension, with ``__key__``). None: by the names.
+        columns: of CSV and TSV, the columns to read; with ``header=False`` the names of all columns.
+        types: Arrow's names of types by column, where the types inferred from the first lines do not fit.
+        header: whether the first line of each CSV or TSV file has the names of the columns.
+
+    Raises:
+        TypeError: `paths` or `columns` is of another type.
+        ValueError: there is no such format, or no path or column is given.
+        ModuleNotFoundError: pyarrow is missing.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from lightning_dlrover.data import stream
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = pathlib.Path(folder, "log.txt").write_text("first\\nsecond\\n")
+        ...     rows = stream(files(f"{folder}/*.txt"), keep_order=True)
+        ...     len(rows), rows[1]
+        (2, 'second')
+    """
 
     def __init__(
         self,
         paths: str | Sequence[str],
-        format: str | None,
-        columns: Sequence[str] | None,
-        types: Mapping[str, str] | None,
-        header: bool,
+        format: str | None = None,
+        columns: Sequence[str] | None = None,
+        types: Mapping[str, str] | None = None,
+        header: bool = True,
     ) -> None:
+        check_extra()
         if format is not None and format not in FORMATS:
             raise ValueError(f"format={format!r}: give one of {', '.join(FORMATS)}, or leave it out to go by the files' names")
         self._paths = as_paths(paths)
@@ -217,8 +238,7 @@ class Files:
     def read(self, shard: Shard, row: int) -> Iterator[Any]:
         """Yield rows from a row on: strings, dictionaries of a sample's files, or record batches.
 
-        Raises:
-            DataError: the file has changed since it was counted, or cannot be parsed.
+        Raises `DataError` if the file has changed since it was counted, or cannot be parsed.
         """
         location = self._locations[shard.key]
         per_mark = SAMPLES_PER_MARK if self._format == "tar" else LINES_PER_MARK
@@ -254,14 +274,7 @@ class Files:
         yield from table.to_batches()
 
     def _names_by_file(self, first: str, headers: Mapping[str, bytes]) -> dict[str, list[str]]:
-        """Return the names of columns of each file that has them in another order than the first one.
-
-        Args:
-            headers: first lines of the files.
-
-        Raises:
-            DataError: a file has other columns.
-        """
+        """Return the columns of each file with another order than the first one, or raise `DataError` for other columns."""
         expected: list[str] = self._schema.names
         of_line = {line: _names_in(line, self._delimiter) for line in set(headers.values())}
         for key, line in headers.items():
@@ -313,39 +326,8 @@ class Files:
         return "," if self._format == "csv" else "\t"
 
 
-def files(
-    paths: str | Sequence[str],
-    format: str | None = None,
-    columns: Sequence[str] | None = None,
-    types: Mapping[str, str] | None = None,
-    header: bool = True,
-) -> Files:
-    """Return files as a source of a stream.
-
-    Args:
-        paths: a file, a folder, a pattern such as ``"s3://bucket/day_*.tsv.gz"``, or several of them.
-        format: ``"lines"`` (rows are strings), ``"csv"`` or ``"tsv"`` (rows are dictionaries by column, batches are made from
-            columns), ``"tar"`` (WebDataset: rows are dictionaries of bytes by extension, with ``__key__``). None: by the names.
-        columns: of CSV and TSV, the columns to read; with ``header=False`` the names of all columns.
-        types: Arrow's names of types by column, where the types inferred from the first lines do not fit.
-        header: whether the first line of each CSV or TSV file has the names of the columns.
-
-    Raises:
-        TypeError: `paths` or `columns` is of another type.
-        ValueError: there is no such format, or no path or column is given.
-        ModuleNotFoundError: pyarrow is missing.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from lightning_dlrover.data import stream
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = pathlib.Path(folder, "log.txt").write_text("first\\nsecond\\n")
-        ...     rows = stream(files(f"{folder}/*.txt"), keep_order=True)
-        ...     len(rows), rows[1]
-        (2, 'second')
-    """
-    check_extra()
-    return Files(paths, format, columns, types, header)
+files = Files
+"""Name of `Files` in scripts."""
 
 
 def _format_of(key: str) -> str:

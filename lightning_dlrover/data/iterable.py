@@ -95,11 +95,7 @@ class OwnRandom:
     def __init__(self, plain: dict[str, Any]) -> None:
         version, numbers, gauss = plain["python"]
         name, keys, *rest = plain["numpy"]
-        self._state = (
-            (version, tuple(numbers), gauss),
-            (name, np.array(keys, dtype=np.uint32), *rest),
-            plain["torch"],
-        )
+        self._state = ((version, tuple(numbers), gauss), (name, np.array(keys, dtype=np.uint32), *rest), plain["torch"])
 
     @staticmethod
     def of(place: EpochKey) -> OwnRandom:
@@ -417,10 +413,7 @@ class IterableReader(Dataset[Any]):
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        describe: Callable[[Any], Any] = describe_nothing,
-        are_alike: Callable[[Any, Any], bool] = all_alike,
+        self, dataset: Any, describe: Callable[[Any], Any] = describe_nothing, are_alike: Callable[[Any, Any], bool] = all_alike
     ) -> None:
         self.dataset = dataset
         self._describe = describe
@@ -439,11 +432,7 @@ class IterableReader(Dataset[Any]):
         return self.__getitems__(request)
 
     def __getitems__(self, request: Any) -> list[Any]:
-        """Return the samples of a request.
-
-        Raises:
-            DataError: the dataset has other rows than before, or they cannot be read in time.
-        """
+        """Return the samples of a request. Raises `DataError` for other rows than before, or if reading takes too long."""
         if self._pid != os.getpid():
             _LEFT_TO_PARENT.append(self._current)
             self._current, self._pid = None, os.getpid()

@@ -141,8 +141,7 @@ class KafkaConsumer:
     def fetch(self, topic: str, partition: int, offset: int, stop: int) -> Fetched:
         """Return some messages from an offset on, at least one unless no message is left before `stop`.
 
-        Raises:
-            DataError: the broker has deleted messages from there on, refuses, or fails for too long.
+        Raises `DataError` if the broker has deleted messages from there on, refuses, or fails for too long.
         """
         return self._patiently(lambda: self._fetch_once(topic, partition, offset, stop), name_of(topic, partition))
 
@@ -273,23 +272,72 @@ class Partition(Shard):
 
 
 class Kafka:
-    """Topics of Kafka, see `WindowedSource`. `kafka` makes one, and describes the arguments."""
+    """Kafka topics as a source of a stream, see `WindowedSource`. Rows are messages.
+
+    Args:
+        topics: name of a topic, or several.
+        servers: bootstrap servers, such as ``"host:9092,other:9092"``.
+        start: ``"earliest"``, ``"latest"``, a time with its time zone, or offsets by partition: ``{0: 1000}``, with several
+            topics ``{"topic/0": 1000}``. Partitions that are not named are read from their beginning.
+        stop: the same; the row at this place is not read. Partitions that are not named are read to their end, which a job
+            looks up once. None: each epoch is a window of the messages since the epoch before.
+        config: further settings of librdkafka, such as ``{"security.protocol": "SASL_SSL", ...}``.
+        value: makes a row of a message's value, such as `json.loads`. None: a row is a dictionary with ``value`` and ``key``
+            as bytes, ``timestamp`` in milliseconds, ``topic``, ``partition`` and ``offset``.
+        on_error: treatment of a message for which `value` raises an exception: ``"raise"``, or ``"skip"`` it and count it.
+        window_rows: with ``stop=None``, maximum number of offsets in one epoch.
+        dry_s: with ``stop=None``, seconds to wait for a new message before training ends.
+
+    Raises:
+        TypeError: `topics`, `servers`, `start` or `stop` is of another kind.
+        ValueError: an argument is out of range, or `config` sets what this source needs otherwise.
+        ModuleNotFoundError: confluent-kafka is missing.
+
+    Example:
+        >>> import json
+        >>> clicks = kafka("clicks", servers="broker:9092", value=json.loads)  # connects when a job first reads it
+    """
 
     def __init__(
         self,
-        topics: Sequence[str],
+        topics: str | Sequence[str],
         servers: str,
-        start: TopicPosition,
-        stop: TopicPosition | None,
-        config: Mapping[str, Any],
-        value: Callable[[bytes], Any] | None,
-        on_error: str,
-        window_rows: int,
-        dry_s: float,
+        start: TopicPosition = "earliest",
+        stop: TopicPosition | None = "latest",
+        config: Mapping[str, Any] | None = None,
+        value: Callable[[bytes], Any] | None = None,
+        on_error: str = "raise",
+        window_rows: int = 1_000_000,
+        dry_s: float = 60.0,
     ) -> None:
+        if find_spec("confluent_kafka") is None:
+            raise ModuleNotFoundError(
+                "streams of Kafka topics need confluent-kafka: pip install 'lightning-dlrover[kafka]'", name="confluent_kafka"
+            )
+        names = [topics] if isinstance(topics, str) else list(topics)
+        if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
+            raise ValueError(f"topics={topics!r}: give the name of a topic, or a list of different ones")
+        if not isinstance(servers, str) or not servers:
+            raise TypeError(f"servers={servers!r}: give Kafka's bootstrap servers, such as 'host:9092'")
+        _check_place("start", start, len(names))
+        if stop is not None:
+            _check_place("stop", stop, len(names))
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error={on_error!r}: give 'raise' or 'skip'")
+        if isinstance(window_rows, bool) or not isinstance(window_rows, int) or window_rows < 1:
+            raise ValueError(f"window_rows={window_rows!r} is not a positive number of rows")
+        if not 0 <= dry_s < float("inf"):
+            raise ValueError(f"dry_s={dry_s!r}: give the seconds to wait for new messages, 0 or more")
+        config = dict(config or {})
+        fixed = [key for key in config if key in OWN_SETTINGS and config[key] != OWN_SETTINGS[key]]
+        if fixed:
+            raise ValueError(
+                f"config sets {fixed[0]}={config[fixed[0]]!r}, and each message is read exactly once only with "
+                f"{OWN_SETTINGS[fixed[0]]!r}: leave it out. Offsets are kept in the job's own records and checkpoints"
+            )
         self.grows = stop is None
         self.dry_s = dry_s
-        self.topics = list(topics)
+        self.topics = names
         self._start, self._stop = start, stop
         self._value = value
         self._on_error = on_error
@@ -417,11 +465,7 @@ class Kafka:
     # --- rows -----------------------------------------------------------------------------------------------------------------
 
     def read(self, shard: Shard, row: int) -> Iterator[Any]:
-        """Yield the messages from a row on.
-
-        Raises:
-            DataError: messages were deleted or cannot be decoded, or the brokers fail for too long.
-        """
+        """Yield the messages from a row on. Raises `DataError` if some are deleted or malformed, or the brokers fail."""
         assert isinstance(shard, Partition)
         topic, _, number = shard.key.rpartition("/")
         offset, stop = shard.first + row, shard.first + shard.rows
@@ -460,68 +504,8 @@ class Kafka:
             ) from error
 
 
-def kafka(
-    topics: str | Sequence[str],
-    servers: str,
-    start: TopicPosition = "earliest",
-    stop: TopicPosition | None = "latest",
-    config: Mapping[str, Any] | None = None,
-    value: Callable[[bytes], Any] | None = None,
-    on_error: str = "raise",
-    window_rows: int = 1_000_000,
-    dry_s: float = 60.0,
-) -> Kafka:
-    """Return Kafka topics as a source of a stream. Rows are messages.
-
-    Args:
-        topics: name of a topic, or several.
-        servers: bootstrap servers, such as ``"host:9092,other:9092"``.
-        start: ``"earliest"``, ``"latest"``, a time with its time zone, or offsets by partition: ``{0: 1000}``, with several
-            topics ``{"topic/0": 1000}``. Partitions that are not named are read from their beginning.
-        stop: the same; the row at this place is not read. Partitions that are not named are read to their end, which a job
-            looks up once. None: each epoch is a window of the messages since the epoch before.
-        config: further settings of librdkafka, such as ``{"security.protocol": "SASL_SSL", ...}``.
-        value: makes a row of a message's value, such as `json.loads`. None: a row is a dictionary with ``value`` and ``key``
-            as bytes, ``timestamp`` in milliseconds, ``topic``, ``partition`` and ``offset``.
-        on_error: treatment of a message for which `value` raises an exception: ``"raise"``, or ``"skip"`` it and count it.
-        window_rows: with ``stop=None``, maximum number of offsets in one epoch.
-        dry_s: with ``stop=None``, seconds to wait for a new message before training ends.
-
-    Raises:
-        TypeError: `topics`, `servers`, `start` or `stop` is of another kind.
-        ValueError: an argument is out of range, or `config` sets what this source needs otherwise.
-        ModuleNotFoundError: confluent-kafka is missing.
-
-    Example:
-        >>> import json
-        >>> clicks = kafka("clicks", servers="broker:9092", value=json.loads)  # connects when a job first reads it
-    """
-    if find_spec("confluent_kafka") is None:
-        raise ModuleNotFoundError(
-            "streams of Kafka topics need confluent-kafka: pip install 'lightning-dlrover[kafka]'", name="confluent_kafka"
-        )
-    names = [topics] if isinstance(topics, str) else list(topics)
-    if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
-        raise ValueError(f"topics={topics!r}: give the name of a topic, or a list of different ones")
-    if not isinstance(servers, str) or not servers:
-        raise TypeError(f"servers={servers!r}: give Kafka's bootstrap servers, such as 'host:9092'")
-    _check_place("start", start, len(names))
-    if stop is not None:
-        _check_place("stop", stop, len(names))
-    if on_error not in ("raise", "skip"):
-        raise ValueError(f"on_error={on_error!r}: give 'raise' or 'skip'")
-    if isinstance(window_rows, bool) or not isinstance(window_rows, int) or window_rows < 1:
-        raise ValueError(f"window_rows={window_rows!r} is not a positive number of rows")
-    if not 0 <= dry_s < float("inf"):
-        raise ValueError(f"dry_s={dry_s!r}: give the seconds to wait for new messages, 0 or more")
-    config = dict(config or {})
-    fixed = [key for key in config if key in OWN_SETTINGS and config[key] != OWN_SETTINGS[key]]
-    if fixed:
-        raise ValueError(
-            f"config sets {fixed[0]}={config[fixed[0]]!r}, and each message is read exactly once only with "
-            f"{OWN_SETTINGS[fixed[0]]!r}: leave it out. Offsets are kept in the job's own records and checkpoints"
-        )
-    return Kafka(names, servers, start, stop, config, value, on_error, window_rows, dry_s)
+kafka = Kafka
+"""Name of `Kafka` in scripts."""
 
 
 def _check_place(name: str, place: object, num_topics: int) -> None:

@@ -62,11 +62,9 @@ class Layout:
 
 
 def rows_of_block(num_rows: int, num_bytes: int, most: int = BLOCK_ROWS) -> int:
-    """Return how many rows of files are read together: a power of two within `BLOCK_BYTES`, so that workers agree on it.
+    """Return how many rows of files of this size are read together: a power of two within `BLOCK_BYTES` and `most`.
 
-    Args:
-        num_rows, num_bytes: of all files, as stored.
-        most: maximum, however small a row is.
+    It does not change with a few more rows, so workers agree on it.
     """
     fit = BLOCK_BYTES * num_rows // max(1, num_bytes)
     return most if fit >= most else max(MIN_BLOCK_ROWS, 1 << max(1, fit).bit_length() - 1)
@@ -151,11 +149,7 @@ class LanePlan:
         return int(self._lane_starts[lane + 1] - self._lane_starts[lane])
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """Yield, in order, the pieces of lanes at the epoch's positions from `start` to `stop`.
-
-        Raises:
-            IndexError: the epoch has no such positions.
-        """
+        """Yield, in order, the pieces of lanes at the epoch's positions from `start` to `stop`, or raise `IndexError`."""
         if not 0 <= start <= stop <= self.num_rows:
             raise IndexError(f"rows {start} to {stop} of an epoch with {self.num_rows} rows")
         layout, bounds = self.layout, self._slot_bounds

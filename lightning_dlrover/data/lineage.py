@@ -53,11 +53,7 @@ class FilesProgress:
 
 
 class Lineage:
-    """A stream's rows by step.
-
-    Args:
-        shards: None if they could not be listed. Then only numbers of rows are known.
-    """
+    """A stream's rows by step. If the shards could not be listed (None), only numbers of rows are known."""
 
     def __init__(self, opened: StreamOpened, shards: Sequence[Shard] | None = None) -> None:
         self.opened = opened

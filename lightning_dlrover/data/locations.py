@@ -77,20 +77,14 @@ class Store:
 
 @dataclass(frozen=True)
 class Location:
-    """One file.
+    """One file."""
 
-    Args:
-        key: its path or URL.
-        version: size and time of modification, or ETag.
-        store: file system of a URL; None: a local file.
-        conditions: headers that make an HTTP server refuse to send another version.
-    """
-
-    key: str
+    key: str  # its path or URL
     path: str
-    version: str
+    version: str  # size and time of modification, or ETag
     size: int
-    store: Store | None = field(default=None, repr=False, compare=False)
+    store: Store | None = field(default=None, repr=False, compare=False)  # file system of a URL; None: a local file
+    # Headers that make an HTTP server refuse to send another version.
     conditions: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def open(self, version: str | None = None, ahead_bytes: int = 0) -> Any:
@@ -322,13 +316,9 @@ def paths_text(paths: Sequence[str]) -> str:
 
 
 def located(paths: Sequence[str], suffix: str = "") -> list[Location]:
-    """Return the files at these paths, in the order of their names.
+    """Return the files at these paths, in the order of their names; of folders, files of any depth with the suffix.
 
-    Args:
-        paths: files, patterns, and folders, from which files of any depth with the suffix are taken.
-
-    Raises:
-        DataError: a path has no files.
+    Raises `DataError` if a path has no files.
     """
     found: dict[str, Location] = {}
     for path in paths:

@@ -28,14 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AgreedColumns:
-    """The columns of all files.
-
-    Args:
-        names: in their order.
-        casts: by file, types of the columns that differ there. A file with the common columns in their order is not in it.
-    """
+    """The columns of all files, in their order."""
 
     names: list[str] = field(default_factory=list)
+    # By file, types of the columns that differ there. A file with the common columns in their order is not in it.
     casts: Mapping[str, Mapping[str, pa.DataType]] = field(default_factory=dict)
 
     def batch(self, batch: pa.RecordBatch, key: str) -> pa.RecordBatch:
@@ -185,17 +181,40 @@ class _Opened(NamedTuple):
 
 
 class Parquet:
-    """Parquet files. `parquet` makes one, and describes the arguments."""
+    """Parquet files as a source of a stream. Rows are dictionaries by column; batches are made from columns.
+
+    Args:
+        paths: a file, a folder, a pattern such as ``"s3://bucket/day=*/*.parquet"``, or several of them.
+        columns: names of the columns to read, or the name of one; None: all.
+        on_error: treatment of a row group that cannot be read: ``"raise"``, or ``"skip"`` its rows and count them.
+        types: Arrow's names of types by column, such as ``"float64"``, where those of the files differ or do not fit.
+
+    Raises:
+        TypeError: `paths` or `columns` is of another type.
+        ValueError: `on_error` is neither, there is no such type, or no path or column is given.
+        ModuleNotFoundError: pyarrow is missing.
+
+    Example:
+        >>> import tempfile
+        >>> import pyarrow as pa, pyarrow.parquet as pq
+        >>> from lightning_dlrover.data import stream
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pq.write_table(pa.table({"item": [7, 9], "price": [2.5, 4.0]}), f"{folder}/part-0.parquet")
+        ...     rows = stream(parquet(folder, columns=["price"]), keep_order=True)
+        ...     len(rows), rows[1]
+        (2, {'price': 4.0})
+    """
 
     reads_in_threads = True
 
     def __init__(
         self,
         paths: str | Sequence[str],
-        columns: Sequence[str] | None,
-        on_error: str,
-        types: Mapping[str, str] | None,
+        columns: Sequence[str] | None = None,
+        on_error: str = "raise",
+        types: Mapping[str, str] | None = None,
     ) -> None:
+        check_extra()
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error={on_error!r}: give 'raise' or 'skip'")
         self._paths = as_paths(paths)
@@ -382,42 +401,13 @@ class Parquet:
             yield Skipped(left, f"{where}: {str(error).splitlines()[0]}")
 
 
+parquet = Parquet
+"""Name of `Parquet` in scripts."""
+
+
 def _last(batch: Any, num_rows: int) -> Any:
     """Return the last `num_rows` rows of a batch, or all if it has fewer."""
     return batch if num_rows >= batch.num_rows else batch.slice(batch.num_rows - num_rows)
-
-
-def parquet(
-    paths: str | Sequence[str],
-    columns: Sequence[str] | None = None,
-    on_error: str = "raise",
-    types: Mapping[str, str] | None = None,
-) -> Parquet:
-    """Return Parquet files as a source of a stream. Rows are dictionaries by column; batches are made from columns.
-
-    Args:
-        paths: a file, a folder, a pattern such as ``"s3://bucket/day=*/*.parquet"``, or several of them.
-        columns: names of the columns to read, or the name of one; None: all.
-        on_error: treatment of a row group that cannot be read: ``"raise"``, or ``"skip"`` its rows and count them.
-        types: Arrow's names of types by column, such as ``"float64"``, where those of the files differ or do not fit.
-
-    Raises:
-        TypeError: `paths` or `columns` is of another type.
-        ValueError: `on_error` is neither, there is no such type, or no path or column is given.
-        ModuleNotFoundError: pyarrow is missing.
-
-    Example:
-        >>> import tempfile
-        >>> import pyarrow as pa, pyarrow.parquet as pq
-        >>> from lightning_dlrover.data import stream
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     pq.write_table(pa.table({"item": [7, 9], "price": [2.5, 4.0]}), f"{folder}/part-0.parquet")
-        ...     rows = stream(parquet(folder, columns=["price"]), keep_order=True)
-        ...     len(rows), rows[1]
-        (2, {'price': 4.0})
-    """
-    check_extra()
-    return Parquet(paths, columns, on_error, types)
 
 
 def _counted(location: Location) -> Count:

@@ -42,11 +42,8 @@ class ReadingThreads:
     def is_due(self, rows_left: int, block_rows: int, num_lanes: int) -> bool:
         """Return whether a lane's next block should be read now.
 
-        Lanes that are read in turn also end their blocks in turn. So the next blocks belong to the lanes with the fewest rows
-        left, `rows_left` of `block_rows`.
-
-        Args:
-            num_lanes: lanes that are read in turn.
+        `num_lanes` are read in turn, so they also end their blocks in turn, and the next blocks belong to the lanes with the
+        fewest rows left.
         """
         return rows_left * num_lanes <= self._max_ahead * block_rows
 

@@ -126,11 +126,7 @@ class WindowedSource(Source, Protocol):
     dry_s: float
 
     def window(self, after: Mapping[str, int] | None) -> Ranges:
-        """Return what is there now.
-
-        Args:
-            after: row at which each shard continues; None: where the source starts.
-        """
+        """Return the present rows after those rows at which each shard continues; None: from the source's start."""
 
     def shards_in(self, ranges: Ranges) -> Sequence[Shard]:
         """Return the shards of a window."""
@@ -189,11 +185,7 @@ class WindowKeeper:
     """Where the windows of a source are fixed. This one is for a process that has the source for itself."""
 
     def read(self, epoch: int, after: Mapping[str, int] | None) -> Ranges | None:
-        """Return a window that was fixed; None if it was not.
-
-        Args:
-            after: row at which each shard continues after the window before. A window that does not continue there is ignored.
-        """
+        """Return a window that was fixed and begins where the one before ended; None: there is none."""
         return None
 
     def fix(self, epoch: int, after: Mapping[str, int] | None, ranges: Ranges) -> Ranges:
@@ -248,10 +240,9 @@ class Windows:
         return self._start is not None
 
     def of(self, epoch: int) -> Ranges:
-        """Return the window of an epoch. Without rows in it, a growing source has ended before that epoch.
+        """Return the window of an epoch; without rows in it, a growing source has ended before that epoch.
 
-        Raises:
-            DataError: the window before is not known, or the source cannot be read.
+        Raises `DataError` if the window before is not known, or the source cannot be read.
         """
         epoch = epoch if self.grows else 0
         if epoch not in self._known:

@@ -61,7 +61,9 @@ def test_a_copy_that_is_sent_changes_only_is_the_part_itself(
         writer = own.begin(header(blocks, batch, state=state), keep)
         use = since_base if writer.base is not None and not whole[batch] else None
         assert (writer.base is not None) == (batch >= 2)
-        writer.put(blocks, state, lambda block, use=use: use)  # type: ignore[misc]
+        for block in blocks:
+            writer.put_block(block, use)
+        writer.put([], state)
         part = writer.commit()
         copy = other.begin(part.header, keep)
         assert copy.base == writer.base

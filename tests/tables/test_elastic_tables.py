@@ -59,7 +59,7 @@ def test_snapshot_with_lost_parts_is_reported(caplog: pytest.LogCaptureFixture) 
     )
     formation: Any = SimpleNamespace(round=SimpleNamespace(members=["d"], number=2), size=1, rank=0)
     assert elastic.roll_back(formation) is None
-    text = "the snapshot of batch 5 cannot be used: no worker has the parts of c any more"
+    text = "the snapshot of batch 5 cannot be used: no worker holds the parts of c"
     assert events == [(SnapshotLost(2, 5, ["c"]), text)]
     assert text in caplog.text
 
@@ -140,7 +140,7 @@ def test_loss_in_a_later_fit_does_not_lead_back_into_the_earlier(tmp_path: Path)
 
     def batches() -> set[int]:
         assert elastic._snapshots is not None
-        return {part.header.batch for part in elastic._snapshots.readable()}
+        return {part.header.batch for part in elastic._snapshots.store.parts()}
 
     world.num_fits = 1
     assert vote(100)

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reshard import least_bytes
 
-from lightning_dlrover.tables.layout import LayoutError, Move, Region, Shard, least_bytes, plan_moves
+from lightning_dlrover.tables.layout import LayoutError, Move, Region, Shard, plan_moves
 
 quick = settings(deadline=None, max_examples=50)  # no deadline, because the machine may be busy
 WORKERS = ["w0", "w1", "w2", "w3", "w4"]

@@ -30,6 +30,7 @@ from lightning_dlrover.tables.snapshot_store import (
     PartWriter,
     SnapshotError,
     SnapshotStore,
+    holders_of,
     newest_complete,
     part_header,
 )
@@ -621,16 +622,17 @@ def test_newest_complete_snapshot_is_found() -> None:
         "w0": [header_of(1), header_of(2), header_of(3, owner="w0")],
         "w1": [header_of(1, owner="w1"), header_of(2, owner="w1"), header_of(1, owner="w0")],
     }
-    assert newest_complete(held) == {"w0": ["w0"], "w1": ["w1"]}
-    assert newest_complete({"w1": held["w1"]}) == {"w1": ["w1"], "w0": ["w1"]}
+    assert newest_complete(held) == (1, 2)
+    assert holders_of((1, 2), held) == {"w0": ["w0"], "w1": ["w1"]}
+    assert newest_complete({"w1": held["w1"]}) == (1, 1)
+    assert holders_of((1, 1), {"w1": held["w1"]}) == {"w1": ["w1"], "w0": ["w1"]}
     assert newest_complete({"w0": held["w0"]}) is None
     assert newest_complete({}) is None
 
 
 def test_snapshot_of_a_later_round_is_newer_with_any_batch() -> None:
     held = {"w0": [header_of(50, members=("w0",)), header_of(40, round_=2, members=("w0",))]}
-    assert newest_complete(held) == {"w0": ["w0"]}
-    assert max(h.name for h in held["w0"]) == (2, 40)
+    assert newest_complete(held) == (2, 40)
 
 
 @given(
@@ -650,11 +652,11 @@ def test_a_snapshot_is_complete_exactly_if_every_owner_has_a_holder(held: dict[s
         for header in found:
             owners.setdefault(header.name, set()).add(header.owner)
     complete = sorted(name for name, who in owners.items() if who == set(members))
-    result = newest_complete(headers)
-    if not complete:
-        assert result is None
+    name = newest_complete(headers)
+    assert name == (complete[-1] if complete else None)
+    if name is None:
         return
-    assert result is not None
+    result = holders_of(name, headers)
     assert result.keys() == set(members)
     for owner, holders in result.items():
         for holder in holders:
