@@ -439,9 +439,11 @@ def _are_rows(text: bytes, delimiter: str) -> bool:
 
 
 def _names_in(header: bytes, delimiter: str) -> list[str]:
+    if not header.strip():
+        return []
     try:
-        return [str(name) for name in _read_csv(header.strip(b"\r\n"), delimiter, {}).column_names]
-    except ValueError:  # the line is empty
+        return [str(name) for name in _read_csv(header, delimiter, {}).column_names]
+    except ValueError:  # not text
         return []
 
 

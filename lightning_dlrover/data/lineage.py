@@ -216,7 +216,7 @@ def _source(opened: StreamOpened, given: Sequence[str]) -> Source:
     if not paths:
         recorded = [arguments[0]] if isinstance(arguments[0], str) else map(str, arguments[0])
         paths = [path if "://" in path or path.startswith("~") else os.path.join(opened.folder, path) for path in recorded]
-    source: Source = maker(paths, *arguments[1:], **options)  # type: ignore[operator]
+    source: Source = maker(paths, *arguments[1:], **options)
     return source
 
 

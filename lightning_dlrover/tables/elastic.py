@@ -71,7 +71,6 @@ class ElasticTables:
         self.whole_in = 0
         self.last_exchange = ExchangeStats()
         self._world = world
-        self._me = world.worker_id
         self._config = config
         self._wrap_dense = wrap_dense
         self._snapshots: Snapshots | None = None
@@ -91,6 +90,10 @@ class ElasticTables:
                 self._snapshots = Snapshots(world, store, config)
             except SnapshotError as error:
                 log.warning("run %s: no snapshots: %s", world.config.run_id, error)
+
+    @property
+    def _me(self) -> str:
+        return self._world.worker_id
 
     def wrap_with(self, wrap_dense: WrapDense) -> None:
         """Make the module data-parallel in another way from the next build on."""
