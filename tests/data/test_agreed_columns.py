@@ -17,11 +17,6 @@ from lightning_dlrover.data.file_source import cache_file
 NUM_ROWS = 10
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def write(folder: Path, *tables: dict[str, Any]) -> str:
     """Write files a, b, and so on."""
     (folder / "data").mkdir(exist_ok=True)

@@ -21,17 +21,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from spoiled_files import spoil_row_group
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.data import DataError, Source, file_source, files, parquet, parquet_source, stream
 from lightning_dlrover.data.dataset import Positions
 from lightning_dlrover.data.file_source import cache_file
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture(autouse=True)
@@ -240,12 +235,7 @@ def test_nulls_are_named_with_their_column(tmp_path: Path) -> None:
 def test_corrupt_row_group_is_named_or_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"a": list(range(300))}), path, row_group_size=100, compression="zstd", use_dictionary=False)
-    group = pq.ParquetFile(path).metadata.row_group(1).column(0)
-    content = bytearray(path.read_bytes())
-    begin = group.data_page_offset + 30
-    content[begin : begin + 60] = b"\xff" * 60
-    path.write_bytes(content)
-
+    spoil_row_group(path, 1)
     with pytest.raises(
         DataError, match=r"row group 1 of .*a.parquet \(rows from 0 of its 100\) cannot be read.*on_error='skip'"
     ):
@@ -449,10 +439,7 @@ print([name for name in sorted(set(sys.modules) - before) if name.startswith(("p
 def test_corrupt_row_group_behind_others_is_named(tmp_path: Path, size: int, corrupt: int) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"a": list(range(36_000))}), path, row_group_size=size, compression="zstd", use_dictionary=False)
-    group = pq.ParquetFile(path).metadata.row_group(corrupt).column(0)
-    content = bytearray(path.read_bytes())
-    content[group.data_page_offset + 30 : group.data_page_offset + 90] = b"\xff" * 60
-    path.write_bytes(content)
+    spoil_row_group(path, corrupt)
     source = parquet(str(path))
     (shard,) = source.shards()
     first = size * corrupt

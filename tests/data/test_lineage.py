@@ -20,11 +20,6 @@ from lightning_dlrover.rdzv.job.events import StreamOpened
 LENGTHS = [30, 0, 7, 44, 1]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder of files whose rows are numbered through."""

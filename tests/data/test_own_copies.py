@@ -221,11 +221,6 @@ PATHS = [next_epochs, lost_steps, resizes, validations, rollbacks, restarts]
 SOURCES = [*MAKERS, "tar", "csv", "parquet"]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def makes(data: Any, num_workers: int, collate_fn: Any) -> Callable[..., ElasticLoader]:
     def make(training: bool = True) -> ElasticLoader:
         loader = DataLoader(data, batch_size=GLOBAL_BATCH, num_workers=num_workers, collate_fn=collate_fn)

@@ -160,9 +160,8 @@ def store() -> Iterator[FaultyStore]:
 
 
 @pytest.fixture(autouse=True)
-def impatient(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the first pauses, and make requests small so that a file takes several."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(locations, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(locations, "GIVE_UP_S", 60.0)
     monkeypatch.setattr(locations, "READ_AHEAD_BYTES", 8192)

@@ -57,11 +57,11 @@ def test_wait_ends_with_the_awaited_value(watched: Demo, client: EtcdClient, key
 
 
 @pytest.mark.parametrize("number, members", [(2, ["a", "b"]), (4, ["a"]), (4, ["a", "gone"])])
-def test_wait_in_vain_names_the_awaited_value(
+def test_wait_that_times_out_names_the_awaited_value(
     watched: Demo, client: EtcdClient, keys: Keys, number: int, members: list[str]
 ) -> None:
     put_round(client, keys, number, members)
-    with pytest.raises(DemoError, match="in vain for the replacement"):
+    with pytest.raises(DemoError, match="no sign of the replacement within"):
         watched.wait("the replacement", watched.round_of(2, after=2, without="gone"), timeout_s=0.3)
 
 
