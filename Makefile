@@ -38,7 +38,7 @@ lint: setup
 	nice $(BIN)/lint-imports
 
 # The inner loop: pure code, the simulation with fewer seeds, a real etcd; no process that trains. Not quite two minutes on two idle cores.
-QUICK := $(addprefix tests/,checks components/control doctor tuning report test_watchdog.py test_straggler_reports.py \
+QUICK := $(addprefix tests/,checks components/control doctor tuning report test_watchdog.py \
 	rdzv/etcd rdzv/job rdzv/membership rdzv/agents/test_agent_rounds.py rdzv/test_protocol.py tables/test_arena.py \
 	tables/test_layout.py tables/test_placement.py)
 

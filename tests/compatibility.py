@@ -1,6 +1,6 @@
 """Features of Lightning scripts in jobs that change: the source of docs/reference/compatibility.md and compatibility_models.md.
 
-`python tests/compatibility.py` writes both pages. A test compares them, and checks that each named test exists.
+`python -m tests.compatibility` writes both pages. A test compares them, and checks that each named test exists.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from versions import Result, results
+from tests.versions import Result, results
 
 __all__ = ["FOLDER", "ROWS", "Row", "render"]
 
@@ -122,7 +122,7 @@ ROWS: list[Row] = [
         (
             "`trainer.test` or `trainer.validate` with such a loader, after `fit`",
             "warned",
-            f"{_UNIT}/live/test_users_loaders.py::test_test_loader_that_cannot_be_split_does_not_end_a_job_that_has_trained",
+            f"{_UNIT}/live/test_train_loaders.py::test_test_loader_that_cannot_be_split_does_not_end_a_job_that_has_trained",
             "each worker computes all of its batches",
         ),
         (
@@ -250,7 +250,7 @@ ROWS: list[Row] = [
         (
             "A dataset that training writes to, with `num_workers=0`",
             "works",
-            f"{_UNIT}/live/test_settings.py::test_planner_gives_no_loader_workers_to_a_dataset_that_training_may_write_to",
+            f"{_UNIT}/live/test_train_loaders.py::test_planner_gives_no_loader_workers_to_a_dataset_that_training_may_write_to",
         ),
         (
             "`shuffle=True` with a `generator`",
@@ -350,7 +350,7 @@ ROWS: list[Row] = [
         (
             "`find_unused_parameters`, `static_graph` of the user's",
             "works",
-            f"{_UNIT}/live/test_unused_parameters.py::test_users_own_choice_is_kept",
+            f"{_UNIT}/live/test_replica.py::test_users_own_choice_is_kept",
         ),
         (
             "`toggle_optimizer` and accumulation by hand, with losses",
@@ -404,7 +404,7 @@ ROWS: list[Row] = [
         (
             "Reentrant activation checkpointing with parameters that some steps leave out",
             "refused",
-            "tests/live/test_unused_parameters.py::test_search_that_fails_in_reentrant_checkpoints_is_refused_in_words",
+            "tests/live/test_replica.py::test_search_that_fails_in_reentrant_checkpoints_is_refused_in_words",
             "with `use_reentrant=False` as the next move",
         ),
         (
@@ -489,12 +489,12 @@ ROWS: list[Row] = [
         (
             "torchmetrics objects of a worker that leaves",
             "works",
-            f"{_UNIT}/live/test_epoch_metrics.py::test_metric_of_a_leaver_is_merged",
+            f"{_UNIT}/live/test_metrics.py::test_metric_of_a_leaver_is_merged",
         ),
         (
             "... whose states have no reduction",
             "warned",
-            f"{_UNIT}/live/test_epoch_metrics.py::test_metric_that_cannot_be_merged_is_named",
+            f"{_UNIT}/live/test_metrics.py::test_metric_that_cannot_be_merged_is_named",
         ),
         ("A loss at an epoch's end", "works", f"{_FEATURES}::test_loss_at_an_epochs_end_keeps_its_metrics"),
         ("Logs and metrics of a step that is done again", "works", f"{_FEATURES}::test_redone_steps_count_once"),
@@ -506,7 +506,7 @@ ROWS: list[Row] = [
         (
             "A logger of the user's own with `state_dict`",
             "works",
-            f"{_UNIT}/live/test_loggers.py::test_logger_of_the_users_own_gets_its_state",
+            f"{_UNIT}/live/test_state.py::test_logger_of_the_users_own_gets_its_state",
         ),
         (
             "Wandb, MLflow, Comet",
@@ -606,12 +606,12 @@ ROWS: list[Row] = [
         (
             "More workers per node than GPUs, with NCCL",
             "refused",
-            f"{_UNIT}/test_own_device.py::test_worker_without_a_gpu_of_its_own_is_refused",
+            f"{_UNIT}/live/test_replica.py::test_worker_without_a_gpu_of_its_own_is_refused",
         ),
         (
             "`devices=1` with several workers per node",
             "works",
-            f"{_UNIT}/test_own_device.py::test_workers_of_a_node_have_different_gpus",
+            f"{_UNIT}/live/test_replica.py::test_workers_of_a_node_have_different_gpus",
         ),
         (
             "Workers that share a device through gloo",
@@ -652,7 +652,7 @@ LEGEND = """
 *Refused*: the error gives the reason and the next step, when the Trainer starts or where the script does it.
 *Warned*: one line in the log.
 """
-MARK = "<!-- Written by `python tests/compatibility.py` from the table in that file. -->"
+MARK = "<!-- Written by `python -m tests.compatibility` from the table in that file. -->"
 
 
 def render(rows: list[Row], tested: list[Result]) -> dict[str, str]:

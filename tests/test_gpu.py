@@ -19,6 +19,7 @@ from lightning_dlrover.live.lightning_adapter import in_ddp_on_this_stream
 from lightning_dlrover.live.metrics import restore_partial
 from lightning_dlrover.live.order import FitPosition
 from lightning_dlrover.live.recovery import ResilientCollectives, Update, apply, capture
+from lightning_dlrover.live.replica import LiveStrategy
 from lightning_dlrover.live.state import seed_for
 from lightning_dlrover.live.wiring import Collectives
 from lightning_dlrover.rdzv.desync import CollectiveMonitor, OutsideOfLoops, Purpose, shown
@@ -97,7 +98,7 @@ def test_reduction_cut_short_by_an_abort_is_done_again(machine: str, collectives
 
 @each_device
 def test_result_of_another_worker_comes_to_the_own_device(device: str) -> None:
-    collectives = Collectives(None)
+    collectives = Collectives(None, cast(LiveStrategy, None))
     received = transfer.loads(transfer.dumps(torch.ones(2, device=device)))
     assert received.device.type == "cpu"
     collectives.confirmed = lambda *args, **kwargs: received  # type: ignore[method-assign]

@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 def find_place(run_id: str, options: argparse.Namespace) -> JobPlace:
-    """Find a job's place in etcd from the options or its run folder.
-
-    Raises:
-        JobNotFoundError: neither names the job.
-        UsageError: a file named by the options cannot be read.
-    """
+    """Find a job's place in etcd from the options or its run folder. Raise JobNotFoundError if neither names the job."""
     return find_job(run_id, options.endpoint, options.key_prefix, options.run_dir, etcd_access(options))
 
 
@@ -36,11 +31,7 @@ def connected_job(options: argparse.Namespace) -> Iterator[tuple[JobPlace, EtcdC
 
 
 def etcd_access(options: argparse.Namespace) -> dict[str, str]:
-    """Return the options for authentication, keyed by the field names of `EtcdConfig`.
-
-    Raises:
-        UsageError: a file does not exist or cannot be read.
-    """
+    """Return the options for authentication, keyed by the field names of `EtcdConfig`. UsageError: a file cannot be read."""
     access = {name: getattr(options, name) for name in ("user", "password_file", "ca_cert", "cert", "cert_key")}
     for name in set(access) - {"user"}:
         if access[name] is not None:
@@ -50,7 +41,7 @@ def etcd_access(options: argparse.Namespace) -> dict[str, str]:
     return {name: value for name, value in access.items() if value is not None}
 
 
-def tell_problems(problems: list[str]) -> None:
+def report_problems(problems: list[str]) -> None:
     """Report the records of a job that could not be read."""
     for problem in problems:
         complain(f"ignored a record: {problem}")

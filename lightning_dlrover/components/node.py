@@ -73,7 +73,7 @@ def main() -> None:
     if settings.exit_file or settings.leaves_on_sigterm:
         # torchrun's own temporary folder would be left behind by every node.
         with tempfile.TemporaryDirectory(prefix="dlrover-node-", ignore_cleanup_errors=True) as folder:
-            raise SystemExit(_stay_beside([*agent, f"--log-dir={folder}", *arguments], settings, has_several))
+            raise SystemExit(_supervise([*agent, f"--log-dir={folder}", *arguments], settings, has_several))
     if settings.parent_pid:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != settings.parent_pid:
@@ -86,17 +86,17 @@ def main() -> None:
     os.execv(sys.executable, [*agent, *arguments])
 
 
-def _stay_beside(command: list[str], settings: _Settings, has_several: bool) -> int:
+def _supervise(command: list[str], settings: _Settings, has_several: bool) -> int:
     """Run the agent and return its exit code in a shell's form.
 
     Args:
         has_several: the command runs several agents, and passes a request to leave on to their workers.
     """
     file = Path(settings.exit_file) if settings.exit_file else None
-    wanted = {signal.SIGUSR1, signal.SIGTERM}
+    handled = {signal.SIGUSR1, signal.SIGTERM}
     # Neither signal may arrive before its handler and the agent exist.
-    signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
-    agent = psutil.Popen(command, preexec_fn=_unblock_signals)
+    signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+    agent = psutil.Popen(command, preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, handled))
 
     def take_notice(number: int, frame: FrameType | None) -> None:
         # The controller sees the file and starts another node first. Half of the notice period is reserved for that.
@@ -107,14 +107,13 @@ def _stay_beside(command: list[str], settings: _Settings, has_several: bool) -> 
 
     def leave(number: int, frame: FrameType | None) -> None:
         print("the scheduler wants this node back: its workers hand over and leave", file=sys.stderr, flush=True)
-        if has_several:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                agent.send_signal(LEAVE_SIGNAL)
-            return
-        # SIGTERM makes a worker hand over, but makes an agent end its worker at once.
         workers = []
         with contextlib.suppress(psutil.NoSuchProcess):  # it may just have ended
+            if has_several:
+                agent.send_signal(LEAVE_SIGNAL)
+                return
             workers = agent.children()
+        # SIGTERM makes a worker hand over, but makes an agent end its worker at once.
         for process in workers or [agent]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()
@@ -126,7 +125,7 @@ def _stay_beside(command: list[str], settings: _Settings, has_several: bool) -> 
     signal.signal(signal.SIGUSR1, take_notice)
     signal.signal(signal.SIGALRM, leave)
     signal.signal(signal.SIGTERM, leave if settings.leaves_on_sigterm else end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
     code = _wait_for(agent.pid)
     code = 128 - code if code < 0 else code
     if file is not None:
@@ -141,10 +140,6 @@ def _wait_for(process_id: int) -> int:
         ended, status = os.waitpid(-1, 0)
         if ended == process_id:
             return os.waitstatus_to_exitcode(status)
-
-
-def _unblock_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGTERM})
 
 
 if __name__ == "__main__":

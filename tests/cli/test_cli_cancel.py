@@ -8,7 +8,6 @@ import fcntl
 from pathlib import Path
 
 import pytest
-from run_cli import RunCli
 
 from lightning_dlrover.pool.admission import PoolTicket, TicketError
 from lightning_dlrover.pool.view import MemberRecord, PoolKeys
@@ -17,6 +16,7 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError
 from lightning_dlrover.rdzv.job.records import ControllerRecord, JobRecord, Keys, NodesRecord, decode, encode
 from lightning_dlrover.report.status import JobPlace
+from tests.support.run_cli import RunCli
 
 
 def test_job_without_a_controller_is_marked_as_cancelled(
@@ -71,7 +71,7 @@ def test_job_whose_etcd_does_not_answer_is_not_reported_as_ended(
         code, output, errors = dlrover("cancel", "job")
     assert (code, output) == (2, "")
     assert "the etcd of job 'job' at h:1 does not answer" in errors
-    assert ("looks after the job" in errors) == is_run
+    assert ("would start new nodes" in errors) == is_run
 
 
 def test_job_that_has_ended_with_its_own_etcd_needs_no_cancelling(dlrover: RunCli) -> None:
@@ -100,5 +100,5 @@ def test_run_that_is_killed_in_a_queue_leaves_no_request_to_end(
     keys = Keys(run_id)
     with contextlib.closing(client.lease(2)) as lease:
         client.put(PoolKeys("team-a").members + run_id, encode(MemberRecord("h", 1, 1, 2, submitted_at=1.0)), lease)
-        assert "cancelled before it has begun" in dlrover("cancel", "--endpoint", etcd.endpoint, run_id)[1]
+        assert "cancelled before its start" in dlrover("cancel", "--endpoint", etcd.endpoint, run_id)[1]
     assert client.get_prefix(keys.root)[1] == []

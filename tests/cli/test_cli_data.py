@@ -12,8 +12,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from history_rows import window
-from run_cli import RunCli
 
 from lightning_dlrover.data import parquet, stream
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -21,6 +19,8 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.events import Event, FitFinished, StreamOpened, record_of
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, ProgressRecord, encode
 from lightning_dlrover.report.status import JobPlace
+from tests.support.history_rows import window
+from tests.support.run_cli import RunCli
 
 BEGAN = time.time() - 100
 
@@ -74,7 +74,7 @@ def test_progress_is_shown_for_people_and_for_programs(
     assert "parquet('train'), 2 files, 100 rows: each row exactly once\n  position: not measured yet" in text
     put_window(client, job)
     text = dlrover("data", "--endpoint", etcd.endpoint, job.run_id)[1]
-    assert "epoch 1: 56 of 100 rows (56 %), files: 0 done, 2 in work, 0 left" in text
+    assert "epoch 1: 56 of 100 rows (56 %), files: 0 done, 2 in progress, 0 left" in text
     assert "1 rows/s, 60 s left of the epoch" in text
     (answer,) = asked(dlrover, etcd, job)
     assert (answer["guarantee"], answer["epoch"], answer["rows_done"]) == ("each row exactly once", 1, 56)
@@ -159,7 +159,7 @@ def test_finished_job_is_read_from_its_run_folder(dlrover: RunCli, opened: Strea
     (folder / "events.jsonl").write_bytes(b"".join(encode(event) + b"\n" for event in events))
     code, text, errors = dlrover("data", "job")
     assert code == 0, errors
-    assert "epoch 1: 100 of 100 rows (100 %), files: 2 done, 0 in work, 0 left\n  training has finished" in text
+    assert "epoch 1: 100 of 100 rows (100 %), files: 2 done, 0 in progress, 0 left\n  training has finished" in text
     assert "step 3: epoch 0, global batches 4 to 5, done: 16 rows" in dlrover("data", "job", "--step", 3)[1]
     code, _, errors = dlrover("data", "job", "--step", 15)
     assert code == 2
@@ -223,7 +223,7 @@ def test_job_without_streams_and_unknown_job_are_refused(dlrover: RunCli, etcd: 
     assert "etcd holds no job 'other'" in errors
     code, _, errors = dlrover("data", "other")
     assert code == 2
-    assert "events.jsonl does not exist: neither etcd nor the run folder knows this job" in errors
+    assert "events.jsonl does not exist: neither etcd nor the run folder has this job" in errors
 
 
 def test_progress_without_the_files_shows_rows_and_the_reason(

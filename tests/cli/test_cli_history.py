@@ -10,10 +10,10 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from run_cli import RunCli
 
 from lightning_dlrover.cli.errors import EXIT_USAGE
 from lightning_dlrover.tuning.samples import StepProfile
+from tests.support.run_cli import RunCli
 
 
 def test_list_shows_all_jobs_newest_first(history: str, dlrover: RunCli) -> None:
@@ -56,9 +56,9 @@ def test_a_name_of_several_jobs_removes_none(history: str, dlrover: RunCli) -> N
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (("history", "show", "nobody"), "`dlrover history list` shows those it knows"),
+        (("history", "show", "nobody"), "`dlrover history list` shows its jobs"),
         (("history", "export", "ctr", "nobody"), "nobody"),
-        (("explain", "nobody"), "job 'nobody' is neither in etcd, nor in runs"),
+        (("explain", "nobody"), "job 'nobody' is neither in etcd nor in runs"),
         (("explain", "ctr", "--plan", "7"), "has made no plan 7; its plans are 1"),
     ],
 )

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from run_cli import RunCli
 
 from lightning_dlrover.cli import options
 from lightning_dlrover.cli.main import command_function, main
@@ -20,6 +19,7 @@ from lightning_dlrover.cli.plugins import Command
 from lightning_dlrover.components import elastic
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.support.run_cli import RunCli
 
 HEAVY = ("torch", "lightning", "torchx", "numpy", "scipy", "grpc", "psutil", "rich")
 
@@ -102,7 +102,7 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", "--cpus", "5000", "script.py"], "--cpus 5000, but only"),
         (["run", "--cpus", "1:5000", "script.py"], "--cpus 1:5000, but only"),
         (["run", "--gpus", "tesla:1", "script.py"], "--gpus 'tesla:1' is not a number of GPUs"),
-        (["run", "--workers-per-node", "0", "script.py"], "'0' is not a number of workers from 1 to 1024"),
+        (["run", "--workers-per-node", "0", "script.py"], "'0' is not `gpu`, nor a number of workers from 1 to 1024"),
         (["run", "--workers-per-node", "gpu", "script.py"], "--workers-per-node gpu: --gpus N sets the number of GPUs"),
         (["run", "--workers-per-node", "4", "--workers", "1:6", "script.py"], "give multiples of 4, such as 4:4"),
         (["run", "--workers-per-node", "2", "--gpus", "4", "script.py"], "each worker has one GPU of its own; give --gpus 2"),
@@ -125,7 +125,7 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", *KUBERNETES, "--node-selector", "=x", "/s.py"], "--node-selector '=x' is not LABEL=VALUE"),
         (["run", *KUBERNETES, "--mount", "data", "/s.py"], "--mount 'data' is not CLAIM:PATH[:ro]"),
         (["run", *KUBERNETES, "--gpus", "many", "/s.py"], "--gpus 'many' is not [RESOURCE:]NUMBER"),
-        (["run", *KUBERNETES, "--queue", "ads", "--plain-jobs", "/s.py"], "--queue ads is one of Volcano, which --plain-jobs"),
+        (["run", *KUBERNETES, "--queue", "ads", "--plain-jobs", "/s.py"], "--queue ads needs Volcano, and --plain-jobs"),
         (["run", "--plain-jobs", "script.py"], "--plain-jobs: only with --target kubernetes"),
         (["run", *KUBERNETES, "--pod-template", "broken.py", "/s.py"], "--pod-template broken.py: it"),
         (["run", *KUBERNETES, "--pod-template", "nowhere.yaml", "/s.py"], "nowhere.yaml"),

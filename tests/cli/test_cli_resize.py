@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import pytest
-from run_cli import RunCli
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -22,12 +21,13 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 from lightning_dlrover.tuning.plan import Candidate, Decision, Settings
+from tests.support.run_cli import RunCli
 
 
 def test_scale_writes_a_binding_plan_and_an_event(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:
     code, output, _ = dlrover("scale", "--endpoint", etcd.endpoint, job.run_id, 3)
     assert code == 0
-    assert "3 workers wanted" in output
+    assert "3 workers requested" in output
     entry = client.get(job.plan)
     assert entry is not None
     plan = decode(PlanRecord, entry.value, entry.key)
@@ -46,8 +46,8 @@ def test_size_that_has_failed_is_named_until_it_is_asked_for_by_hand(
     where = ("--endpoint", etcd.endpoint, job.run_id)
     again = f"not tried again: 3 workers failed where 2 had trained: Oh; `dlrover scale {job.run_id} 3` does"
     assert again in dlrover("status", *where)[1]
-    assert "tried again by hand" not in dlrover("scale", *where, 2)[1]
-    assert "tried again by hand, after 3 workers failed" in dlrover("scale", *where, 3)[1]
+    assert "this size is tried again" not in dlrover("scale", *where, 2)[1]
+    assert "this size is tried again, after 3 workers failed" in dlrover("scale", *where, 3)[1]
     assert "not tried again" not in dlrover("status", *where)[1]
 
 
@@ -59,7 +59,7 @@ def test_scale_changes_only_the_given_settings(dlrover: RunCli, client: EtcdClie
 
     scale = ("scale", "--endpoint", etcd.endpoint, job.run_id)
     code, output, _ = dlrover(*scale, "--loader-workers", 0, "--threads", 2)
-    assert (code, "0 loader workers, 2 threads wanted" in output) == (0, True)
+    assert (code, "0 loader workers, 2 threads requested" in output) == (0, True)
     reason = "set to 0 loader workers, 2 threads by hand"
     assert plan() == PlanRecord(2, "user", reason, True, loader_workers=0, intra_op_threads=2)
     assert dlrover(*scale, 3, "--prefetch", 4)[0] == 0
@@ -91,7 +91,7 @@ def test_scale_auto_leaves_a_size_by_hand_to_the_planner_again(
     assert plan is not None
     assert (plan.num_workers, plan.source, plan.binding) == (3, "planner", True)
     code, _, errors = dlrover(*scale, 2, "--auto")
-    assert (code, "give it alone" in errors) == (2, True)
+    assert (code, "no other option may be given" in errors) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_budget_is_divided_among_running_jobs_by_their_gains(
     code, output, _ = dlrover(*divide)
     assert (code, plan_of(client, flat), plan_of(client, steep)) == (0, None, None)
     assert f"{steep.run_id}: 3 workers" in output
-    assert "2.70 times as many as now" in output
+    assert "2.70 times the present rate" in output
     code, _, errors = dlrover(*divide, "--apply")
     assert code == 0, errors
     shares = [plan_of(client, keys) for keys in competitors]
@@ -202,7 +202,7 @@ def test_jobs_that_do_not_compete_are_not_divided_and_none_is_changed(
     assert (code, "'much' is not a weight" in errors) == (2, True)
     decided(client, competitors[1], [10.0, 19.0], gpus=1)
     code, _, errors = dlrover("pool", "plan", "--endpoint", etcd.endpoint, *names, "--budget", 8, "--apply")
-    assert (code, "do not compete for the same" in errors) == (2, True)
+    assert (code, "do not compete for the same resource" in errors) == (2, True)
     assert [plan_of(client, keys) for keys in competitors] == [None, None]
 
 

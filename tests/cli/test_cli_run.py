@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_cli import RunCli
 
 from lightning_dlrover.cli import run
 from lightning_dlrover.cli.errors import EXIT_USAGE
@@ -24,6 +23,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, encode
 from lightning_dlrover.report.status import EVENTS_FILE, JobPlace
+from tests.support.run_cli import RunCli
 
 
 @pytest.mark.parametrize(
@@ -69,17 +69,17 @@ def test_workers_of_nodes_need_a_gpu_each_where_there_are_any(
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({}, "nodes run on this machine, where these mean nothing: --partition, --image"),
+        ({}, "nodes run on this machine, where these are ignored: --partition, --image"),
         (
             {"SLURM_JOB_ID": "7", "KUBERNETES_SERVICE_HOST": "h"},
-            "nodes run on Slurm, where these mean nothing: --image; `--target local` keeps them on this host",
+            "nodes run on Slurm, where these are ignored: --image; `--target local` keeps them on this host",
         ),
         (
             {"KUBERNETES_SERVICE_HOST": "h", "KUBECONFIG": "script.py"},
-            "nodes run on Kubernetes, where these mean nothing: --partition; `--target local` keeps them on this host",
+            "nodes run on Kubernetes, where these are ignored: --partition; `--target local` keeps them on this host",
         ),
         # Without a service account nodes cannot be requested.
-        ({"KUBERNETES_SERVICE_HOST": "h"}, "nodes run on this machine, where these mean nothing: --partition, --image"),
+        ({"KUBERNETES_SERVICE_HOST": "h"}, "nodes run on this machine, where these are ignored: --partition, --image"),
     ],
 )
 def test_nodes_run_beside_their_controller_by_default(
@@ -209,7 +209,7 @@ def test_run_refuses_more_workers_than_a_machine_can_bear(dlrover: RunCli, monke
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     code, _, errors = dlrover("run", "--workers", "10000:20000", "script.py")
     assert code == 2
-    assert "this machine has 8 cores, which is enough for 32 workers at most" in errors
+    assert "this machine has 8 cores, enough for 32 workers at most" in errors
 
 
 def test_run_caps_the_most_workers_of_a_machine(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:

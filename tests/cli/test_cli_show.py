@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from run_cli import RunCli
 
 from lightning_dlrover.cli.run import run_folder
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -27,6 +26,7 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 from lightning_dlrover.report.status import JobPlace, JobSummary, list_jobs
+from tests.support.run_cli import RunCli
 
 
 def test_escape_sequences_of_others_reach_no_terminal(
@@ -67,6 +67,18 @@ def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, etcd:
         ("w-a", 1, "active"),
         ("w-c", None, "standby"),
     ]
+
+
+def test_status_shows_shares_by_speed_of_the_current_round(
+    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys
+) -> None:
+    for number, samples in ((3, [9, 1]), (4, [70, 26])):
+        client.put(
+            f"{job.events}{number}-shares",
+            encode(EventRecord("shares", 1.0, "", {"round": number, "step": 1, "samples": samples})),
+        )
+    text = dlrover("status", "--endpoint", etcd.endpoint, job.run_id)[1]
+    assert [line.split(":")[1].split()[0] for line in text.splitlines() if "share by speed" in line] == ["70", "26"]
 
 
 def test_list_shows_the_jobs_of_a_folder_or_of_an_etcd(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:

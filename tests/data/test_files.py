@@ -21,12 +21,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from spoiled_files import spoil_row_group
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.data import DataError, Source, file_source, files, parquet, parquet_source, stream
 from lightning_dlrover.data.dataset import Positions
 from lightning_dlrover.data.file_source import cache_file
+from tests.support.spoiled_files import spoil_row_group
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from iterable_loaders import (
+from torch.utils.data import DataLoader, TensorDataset, get_worker_info
+
+from lightning_dlrover.checks import UnsupportedLoaderError
+from lightning_dlrover.data import iterable
+from lightning_dlrover.data.source import DataError
+from lightning_dlrover.live.data_agreement import settings_for
+from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.order import UNKNOWN, IterableOrder, IterableSettings
+from lightning_dlrover.rdzv.transport import transfer
+from tests.support.iterable_loaders import (
     SETTINGS,
     GoesOn,
     GoesOnElsewhere,
@@ -33,15 +42,6 @@ from iterable_loaders import (
     rest,
     shares,
 )
-from torch.utils.data import DataLoader, TensorDataset, get_worker_info
-
-from lightning_dlrover.checks import UnsupportedLoaderError
-from lightning_dlrover.data import iterable
-from lightning_dlrover.data.source import DataError
-from lightning_dlrover.live.data_agreement import settings_for
-from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.order import UNKNOWN, IterableOrder, IterableSettings
-from lightning_dlrover.rdzv.transport import transfer
 
 
 def order_of(loader: ElasticLoader) -> IterableOrder:
@@ -87,13 +87,14 @@ def test_loader_worker_reads_the_same_as_this_process(world: int) -> None:
 
 
 def test_last_batch_is_known_to_be_the_last_when_it_is_handed_out() -> None:
-    ends: list[int] = []
-    loader = make(Opaque(16), settings=IterableSettings(at_end=lambda: ends.append(loader.cursor)))
+    fetcher = SimpleNamespace(prefetch_batches=1, fetched=1, length=None)
+    loader = make(Opaque(16), settings=IterableSettings(fit_loop=SimpleNamespace(_data_fetcher=fetcher)))
+    assert fetcher.prefetch_batches == 0
     next(loader)
-    assert ends == []
+    assert fetcher.length is None
     assert loader.num_epoch_batches == UNKNOWN // 8
     next(loader)
-    assert ends == [2]
+    assert fetcher.length == 2
 
 
 def test_length_is_unknown_unless_the_dataset_has_one() -> None:
@@ -145,7 +146,7 @@ def test_state_with_classes_of_the_script_is_not_shared(caplog: pytest.LogCaptur
 
     old = make(WithObjects(100))
     shares(old, 6)
-    assert old.state().snapshot is None
+    assert old.state().iterable["snapshot"] is None  # type: ignore[index]
     assert "the state of WithObjects is not shared" in caplog.text
 
 
@@ -504,11 +505,15 @@ def test_epoch_ends_before_a_length_that_is_too_large() -> None:
         def __len__(self) -> int:
             return 100
 
-    ends: list[int] = []
-    loader = make(Sized(20), settings=IterableSettings(at_end=lambda: ends.append(loader.cursor)))
+    fetcher: Any = SimpleNamespace(prefetch_batches=1, fetched=2, length=None)
+    loader = make(Sized(20), settings=IterableSettings(fit_loop=SimpleNamespace(_data_fetcher=fetcher)))
     loader.keep_step(len(loader), cycles=True)
-    assert shares(loader) == chunks(20)
-    assert ends == [3]
+    lengths = []
+    for expected in chunks(20):
+        assert shares(loader, 1) == [expected]
+        lengths.append(fetcher.length)
+    assert lengths == [None, None, 3]
+    assert shares(loader) == []
     assert loader.num_epoch_batches == 3
 
 

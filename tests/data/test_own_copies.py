@@ -17,12 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from iterable_loaders import SETTINGS
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_dlrover.data import Shard, files, parquet, stream
 from lightning_dlrover.data.rows import own_copies
 from lightning_dlrover.live.loader import ElasticLoader
+from tests.support.iterable_loaders import SETTINGS
 
 NUM_ROWS, GLOBAL_BATCH = 44, 8
 

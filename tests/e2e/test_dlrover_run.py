@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
-from dlrover_process import Dlrover, Run
-from secure_etcd import PASSWORD, secure_etcd
 
 from lightning_dlrover.tuning.samples import AGENT_BYTES
+from tests.support.dlrover_process import Dlrover, Run
+from tests.support.secure_etcd import PASSWORD, secure_etcd
 
 SCRIPT = Path(__file__).with_name("tiny_loop.py")
 LIGHTNING_SCRIPT = Path(__file__).with_name("tiny_script.py")
@@ -58,7 +58,7 @@ def wait_for_first_round(run: Run) -> None:
 
 def is_limited(run: Run) -> bool:
     """Whether this machine can limit the memory of nodes."""
-    return "nodes run without a limit of memory" not in run.output
+    return "nodes run without a memory limit" not in run.output
 
 
 @pytest.mark.long
@@ -215,10 +215,10 @@ def test_training_job_ends_when_its_run_or_its_own_etcd_is_killed(dlrover: Dlrov
         child.pid for child in psutil.Process(run.process.pid).children() if "--listen-client-urls" in str(child.cmdline())
     ]
     os.kill(server, signal.SIGKILL)
-    run.wait_for_output(r"the embedded etcd has ended unasked: ending all nodes")
+    run.wait_for_output(r"the embedded etcd has ended unexpectedly: ending all nodes")
     assert run.wait_for_exit(60) == 1, run.output
     last = run.output.splitlines()[-1]
-    assert last.startswith("dlrover: job job failed: the embedded etcd has ended unasked: it was killed by SIGKILL; ")
+    assert last.startswith("dlrover: job job failed: the embedded etcd has ended unexpectedly: it was killed by SIGKILL; ")
     assert "ckpt_path" in last
     assert "--endpoint" in last
     dlrover.wait_for_end(45)

@@ -9,7 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from feature_jobs import (
+
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
+from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.records import Keys, PlanRecord
+from tests.e2e.feature_jobs import (
     BATCH_SIZE,
     NUM_ROWS,
     Drifting,
@@ -30,13 +36,7 @@ from feature_jobs import (
     run_two_trainers,
     run_with_surroundings,
 )
-from harness import Job, Record, Worker
-
-from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.etcd.types import EtcdConfig
-from lightning_dlrover.rdzv.job.journal import Journal
-from lightning_dlrover.rdzv.job.records import Keys, PlanRecord
+from tests.e2e.harness import Job, Record, Worker
 
 STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE
 
@@ -716,7 +716,7 @@ def test_joiner_with_other_data_is_refused_and_the_job_goes_on(make_job: MakeJob
     stranger = job.start(settings=Feature("1"))
     assert stranger.wait() == 1
     assert "this worker's data differ from the job's: the training data" in stranger.output
-    assert "The job goes on without it" in stranger.output
+    assert "The job continues without it" in stranger.output
     assert stranger.records("share") == []
     assert job.finish() == [0, 1]
     assert_all_agree(job, 5 * STEPS_PER_EPOCH)
@@ -732,7 +732,7 @@ def test_job_that_was_killed_names_the_way_to_other_data(make_job: MakeJob) -> N
     assert stranger.wait() == 1
     assert "All workers of job" in stranger.output
     assert "start a new job under another --rdzv-id" in stranger.output
-    assert "The job goes on without it" not in stranger.output
+    assert "The job continues without it" not in stranger.output
 
 
 def test_first_workers_with_other_data_are_refused(make_job: MakeJob) -> None:

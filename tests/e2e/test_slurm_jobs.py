@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dlrover_process import Dlrover, Run
 from slurm_cluster import SlurmCluster, missing_packages, slurm_cluster
-from test_dlrover_run import SCRIPT, all_arguments_and_variables, members, wait_for_first_round, wait_for_workers
-from test_torchx import COMPONENT, torchx
-from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.e2e.test_dlrover_run import SCRIPT, all_arguments_and_variables, members, wait_for_first_round, wait_for_workers
+from tests.e2e.test_torchx import COMPONENT, torchx
+from tests.support.dlrover_process import Dlrover, Run
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason=missing_packages())
 
@@ -270,7 +270,7 @@ def check_that_it_says_so(dlrover: Dlrover, slurm: SlurmCluster) -> None:
     said = run.wait_for_output(r"node1, job \d+, has failed: .*out of memory: exceeded memory limit \((\d+) > 62914560\)")
     assert int(said[1]) > 62914560
     assert "\nSlurm: " in (run.folder / "logs/node1/stderr.log").read_text()
-    run.wait_for_output(r"node1 was killed for want of memory .* nodes have 70 MiB from now on")
+    run.wait_for_output(r"node1 was killed for lack of memory .* nodes have 70 MiB from now on")
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.wait_for_exit(90) == 128 + signal.SIGTERM, run.output  # it may have been requesting the next node
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs")

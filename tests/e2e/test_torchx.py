@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from dlrover_process import Dlrover, Run
-from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
 
 from lightning_dlrover.components import elastic
+from tests.e2e.test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
+from tests.support.dlrover_process import Dlrover, Run
 
 COMPONENT = Path(elastic.__file__)
 
@@ -33,7 +33,7 @@ def test_a_job_that_torchx_has_started_is_resized_and_finishes(dlrover: Dlrover,
     # The same command must also work for a cluster.
     run = local_job(dlrover, SCRIPT, "--until", until, options=("--partition", "main", "--options=--objective fastest"))
     wait_for_first_round(run)
-    assert "nodes run on this machine, where these mean nothing: --partition" in run.output
+    assert "nodes run on this machine, where these are ignored: --partition" in run.output
     assert dlrover("scale", "job", 2).returncode == 0
     wait_for_workers(run, 2)
     until.touch()

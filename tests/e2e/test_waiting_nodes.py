@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dlrover_process import Dlrover, Run
-from kubernetes_cluster import KubernetesCluster, kubernetes_cluster
-from test_dlrover_run import SCRIPT, wait_for_workers
-from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.e2e.test_dlrover_run import SCRIPT, wait_for_workers
+from tests.support.dlrover_process import Dlrover, Run
+from tests.support.kubernetes_cluster import KubernetesCluster, kubernetes_cluster
+from tests.support.waiting import eventually
 
 TIMEOUT_S = 2.0
 """Timeout of nodes and of workers; each wait of the tests is several times longer."""
@@ -81,6 +81,6 @@ def test_node_without_a_controller_gives_up_after_its_join_timeout(
     eventually(lambda: cluster.nodes() == [], "the end of the node", 30)
     # The run folder has only output from the controller's life.
     logs = dlrover("logs", run_id, "--endpoint", etcd.endpoint, "--run-dir", tmp_path / "elsewhere").stdout
-    why = "only 1 of at least 2 nodes came: start more or lower --nnodes. To wait longer, set --rdzv-conf join_timeout=SECONDS"
+    why = "only 1 of at least 2 nodes joined: start more, or lower --nnodes. To wait longer, set --rdzv-conf join_timeout="
     assert re.search(rf"no room in a round within join_timeout={TIMEOUT_S:g} s; {re.escape(why)}", logs), logs
     eventually(lambda: not dlrover.processes(), "the end of all processes")

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dlrover_process import Dlrover, Run
-from test_dlrover_run import wait_for_workers
+
+from tests.e2e.test_dlrover_run import wait_for_workers
+from tests.support.dlrover_process import Dlrover, Run
 
 LOOP = """
 import json, os, sys, time
@@ -128,7 +129,7 @@ def test_node_with_a_failed_worker_is_replaced_as_a_whole_in_a_job_that_needs_al
     run = dlrover.start(*options, records.parent / "loop.py", records)
     first = gpus(run, records, 4)
     (records / "broken").touch()
-    run.wait_for_output(r"\[node1\] .*this node is given back as a whole")
+    run.wait_for_output(r"\[node1\] .*this node is released as a whole")
     (records / "broken").unlink()
     mended = gpus(run, records, 4, without=(first["GPU-a"]["worker_id"], first["GPU-b"]["worker_id"]))
     assert {gpu: mended[gpu]["pid"] for gpu in ("GPU-c", "GPU-d")} == {gpu: first[gpu]["pid"] for gpu in ("GPU-c", "GPU-d")}

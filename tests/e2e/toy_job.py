@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from iterables import ITERABLES
-from quiet_trainer import lightning, quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 from lightning_dlrover.data import Stream, parquet, stream
 from lightning_dlrover.live.training import LiveTraining
+from tests.e2e.iterables import ITERABLES
+from tests.support.quiet_trainer import lightning, quiet_trainer
 
 torch.set_num_threads(1)
 
@@ -216,6 +216,7 @@ class ToySettings:
     shuffle: bool = True
     max_epochs: int = 2
     step_s: float = 0.01  # until the test lets the job hurry
+    slow: str = ""  # name of a worker that needs three times as long, until the test lets the job hurry
     loader_workers: int = 0
     accumulate: int = 1
     num_val_rows: int = 0
@@ -274,7 +275,8 @@ class ToySteps(_MixedIn):
         return {"round": number, "rank": self.trainer.global_rank, "world": self.trainer.world_size, "pid": os.getpid()}
 
     def record_share(self, batch: Any, batch_idx: int) -> None:
-        self._share = {**self.where(), "epoch": self.trainer.current_epoch, "batch": batch_idx}
+        speeds = self.live.position.speeds if self.live else ()
+        self._share = {**self.where(), "speeds": speeds, "epoch": self.trainer.current_epoch, "batch": batch_idx}
         self.recorder.write("share", **self._share, ids=batch[2].tolist())
 
     def on_fit_start(self) -> None:
@@ -284,7 +286,8 @@ class ToySteps(_MixedIn):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.record_share(batch, batch_idx)
         self.recorder.moment("forward")
-        self.recorder.pace(self.step_s)
+        equal_share = self.live.loaders.first.global_batch_size / self.trainer.world_size if self.live else len(batch[2])
+        self.recorder.pace(self.step_s * len(batch[2]) / equal_share)
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self._loss = float(loss.detach())
         self._weight = len(batch[2])
@@ -393,7 +396,9 @@ def train_toy(recorder: Recorder, settings: ToySettings, model: type[ToyModel] =
     shuffle = settings.shuffle and not settings.streams and not settings.iterable
     loader = DataLoader(train, settings.batch_size, shuffle=shuffle, num_workers=settings.loader_workers)
     val_loader = DataLoader(val, settings.batch_size) if settings.num_val_rows else None
-    trainer.fit(model(recorder, settings.step_s, settings.slow_start_s), loader, val_loader, ckpt_path=settings.resumes or None)
+    slowness = 3.0 if recorder.place.agent_id == settings.slow else 1.0
+    made = model(recorder, settings.step_s * slowness, settings.slow_start_s)
+    trainer.fit(made, loader, val_loader, ckpt_path=settings.resumes or None)
     recorder.write("after_fit", step=trainer.global_step)
 
 

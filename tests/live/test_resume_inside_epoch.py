@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from stream_schedules import Numbered, rows_of
-from test_sampler import Numbers
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_dlrover.data import DataError, stream
 from lightning_dlrover.live.loader import ElasticLoader
+from tests.support.loaders import Numbers
 
 NUM_ROWS, BATCH, DONE = 600, 8, 20
 

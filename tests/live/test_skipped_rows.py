@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from spoiled_files import spoil_row_group
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.data import Shard, Skipped, parquet, stream
 from lightning_dlrover.data.source import SkippedRange
 from lightning_dlrover.live.loader import MAX_LISTED, ElasticLoader, SkippedRows
+from tests.support.spoiled_files import spoil_row_group
 
 
 class Gappy:

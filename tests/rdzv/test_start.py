@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
-from test_lifetime import LIVE
-from torchrun_agent import Agent
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.records import Keys
-
-StartAgent = Callable[..., Agent]
+from tests.rdzv.test_lifetime import LIVE
+from tests.support.torchrun_agent import StartAgent
 
 AT_ONCE_S = 2.0
 """Generous limit in seconds: an agent polls every half second at worst, a worker every 0.1 s."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import kill_all
-from warm_process import WarmProcess
+from tests.support.processes import kill_all
+from tests.support.warm_process import WarmProcess
 
 
 @dataclass
@@ -35,3 +36,6 @@ class Agent:
     def kill_with_workers(self) -> None:
         """Kill as if the machine lost power. torchrun starts each worker in its own session."""
         kill_all([self.process])
+
+
+StartAgent = Callable[..., Agent]

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from windows import TRACES, needs_traces, window
 
 from lightning_dlrover.tuning.prior import PhysicalPrior
 from lightning_dlrover.tuning.samples import Columns, StepProfile, configuration_of
 from lightning_dlrover.tuning.step_time import StepTimeModel
+from tests.support.windows import TRACES, needs_traces, window
 
 
 def traced(name: str) -> list[StepProfile]:
@@ -268,9 +268,7 @@ def test_prior_is_monotonic_in_cores_and_workers(seed: int, factor: float, more:
     prior = PhysicalPrior.of(samples)
     here = replace(configuration_of(samples[0]), intra_op_threads=0)
     faster, base, crowded = prior.step_time_s(
-        Columns.of(
-            [replace(here, cores=here.cores * factor), here, replace(here, num_workers=here.num_workers + more)],
-        )
+        Columns.of([replace(here, cores=here.cores * factor), here, replace(here, num_workers=here.num_workers + more)])
     )
     assert faster <= base * (1 + 1e-9)
     assert base <= crowded * (1 + 1e-9)
@@ -322,7 +320,6 @@ def test_earlier_jobs_alone_are_enough_but_nothing_counts_as_measured() -> None:
     model = StepTimeModel.fit([], earlier=[scaled(size) for size in (1, 2, 4)])
     assert model.predict(configuration_of(scaled(2))).step_time_s == pytest.approx(scaled(2).step_time_s, rel=0.1)
     assert not model.evidence
-    assert model.measured(2, 32) is None
 
 
 def test_own_measurements_outweigh_those_of_earlier_jobs() -> None:
@@ -384,7 +381,7 @@ def test_fit_and_prediction_stay_within_their_times() -> None:
     # because neighbouring processes also take caches.
     program = """
 import time
-import test_model
+from tests.tuning import test_model
 from lightning_dlrover.tuning import Columns, StepTimeModel, configuration_of
 samples = test_model.two_thousand_windows()
 StepTimeModel.fit(samples[:100])  # pays for the imports

@@ -51,11 +51,9 @@ from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, CheckpointRecord, 
 from lightning_dlrover.rdzv.membership.rounds import JobView
 from lightning_dlrover.rdzv.membership.worker_records import ask_for_replacement
 
-# Show the output of a job's nodes as it arrives, line by line, and each traceback once.
-
 log = logging.getLogger(__name__)
 
-_SAID_TWICE = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \(exitcode: ")
+_REPEATED = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \(exitcode: ")
 """Line of torch's agent about a failed worker; `rdzv/agents/program.py` prints one of its own."""
 
 
@@ -69,7 +67,7 @@ class _Files:
 
 
 class Output:
-    """Forward new lines of every node's output, prefixed with the node's name.
+    """Forward new lines of every node's output, prefixed with the node's name. Each traceback is shown once.
 
     Args:
         interval_s: minimum interval between looks at the files, which may be on a shared file system.
@@ -119,17 +117,13 @@ class Output:
                     log.warning("run %s: the output of %s cannot be read for now: %s", self._run_id, name, error)
                 continue
             once = files.filters.setdefault(file, TracebackFilter(self.tracebacks))
-            shown = [each for line in lines for each in once.lines(line)]
-            for line in [*shown, *(once.rest() if entry.has_ended else ())]:
-                if not _SAID_TWICE.search(line):
+            for line in once.shown(lines, is_complete=entry.has_ended):
+                if not _REPEATED.search(line):
                     self._show(f"[{name}] {line}")
 
 
-# Have a scheduler end nodes, and repeat the request while they are alive.
-
-
 class Cancellations:
-    """End nodes of the registry, and strays: nodes of this job without a record."""
+    """End nodes of the registry, and strays: nodes of this job without a record. Repeat the requests while they live."""
 
     def __init__(self, run_id: str, office: Office, target: Target, registry: NodeRegistry, policy: FailurePolicy) -> None:
         self._run_id = run_id
@@ -168,10 +162,8 @@ class Cancellations:
             pause_s = min(self._policy.cancel_s, self._policy.first_cancel_s * 2.0 ** min(20, num_failures - 1))
             for entry in due.values():
                 entry.cancel_at = now + pause_s
-            log.warning(
-                "run %s: %s could not be ended, which is tried again in %.0f s: %s",
-                *(self._run_id, ", ".join(due), pause_s, error),
-            )
+            text = "run %s: %s could not be ended; the next attempt follows in %.0f s: %s"
+            log.warning(text, self._run_id, ", ".join(due), pause_s, error)
             return
         for entry in due.values():
             entry.cancel_at, entry.cancel_failures = now + self._policy.cancel_s / 2, 0
@@ -184,28 +176,26 @@ class Cancellations:
         entries = self._registry.entries.values()
         known = {entry.handle for entry in entries if not entry.has_ended or entry.cancelled}
         strays = [a for a in listed if a.is_living and a.handle not in known]
-        due = [a for a in strays if now - self._strays.get(a.handle, -float("inf")) > self._policy.cancel_s]
+        due = [a.handle for a in strays if now - self._strays.get(a.handle, -float("inf")) > self._policy.cancel_s]
         # A node that has ended may still be listed as alive for a moment.
         ended_at = {entry.handle: entry.ended_at or now for entry in entries}
-        due = [a for a in due if now - ended_at.get(a.handle, -float("inf")) > self._policy.settle_s]
+        due = [handle for handle in due if now - ended_at.get(handle, -float("inf")) > self._policy.settle_s]
         if not due or not self._office.still_holds():
             return
-        log.warning("run %s: ending %s: no request for it exists", self._run_id, ", ".join(a.handle for a in due))
-        self._strays.update((a.handle, now) for a in due)
+        log.warning("run %s: ending %s: no request for it exists", self._run_id, ", ".join(due))
+        self._strays |= dict.fromkeys(due, now)
         try:
-            self._target.cancel([a.handle for a in due])
+            self._target.cancel(due)
         except TargetError as error:
             log.warning("run %s: %s", self._run_id, error)
 
-
-# Write the controller's decisions on the whole job: its first plan, requests to workers, larger nodes, its failure.
 
 MIRROR_S = 5.0
 """Seconds to wait for our own write to show up in the mirror before continuing without it."""
 
 
 class JobWriter:
-    """Write the job's records that its controller shares with workers and users."""
+    """Write the controller's decisions on the whole job: its first plan, requests to workers, larger nodes, its failure."""
 
     def __init__(self, client: EtcdClient, keys: Keys, office: Office, mirror: Mirror, limits: Limits) -> None:
         self._client = client
@@ -217,9 +207,8 @@ class JobWriter:
 
     def begin(self) -> None:
         """Write the job's first plan, unless there is a plan already."""
-        least = self._limits.min_workers
-        reason = f"start with the fewest workers, {least}"
-        plan = PlanRecord(least, "initial", reason, binding=True, created_at=time.time())
+        fewest = self._limits.min_workers
+        plan = PlanRecord(fewest, "initial", f"start with the minimum of {fewest}", binding=True, created_at=time.time())
         self._journal.fenced_write({self._keys.plan: plan}, [absent(self._keys.plan)])
 
     def ask_for_replacement(self, worker: str, reason: str) -> None:
@@ -232,22 +221,24 @@ class JobWriter:
         """Plan larger nodes. The plan keeps the new size for later controllers.
 
         Raises:
-            EtcdError: the plan was not written, or its fate is unknown.
+            EtcdError: the plan was not written, or that is unknown.
             RecordError: the plan is unreadable.
         """
         had = request.size
         given = self._plan_memory(request.memory_mb)
-        text = f"{request.name} was killed for want of memory ({had}); "
-        text += f"nodes have {given} MiB from now on" if given > had.memory_mb else _why_no_more_memory(had)
-        act = "enlarge" if given > had.memory_mb else "none"
+        act, next_move = "none", f"they may have no more than that (--mem MIN:MAX): {had.memory_mb} MiB"
+        if given > had.memory_mb:
+            act, next_move = "enlarge", f"nodes have {given} MiB from now on"
+        elif not had.memory_mb:
+            next_move = "its limit is unknown here; start the job with --mem MIN:MAX, and nodes get more when they need it"
+        text = f"{request.name} was killed for lack of memory ({had}); {next_move}"
         self._office.add_event(NodeMemoryShort(act, request.name, given), text)
         log.warning("run %s: %s", self._keys.run_id, text)
 
     def declare_failed(self, reason: str) -> bool:
         """Mark the job as failed, for nodes started by others and for later queries.
 
-        Returns:
-            False if another controller may act by now. That one decides whether the job has failed.
+        Return False if another controller may act by now. That one decides whether the job has failed.
         """
 
         def failed(job: JobRecord | None) -> JobRecord | None:
@@ -283,12 +274,6 @@ class JobWriter:
         with contextlib.suppress(TimeoutError):  # the next node's size comes from the mirror
             self._mirror.wait_for(functools.partial(_as_new_as, self._keys.plan, written.revision), MIRROR_S)
         return self._limits.size(written.record).memory_mb
-
-
-def _why_no_more_memory(size: NodeSize) -> str:
-    if not size.memory_mb:
-        return "how much it had is not known here; start the job with --mem MIN:MAX, and nodes get more when they need it"
-    return f"they may have no more than that (--mem MIN:MAX): {size.memory_mb} MiB"
 
 
 def _as_new_as(key: str, revision: int, seen: Mapping[str, KeyValue]) -> KeyValue | None:
@@ -332,7 +317,7 @@ class Controller:
         self._policy = policy or FailurePolicy()
         self._hurry = hurry or threading.Event()
         self._held_up = ""  # why planned nodes are not added
-        self._trouble = ""  # kind of the newest such reason in the job's history
+        self._known_trouble = ""  # kind of the newest such reason in the job's history
         self._is_closed = False
         self._warned = ""
         self._etcd_away_since: float | None = None
@@ -371,7 +356,7 @@ class Controller:
         self._compare(may_act)
         self._observer.look(view)
         if may_act:
-            self._observer.look_for_wishes()
+            self._observer.query_scheduler()
             if self._enlarge_nodes():
                 view = self._observer.view()
         self._observer.note_plan_by_hand(view)
@@ -379,7 +364,7 @@ class Controller:
         self._held_up = why_none_is_added(job_view, self._policy) if may_act else ""
         actions = reconcile(job_view, self._policy)
         if may_act and any(isinstance(action, AddNode | FinishJob) for action in actions):
-            # The scheduler's news may be newer than ours of etcd, where a leave or a smaller plan explains a missing node.
+            # The scheduler's list may be newer than our copy of etcd, where a leave or a smaller plan explains a missing node.
             if self._has_caught_up():
                 view = self._observer.view()
                 self._observer.look(view)
@@ -425,10 +410,8 @@ class Controller:
         self._registry.is_ending = True
         self._output.show(self._registry, at_once=True)  # stderr of cancelled nodes is not shown
         if self._target.outlives_controller and self._awaited() and self._office.still_holds() is False:
-            log.warning(
-                "run %s: its nodes are left to the controller that acts for it now; `dlrover cancel %s` ends them",
-                *(self._run_id, self._run_id),
-            )
+            text = "run %s: its nodes are left to the controller that acts for it now; `dlrover cancel %s` ends them"
+            log.warning(text, self._run_id, self._run_id)
             return
         deadline = time.monotonic() + self._policy.cancel_s
         self._cancellations.cancel([name for name, entry in self._registry.entries.items() if not entry.has_ended])
@@ -441,10 +424,8 @@ class Controller:
                 if entry.handle and self._target.status(entry.handle) not in ("pending", "running"):
                     entry.status = "cancelled" if entry.cancelled else entry.status
         if left:
-            log.error(
-                "run %s: %s were cancelled %.0f s ago and %s still lists them: look after them yourself",
-                *(self._run_id, ", ".join(left), self._policy.cancel_s, self._target.name),
-            )
+            text = "run %s: %s were cancelled %.0f s ago and %s still lists them: end them by hand"
+            log.error(text, self._run_id, ", ".join(left), self._policy.cancel_s, self._target.name)
         self._registry.save()
         self._output.show(self._registry, at_once=True)
 
@@ -452,7 +433,7 @@ class Controller:
         """Return the nodes that may outlive this controller: their scheduler has not confirmed their end."""
         return self._awaited() if self._target.outlives_controller else []
 
-    def tell_scheduler_to_end_nodes(self) -> None:
+    def request_end_of_nodes(self) -> None:
         """Request the cancellation of all nodes, without writing to etcd and without waiting for their end."""
         entries = self._registry.entries.values()
         with contextlib.suppress(TargetError):
@@ -486,7 +467,7 @@ class Controller:
         healthy = self._mirror.healthy
         if healthy != (self._etcd_away_since is None):
             self._etcd_away_since = None if healthy else time.monotonic()
-            state = "is back" if healthy else "cannot be reached, nodes are left as they are"
+            state = "is back" if healthy else "cannot be reached; no node is started or ended"
             log.warning("run %s: etcd %s", self._run_id, state)
         return healthy
 
@@ -516,7 +497,7 @@ class Controller:
             try:
                 self._job.enlarge_nodes(request)
             except (EtcdError, RecordError) as error:
-                self._warn_once(f"that nodes need more memory is planned later: {error}")
+                self._warn_once(f"more memory for nodes is planned later: {error}")
                 break
             self._registry.entries[request.name].is_enlarged = True
         return bool(requests)
@@ -560,7 +541,7 @@ class Controller:
             return True
         if not self._office.still_holds():
             return False
-        log.info("run %s: ending %s, which wait for more than is planned now", self._run_id, ", ".join(names))
+        log.info("run %s: ending %s, which wait for more than the plan requests now", self._run_id, ", ".join(names))
         self._cancellations.cancel(names)
         return True
 
@@ -578,7 +559,7 @@ class Controller:
             entry.handle = self._target.start(name, size)
         except TargetError as error:
             if not isinstance(error, NotTakenError):
-                log.warning("run %s: whether %s was started is not known yet: %s", self._run_id, name, error)
+                log.warning("run %s: whether %s was started is unknown: %s", self._run_id, name, error)
                 return False
             self._observer.note_refusal(name, str(error), now)
         except Exception as error:  # schedulers may raise any type
@@ -589,7 +570,7 @@ class Controller:
         return not entry.has_ended
 
     def _warn_once(self, text: str) -> None:
-        """Log trouble that each step meets again, as while etcd is full, but once."""
+        """Log trouble once that each step meets again, such as a full etcd."""
         if text != self._warned:
             self._warned = text
             log.warning("run %s: %s", self._run_id, text)
@@ -600,8 +581,8 @@ class Controller:
         if not self._office.publish_nodes(apps, self._held_up):
             return
         kind = likeness(self._held_up)  # a changed count or pause is not a new obstacle
-        if kind and kind != self._trouble:
+        if kind and kind != self._known_trouble:
             log.warning("run %s: %s", self._run_id, self._held_up)
             with contextlib.suppress(EtcdError):  # the status shows it in any case
                 self._office.add_event(NodesHeldUp(), self._held_up)
-        self._trouble = kind
+        self._known_trouble = kind

@@ -23,8 +23,7 @@ from lightning_dlrover.lab.simulate.simulator import (
 )
 from lightning_dlrover.lab.simulate.traces import Placement, even_placement
 from lightning_dlrover.tuning.cluster import Device, Floats, Job, Policy, Scaling, Speeds
-from lightning_dlrover.tuning.prior import NORMAL_WIDTH
-from lightning_dlrover.tuning.samples import Columns, Configuration, StepProfile
+from lightning_dlrover.tuning.samples import NORMAL_WIDTH, Columns, Configuration, StepProfile
 from lightning_dlrover.tuning.step_time import StepTimeModel
 
 NOISE = 0.03

@@ -291,8 +291,7 @@ class _Loop:
         self._buffers = [BufferCopies(part) for part in state.values() if isinstance(part, torch.nn.Module)]
 
     def run(self) -> Iterator[Step]:
-        is_asynchronous = self._world.is_asynchronous
-        with checked_updates(self.check) if is_asynchronous else contextlib.nullcontext():
+        with checked_updates(self.check) if self._world.is_asynchronous else contextlib.nullcontext():
             yield from self._steps()
 
     def check(self, device: torch.device) -> None:
@@ -391,7 +390,7 @@ class _Loop:
         try:
             self._world.keep_for_successors(self.num_made, transfer.pack(self._dump()))
         except (HostStateError, transfer.TransferError) as error:
-            log.error("the next group of workers cannot go on from step %d: %s", self.num_made, error)
+            log.error("the next group of workers cannot continue from step %d: %s", self.num_made, error)
 
     def _recover(self) -> None:
         self._pace.held_up()
@@ -424,7 +423,7 @@ class _Loop:
         if step <= found[0][1]:
             return
         if resume(left, source, rank, [0], self._load, self._gathered, self._world.is_failure) and rank == 0:
-            self._world.event(FitResumed(step), f"went on from the state of step {step} in a host's memory")
+            self._world.event(FitResumed(step), f"continued from the state of step {step} in a host's memory")
 
     def _gathered(self, mine: Any) -> list[Any]:
         return transfer.all_gather(mine) if self._formation.size > 1 else [mine]

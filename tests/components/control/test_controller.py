@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_target import FakeTarget
-from waiting import run_until
 
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.nodes import MAX_REFUSED, ControllerBusyError
@@ -37,6 +35,8 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
+from tests.support.fake_target import FakeTarget
+from tests.support.waiting import run_until
 
 QUICK = FailurePolicy(
     first_backoff_s=0.01,
@@ -306,7 +306,7 @@ def test_nodes_get_more_memory_after_one_ran_out_up_to_the_limit(
     assert job.target.sizes["node3"] == NodeSize(1, given)
     events = [decode(EventRecord, e.value, e.key) for e in client.get_prefix(keys.events)[1]]
     [told] = [event for event in events if event.kind == "memory"]
-    assert "node2 was killed for want of memory (1 cores, 1024 MiB)" in told.text
+    assert "node2 was killed for lack of memory (1 cores, 1024 MiB)" in told.text
     assert ("they may have no more" in told.text) == (given == 1024)
 
 

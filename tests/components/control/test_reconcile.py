@@ -35,7 +35,7 @@ LATE_S = 10_000.0
 
 
 def member(name: str = "a") -> Node:
-    return Node(name, "running", agent_seen=True, has_worker=True, num_members=1, age_s=100.0, asked_s=LATE_S)
+    return Node(name, "running", True, workers=(f"worker-{name}",), num_members=1, age_s=100.0, asked_s=LATE_S)
 
 
 def joining(name: str = "b", idle_s: float = 1.0) -> Node:
@@ -334,7 +334,7 @@ nodes = st.builds(
     name=st.just(""),
     status=st.sampled_from(["pending", "running", "succeeded", "failed", "cancelled", "gone"]),
     agent_seen=st.booleans(),
-    has_worker=st.booleans(),
+    workers=st.sampled_from([(), ("worker",)]),
     num_members=st.integers(0, 1),
     workerless_s=seconds,
     idle_s=seconds,
@@ -395,7 +395,7 @@ def test_only_living_nodes_are_ended_and_each_once(view: ControllerView) -> None
 
 @given(views)
 def test_a_training_worker_is_never_ended_while_the_job_goes_on(view: ControllerView) -> None:
-    busy = {node.name for node in view.nodes if node.is_member and node.has_worker}
+    busy = {node.name for node in view.nodes if node.is_member and node.workers}
     actions = reconcile(view)
     names = {action.name for action in actions if isinstance(action, CancelNode)}
     gives_up = names == {node.name for node in view.nodes if node.is_living}
@@ -443,7 +443,7 @@ SMALL, LARGE = NodeSize(1, 1024), NodeSize(1, 2048)
 
 
 def sized(node: Node, size: NodeSize) -> Node:
-    return replace(node, size=size, workers=(f"worker-{node.name}",) if node.has_worker else (), is_taken_on=True)
+    return replace(node, size=size, workers=(f"worker-{node.name}",) if node.workers else (), is_accepted=True)
 
 
 def planned(size: NodeSize, wanted: int, *nodes: Node) -> ControllerView:
@@ -465,7 +465,7 @@ def test_oversized_pending_node_is_withdrawn_before_another_is_added() -> None:
     "node",
     [
         pytest.param(waiting("b", SMALL), id="of-the-planned-size"),
-        pytest.param(replace(waiting("b", LARGE), is_taken_on=False), id="of-unknown-fate"),
+        pytest.param(replace(waiting("b", LARGE), is_accepted=False), id="of-unknown-fate"),
         pytest.param(sized(joining("b"), LARGE), id="that-runs"),
     ],
 )
@@ -535,7 +535,7 @@ def test_no_node_is_ended_twice_and_at_most_one_is_too_small(
     view: ControllerView, facts: list[tuple[NodeSize, bool, bool]], size: NodeSize
 ) -> None:
     nodes_ = [
-        replace(sized(node, own), is_taken_on=taken, wanted_back=node.is_member and node.has_worker and wanted_back)
+        replace(sized(node, own), is_accepted=taken, wanted_back=bool(node.is_member and node.workers and wanted_back))
         for node, (own, taken, wanted_back) in zip(view.nodes, facts, strict=False)
     ]
     members = {worker: node.name for node in nodes_ if node.is_member for worker in node.workers}

@@ -18,12 +18,8 @@ import trustme
 import yaml
 from kubernetes import client, config
 from kubernetes.config import incluster_config, kube_config
-from kubernetes_cluster import Answer, KubernetesCluster, kubernetes_cluster
-from kubernetes_models import problems
-from manual_clock import ShiftedClock
 from torchx.schedulers.kubernetes_scheduler import KubernetesScheduler
 from torchx.specs import AppDef, AppState, Role
-from waiting import eventually
 
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.reconcile import FailurePolicy, Limits
@@ -42,6 +38,10 @@ from lightning_dlrover.components.targets.kubernetes_api import KubernetesApi
 from lightning_dlrover.components.targets.target import ANY_SIZE, App, NodeSize, NodeSpec, NotTakenError, TargetError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.support.kubernetes_cluster import Answer, KubernetesCluster, kubernetes_cluster
+from tests.support.kubernetes_models import problems
+from tests.support.manual_clock import ShiftedClock
+from tests.support.waiting import eventually
 
 MARK = "0123456789"
 HANDLE = f"run-node1-{MARK}/node1"
@@ -772,12 +772,12 @@ def test_a_queue_needs_volcano(make_target: MakeTarget, cluster: KubernetesClust
 def test_unknown_presence_of_volcano_is_an_error(make_target: MakeTarget, cluster: KubernetesCluster, failure: Answer) -> None:
     cluster.answer_next("GET", "apis", failure)
     if failure.status == 200:  # the request was answered, so it is not repeated
-        with pytest.raises(TargetError, match=r"whether the cluster has Volcano cannot be asked .*--plain-jobs"):
+        with pytest.raises(TargetError, match=r"whether the cluster has Volcano is unknown .*--plain-jobs"):
             make_target()
     else:
         assert make_target().name == "kubernetes/training/volcano"
     cluster.answer_next("GET", "apis", *[failure] * 3)
-    with pytest.raises(TargetError, match="whether the cluster has Volcano cannot be asked"):
+    with pytest.raises(TargetError, match="whether the cluster has Volcano is unknown"):
         make_target()
     make_target(dataclasses.replace(PLAIN, plain_jobs=True))
 

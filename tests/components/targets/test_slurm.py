@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slurm_commands import SlurmCommands
-from waiting import eventually
 
 from lightning_dlrover.components.control.nodes import examine
 from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
 from lightning_dlrover.components.targets.target import App, NodeSize, NodeSpec, NotTakenError, TargetError
+from tests.support.slurm_commands import SlurmCommands
+from tests.support.waiting import eventually
 
 MARK = "0123456789"
 PLAIN = SlurmOptions()
@@ -104,15 +104,15 @@ def test_job_number_is_read_after_a_sites_own_output(make_target: MakeTarget, co
     ("shell", "error", "message"),
     [
         ("echo 'sbatch: error: invalid partition specified: x' >&2; exit 1", NotTakenError, "invalid partition specified"),
-        ("exit 3", NotTakenError, "ended with 3: it said nothing"),
+        ("exit 3", NotTakenError, "ended with 3: it printed nothing"),
         (
             "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1",
             NotTakenError,
             "could not reach Slurm 3 times",
         ),
         ("echo 'Socket timed out on send/recv operation' >&2; exit 1", TargetError, "Socket timed out"),
-        ("echo hello", TargetError, "has not given the job's number, but 'hello'"),
-        ("exit 0", TargetError, "has not given the job's number"),
+        ("echo hello", TargetError, "printed no job number, but 'hello'"),
+        ("exit 0", TargetError, "printed no job number"),
     ],
 )
 def test_error_of_sbatch_decides_whether_the_node_may_still_come(
@@ -325,7 +325,7 @@ def test_unknown_state_of_one_node_freezes_no_other(
     commands.queue(row(1, "TELEPORTING"), row(2, "NODE_FAIL", "node2"))
     assert [app.is_living for app in target.apps()] == [True, False]
     assert [target.status(handle) for handle in ("1/node1", "2/node2")] == ["running", "failed"]
-    assert caplog.text.count("Slurm's state TELEPORTING is unknown: node1 is taken to be as it was") == 1
+    assert caplog.text.count("Slurm's state TELEPORTING is unknown: node1 keeps its last state") == 1
     (tmp_path / "logs/node1").mkdir(parents=True, exist_ok=True)
     (tmp_path / "logs/node1/exit_code").write_text("0\n")
     assert target.status("1/node1") == "succeeded"

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.connection import etcdrpc
@@ -19,6 +18,7 @@ from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError, EtcdUnavailableError, KeyValue, Put
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.support.waiting import eventually
 
 
 def test_mirror_shows_existing_and_later_keys(client: EtcdClient, keys: Keys) -> None:
@@ -105,7 +105,7 @@ def test_a_mirror_survives_that_its_revision_was_compacted(
         mirror.wait_for(lambda found: found[keys.root + "k"].value == b"2" or None, 5)
 
 
-def test_waiting_in_vain_names_the_prefix_and_the_seconds(client: EtcdClient, keys: Keys) -> None:
+def test_wait_that_times_out_names_the_prefix_and_the_seconds(client: EtcdClient, keys: Keys) -> None:
     with Mirror(client, keys.root) as mirror, pytest.raises(TimeoutError, match=rf"0\.1 s.*{keys.root}"):
         mirror.wait_for(lambda _: None, 0.1)
 
@@ -174,7 +174,7 @@ def test_mirror_that_misses_nothing_of_its_prefix_has_caught_up(client: EtcdClie
         mirror.catch_up(5)
 
 
-def test_catching_up_in_vain_names_the_prefix_and_the_seconds(client: EtcdClient, keys: Keys) -> None:
+def test_catching_up_too_late_names_the_prefix_and_the_seconds(client: EtcdClient, keys: Keys) -> None:
     with late_mirror(client, keys) as (mirror, _):
         client.put(keys.root + "k", b"1")
         with pytest.raises(TimeoutError, match=rf"0\.2 s.*{keys.root}"):
