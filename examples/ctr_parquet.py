@@ -67,7 +67,7 @@ class Description:
             )
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise DataError(
-                f"{path} is no description of click rows ({type(error).__name__}: {error}); write the folder again with "
+                f"{path} is not a description of click rows ({type(error).__name__}: {error}); write the folder again with "
                 "examples/criteo_to_parquet.py"
             ) from error
 

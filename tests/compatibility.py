@@ -144,7 +144,7 @@ ROWS: list[Row] = [
         (
             "A checkpoint of a stream's epoch, resumed by plain Lightning",
             "works",
-            f"{_UNIT}/data/test_plain_lightning.py::test_plain_lightning_goes_on_from_a_jobs_checkpoint[0]",
+            f"{_UNIT}/data/test_plain_lightning.py::test_plain_lightning_continues_from_a_jobs_checkpoint[0]",
         ),
         (
             "A stream in a DataLoader with `shuffle=True`",

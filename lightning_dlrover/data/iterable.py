@@ -289,7 +289,7 @@ class EpochIterator:
                 error,
             )
             self._stateful = None
-        except Exception as error:  # the user's code; training goes on without snapshots
+        except Exception as error:  # the user's code; training continues without snapshots
             log.warning("%s.state_dict() failed, so joiners read an epoch from its first row: %r", _kind(self.dataset), error)
             self._stateful = None
         self._snapshot_at = time.monotonic()

@@ -170,7 +170,7 @@ def replan(plan: Plan, members: Sequence[str]) -> dict[str, TablePlan]:
         PlanError: there are no workers, or a table's kind cannot be reassigned.
     """
     if not members:
-        raise PlanError("there is no worker to hold the tables")
+        raise PlanError("no worker can hold the tables")
     bundles: dict[tuple[str, int], list[Shard]] = {}
     for name, table in sorted(plan.items()):
         if table.kind in WHOLE_KINDS:

@@ -380,7 +380,7 @@ def test_decoder_is_imported_before_loader_workers_are_forked(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("content", [b"no database", None])
-def test_unusable_cache_is_no_obstacle(tmp_path: Path, content: bytes | None) -> None:
+def test_unusable_cache_is_ignored(tmp_path: Path, content: bytes | None) -> None:
     place = Path(cache_file())
     if content is None:
         place.mkdir(parents=True)

@@ -335,7 +335,7 @@ def test_state_is_checked_by_objects_as_rows(kind: type[Thing], message: str, ca
     assert message in caplog.text
 
 
-def test_state_is_checked_though_workers_compare_no_rows(caplog: pytest.LogCaptureFixture) -> None:
+def test_state_is_checked_even_if_workers_do_not_compare_rows(caplog: pytest.LogCaptureFixture) -> None:
     trainer = SimpleNamespace(testing=False, limit_val_batches=1.0)
     settings = settings_for(trainer, training=False, global_batch_size=8, max_catch_up_s=60.0, compare_data=False)
     old, joiner = (make(LossyState(100), settings=settings) for _ in range(2))

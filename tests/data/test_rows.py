@@ -163,7 +163,7 @@ def test_table_shares_no_memory_with_the_block(values: list[Any]) -> None:
         ([b"a", b"b", b"c", b"d", b"e"], "column 'c' holds binary, which is not a number"),
     ],
 )
-def test_column_that_is_no_tensor_is_named(column: list[Any], message: str) -> None:
+def test_column_that_cannot_be_a_tensor_is_named(column: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         two_blocks(c=column).tensor("c")
 
@@ -173,7 +173,7 @@ def test_column_of_dates_is_named_in_a_batch() -> None:
         collate(two_blocks(d=np.array(["2026-01-01"] * 5, dtype="datetime64[us]")))
 
 
-def test_numbers_are_no_lists() -> None:
+def test_numbers_are_not_lists() -> None:
     with pytest.raises(DataError, match="column 'i' holds int64, not lists"):
         two_blocks().jagged("i")
 

@@ -192,7 +192,7 @@ def test_failures_that_pass_while_files_are_listed_are_waited_for(store: FaultyS
     assert read(parquet(f"{store.url}/a.parquet")) == list(range(ROWS))
 
 
-def test_request_that_hangs_is_made_anew(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_request_is_repeated(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locations, "REQUEST_TIMEOUT_S", 0.6)
     store.files["/a.parquet"] = table_bytes(0)
     store.faults["GET /a.parquet"] = ["", "hang"]

@@ -84,7 +84,7 @@ def test_persistent_loader_workers_follow_the_epoch() -> None:
     assert [numbers(batch) for batch in loader] == first
 
 
-def test_epoch_goes_on_at_a_row() -> None:
+def test_epoch_continues_at_a_row() -> None:
     data = stream(Numbered([100]), shuffle_rows=10_000)
     whole = flat(drawn(data))
     data.set_epoch(0, first_row=24)
@@ -166,7 +166,7 @@ def test_rows_would_be_lost_and_doubled_without_the_hand_over() -> None:
     assert first.doubled > 0
 
 
-def test_job_goes_on_with_the_layout_of_its_state() -> None:
+def test_job_continues_with_the_layout_of_its_state() -> None:
     data = stream(Numbered([100]), shuffle_rows=30, seed=3)
 
     def loader(max_workers: int) -> ElasticLoader:

@@ -77,7 +77,7 @@ def test_a_corrupt_record_is_reported_with_its_key(watched: Demo, client: EtcdCl
         watched.wait("a round", watched.round_of(2), timeout_s=5)
 
 
-def test_a_process_that_is_no_worker_of_the_demo_is_not_killed(
+def test_a_process_that_is_not_a_worker_of_the_demo_is_not_killed(
     watched: Demo, client: EtcdClient, keys: Keys, sleeper: subprocess.Popen[bytes]
 ) -> None:
     put_worker(client, keys, "other", sleeper.pid)

@@ -115,7 +115,7 @@ def test_copy_killed_before_verification_is_ignored(tmp_path: Path, monkeypatch:
     assert make_store(tmp_path, "c").parts() == []
 
 
-def test_a_part_that_is_gone_is_no_error(tmp_path: Path) -> None:
+def test_a_missing_part_is_ignored(tmp_path: Path) -> None:
     source, target = write_part(make_store(tmp_path), 1, 1.0)
     source.unlink()
     assert not persist(source, target)
@@ -172,7 +172,7 @@ def copying() -> list[psutil.Process]:
     return found
 
 
-def test_the_worker_goes_on_while_a_process_of_low_priority_copies(tmp_path: Path) -> None:
+def test_the_worker_continues_while_a_process_of_low_priority_copies(tmp_path: Path) -> None:
     store, persister = make_store(tmp_path), Persister()
     source, target = write_part(store, 1, 1.0)
     started = time.perf_counter()

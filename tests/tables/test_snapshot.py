@@ -118,7 +118,7 @@ def test_a_header_is_decoded_as_it_was_encoded(batch: int, round_: int, owner: s
 # --- complete or not there ---------------------------------------------------------------------------------------------------
 
 
-def test_a_part_that_is_not_committed_is_not_there(new_store: MakeStore) -> None:
+def test_a_part_without_a_commit_is_not_found(new_store: MakeStore) -> None:
     writer = begun(new_store(), 3)
     assert new_store().parts() == []
     writer.commit()
@@ -580,7 +580,7 @@ def test_sweep_spares_others_leftovers_for_a_day(new_store: MakeStore, tmp_path:
     assert names(other) == [(1, 1)]
 
 
-def test_files_beside_the_jobs_folders_do_not_stop_a_sweep(new_store: MakeStore) -> None:
+def test_files_next_to_the_jobs_folders_do_not_stop_a_sweep(new_store: MakeStore) -> None:
     store = new_store()
     (store.folder.parent / "file").write_text("")
     dead = new_store(job="/dlrover/dead")
