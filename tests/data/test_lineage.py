@@ -20,11 +20,6 @@ from lightning_dlrover.rdzv.job.events import StreamOpened
 LENGTHS = [30, 0, 7, 44, 1]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder of files whose rows are numbered through."""
@@ -82,7 +77,7 @@ def ids(lineage: Lineage, shards: Sequence[Shard], epoch: int, batches: range) -
 
 @pytest.mark.parametrize("shuffle_rows", [0, 40, 1000])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_rows_of_a_batch_are_those_that_the_loader_deals(folder: Path, shuffle_rows: int, drop_last: bool) -> None:
+def test_rows_of_a_batch_are_those_of_the_loader(folder: Path, shuffle_rows: int, drop_last: bool) -> None:
     data, loader = made(folder, shuffle_rows, drop_last)
     opened = opened_by(data, loader)
     shards = listed_shards(opened)
@@ -196,12 +191,12 @@ def test_files_are_listed_again_from_the_scripts_folder_or_from_another_place(fo
         listed_shards(opened, [str(folder.parent / "moved")])
 
 
-def test_source_of_ones_own_cannot_be_listed(folder: Path) -> None:
+def test_source_of_the_script_cannot_be_listed(folder: Path) -> None:
     data, loader = made(folder)
     for source in ("<Own object at 0x1>", "Own()", "parquet(paths())"):
-        with pytest.raises(DataError, match=r"a source of the script's own"):
+        with pytest.raises(DataError, match=r"the script's own source"):
             listed_shards(opened_by(data, loader, source=source))
-    with pytest.raises(DataError, match=r"Parquet has too long a list of paths .* with --files"):
+    with pytest.raises(DataError, match=r"Parquet has too many paths .* with --files"):
         listed_shards(opened_by(data, loader, source="Parquet"))
     assert listed_shards(opened_by(data, loader, source="Parquet"), [str(folder)]) == data.shards
 

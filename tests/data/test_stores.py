@@ -160,9 +160,8 @@ def store() -> Iterator[FaultyStore]:
 
 
 @pytest.fixture(autouse=True)
-def impatient(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the first pauses, and make requests small so that a file takes several."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(locations, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(locations, "GIVE_UP_S", 60.0)
     monkeypatch.setattr(locations, "READ_AHEAD_BYTES", 8192)
@@ -193,7 +192,7 @@ def test_failures_that_pass_while_files_are_listed_are_waited_for(store: FaultyS
     assert read(parquet(f"{store.url}/a.parquet")) == list(range(ROWS))
 
 
-def test_request_that_hangs_is_made_anew(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_request_is_repeated(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locations, "REQUEST_TIMEOUT_S", 0.6)
     store.files["/a.parquet"] = table_bytes(0)
     store.faults["GET /a.parquet"] = ["", "hang"]
