@@ -1,6 +1,7 @@
 """Time from the decision to add a worker until it trains, and its effect on the other workers.
 
     python benchmarks/deploy.py [--rounds N] [--workers N] [--quick]
+    python benchmarks/deploy.py --api [--quick]
 
 A job of `dlrover run` trains the model of `live_resize.py` with one worker. It runs in turn on this machine and on a real
 Slurm started for it (one slurmctld, a slurmd per host, all here). Then its plan asks for two, as `dlrover scale` writes it:
@@ -18,6 +19,9 @@ the controller requests another node, whose agent and worker start while the fir
 Decision to training is the sum of them all. Stall is as in `live_resize.py`: from the end of a survivor's last step before the
 change to that of its first one after it, less one usual step. Two figures accompany it: the job's own `stall` event, and the
 others' steps per second from the decision to their last step before the switch, as a share of those before the decision.
+
+`--api` counts the requests that `KubernetesTarget` makes for 100 nodes from their start on: lists, and requests for output.
+Each node prints a line per second. The API server is that of the tests.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import math
 import os
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,11 +44,14 @@ from jobs import ControlledJob, Workspace, describe_machine, result_line
 from live_resize import FULL, QUICK, LiveResize, Size, Stall
 from slurm_cluster import missing_packages
 
+from lightning_dlrover.components.targets.kubernetes import KubernetesOptions, KubernetesTarget
+from lightning_dlrover.components.targets.target import NodeSpec
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import Keys
 from lightning_dlrover.rdzv.membership.rounds import read_view
+from tests.support.kubernetes_cluster import kubernetes_cluster
 
 PARTS = ("plan seen", "scheduler", "agent", "imports", "model and data", "round", "switch")
 TARGETS = ("local", "slurm")
@@ -145,6 +153,37 @@ def _started_at(process: psutil.Process) -> float:
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
+NUM_NODES = 100
+
+
+def api_requests_per_s(duration_s: float) -> float:
+    """Return the requests per second for `NUM_NODES` running nodes on Kubernetes, without those that create the nodes."""
+    spec = NodeSpec("/s/train.py", (), "h:1", "run", "/dlrover", 1, NUM_NODES)
+    with tempfile.TemporaryDirectory() as folder, kubernetes_cluster(Path(folder), runs_pods=False) as cluster:
+        os.environ["KUBECONFIG"] = str(cluster.kubeconfig)
+        target = KubernetesTarget(spec, KubernetesOptions(image="trainer:1"), Path(folder) / "logs")
+        target.open("0123456789")
+        nodes = [f"node{number}" for number in range(NUM_NODES)]
+        handles = {node: target.start(node) for node in nodes}
+        for node in nodes:
+            cluster.logs[node] = ""
+            cluster.set_pod(node, "Running")
+        began, before, num_lines = time.monotonic(), len(cluster.requests), 0
+        while (passed_s := time.monotonic() - began) < duration_s:
+            while num_lines <= passed_s:
+                now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+                cluster.logs.update({node: f"{text}{now} line {num_lines}\n" for node, text in cluster.logs.items()})
+                num_lines += 1
+            target.apps()
+            assert {target.status(handle) for handle in handles.values()} == {"running"}
+            time.sleep(0.2)  # as often as a controller looks
+        found = (len(cluster.requests) - before) / passed_s
+        num_copied = sum(file.stat().st_size > 0 for node in nodes for file in target.logs(handles[node]))
+        print(f"{found:.2f} requests per second in the first {passed_s:.0f} s; output of {num_copied} nodes was copied")
+        target.close()
+    return found
+
+
 def table(growths: Sequence[Growth], targets: Sequence[str]) -> str:
     def row(name: str, values: list[list[float]]) -> str:
         shown = "".join(f"{median(v):10.3f}  ({min(v):.3f} to {max(v):.3f})".ljust(34) for v in values)
@@ -171,7 +210,11 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one job on each target, with a small model, under 60 s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep logs and records")
+    parser.add_argument("--api", action="store_true", help="only the requests to a Kubernetes API server")
     options = parser.parse_args()
+    if options.api:
+        print(result_line({"api_rps_100": api_requests_per_s(30.0 if options.quick else 120.0)}))
+        return 0
     size = QUICK if options.quick else FULL
     dice = random.Random(options.seed)
     print(describe_machine(), flush=True)
@@ -199,7 +242,8 @@ def main() -> int:
         f"{t}_decision_to_training_s": median(g.decision_to_training_s for g in each) if each else math.nan
         for t, each in of_target.items()
     }
-    print(result_line({**stalls, **times}))
+    requests = {"api_rps_100": api_requests_per_s(30.0 if options.quick else 120.0)}
+    print(result_line({**stalls, **times, **requests}))
     return 0
 
 

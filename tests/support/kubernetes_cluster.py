@@ -52,6 +52,7 @@ class Answer:
     body: bytes | None = None
     is_carried_out: bool = False
     delay_s: float = 0.0
+    stream: Iterator[bytes] | None = None  # pieces of the body as they arrive
 
 
 class _Refused(Exception):
@@ -104,6 +105,7 @@ class KubernetesCluster:
         self.logs: dict[str, str] = {}  # logs of pods that have no process
         self.forbidden: set[tuple[str, str]] = set()  # verb and resource
         self.killing: tuple[str, Callable[[], None]] | None = None  # action before or after the creation of the next Job
+        self._num_cuts = 0  # see `cut_streams`
         self._answers: list[tuple[str, str, Answer]] = []
         self._processes: dict[str, _Process] = {}  # process by the pod's name
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -155,6 +157,10 @@ class KubernetesCluster:
     def clear_answers(self) -> None:
         with self.lock:
             self._answers.clear()
+
+    def cut_streams(self) -> None:
+        """End all streams of output in their middle, as a load balancer does."""
+        self._num_cuts += 1
 
     def num_requests(self, method: str, kind: str) -> int:
         with self.lock:
@@ -249,6 +255,9 @@ class KubernetesCluster:
             return _json(200, {"kind": f"{kind[:-1].capitalize()}List", "metadata": {"resourceVersion": "1"}, "items": found})
         if name not in objects:
             raise _Refused(404, "NotFound", f'{kind} "{name}" of {group or "v1"} not found')
+        if is_log and query.get("follow") == "true":
+            self._log(name, query)  # an error has no stream
+            return Answer(200, headers={"Content-Type": "text/plain"}, stream=self._followed_log(name, query))
         if is_log:
             return Answer(200, body=self._log(name, query).encode(), headers={"Content-Type": "text/plain"})
         if verb == "update":  # TorchX 0.8 aborts a Volcano Job this way; Volcano's controller then deletes the pods
@@ -479,6 +488,21 @@ class KubernetesCluster:
         else:
             entry.process.send_signal(number)
 
+    def _followed_log(self, name: str, query: Mapping[str, str]) -> Iterator[bytes]:
+        num_sent, num_cuts = 0, self._num_cuts
+        while num_cuts == self._num_cuts:
+            with self.lock:
+                if name not in self.objects["pods"]:
+                    return
+                states = self.objects["pods"][name]["status"]
+                has_ended = states["phase"] in ("Succeeded", "Failed") or "terminated" in str(states.get("containerStatuses"))
+                text = self._log(name, query)
+            if text[num_sent:]:
+                yield text[num_sent:].encode()
+                num_sent = len(text)
+            if has_ended or self._stopped.wait(0.02):
+                return
+
     def _log(self, name: str, query: Mapping[str, str]) -> str:
         pod = self.objects["pods"][name]
         container = pod["spec"]["containers"][0]["name"]
@@ -525,6 +549,9 @@ def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHand
             if not answer.status:
                 self.close_connection = True
                 return
+            if answer.stream is not None:
+                self._send_stream(answer)
+                return
             content = answer.body if answer.body is not None else _status_body(answer)
             self.send_response(answer.status)
             for name, value in {"Content-Length": str(len(content)), **answer.headers}.items():
@@ -532,6 +559,16 @@ def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHand
             self.end_headers()
             with contextlib.suppress(ConnectionError):  # the client did not wait
                 self.wfile.write(content)
+
+        def _send_stream(self, answer: Answer) -> None:
+            self.send_response(answer.status)
+            for name, value in {"Transfer-Encoding": "chunked", **answer.headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):  # the client has read enough
+                for piece in answer.stream or ():
+                    self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+                self.wfile.write(b"0\r\n\r\n")
 
         do_GET = do_POST = do_PUT = do_DELETE = _serve
 

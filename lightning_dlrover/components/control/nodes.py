@@ -409,6 +409,8 @@ class NodeEntry:
     cancelled: bool = False
     cancel_failures: int = 0  # consecutive cancellation requests that the scheduler has refused
     refusals_in_a_row: int = 1  # refused nodes: refusals in a row, this one included
+    refusal_kind: str = ""  # refused nodes: text that all refusals for this reason share
+    is_released: bool = False  # its scheduler may have forgotten it
     all_shown: bool = False
     wanted_back: bool = False  # the scheduler will end it soon
     whole_at: float | None = None  # last time at which all of its agents were registered; None: it has one, or they never were
@@ -591,6 +593,14 @@ class NodeRegistry:
         ended = sorted((e.ended_at or now, name) for name, e in self.entries.items() if e.has_ended and e.all_shown)
         for _, name in ended[: max(0, len(ended) - MAX_ENDED)]:
             self.forget(name)
+
+    def release_ended(self) -> None:
+        """Have the scheduler forget nodes whose end etcd holds, because ended ones may count against a quota."""
+        for entry in self.entries.values():
+            is_written = entry.saved is not None and entry.saved.state == "ended" and entry.all_shown
+            is_needed = entry.lacks_memory and not entry.is_enlarged
+            if is_written and entry.handle is not None and not entry.is_released and not is_needed:
+                entry.is_released = self._target.release(entry.handle)
 
     def forget(self, name: str) -> None:
         """Remove a node from memory and from etcd."""
@@ -807,14 +817,14 @@ class Observer:
             may_lack = has_just_failed and not entry.is_enlarged
             entry.lacks_memory = may_lack and entry.handle is not None and self._target.ran_out_of_memory(entry.handle)
 
-    def note_refusal(self, name: str, problem: str, now: float) -> None:
-        """Record that the scheduler refused a node. Only the newest refusals are kept."""
-        log.error("run %s: %s could not be started: %s", self._keys.run_id, name, problem)
+    def note_refusal(self, name: str, problem: str, kind: str, now: float) -> None:
+        """Record that the scheduler refused a node, for a reason of this kind. Only the newest refusals are kept."""
+        log.debug("run %s: %s could not be started: %s", self._keys.run_id, name, problem)
         entries = self._registry.entries
         # Carried over because the oldest are forgotten: the pause before the next attempt grows with the total.
         earlier = refusals([node for node in self.nodes(now) if node.name != name])
         entry = entries[name]
-        entry.refusals_in_a_row = 1 + num_refusals(earlier)
+        entry.refusals_in_a_row, entry.refusal_kind = 1 + num_refusals(earlier), kind
         entry.post_mortem = PostMortem(f"it could not be started: {problem}", "")
         entry.status, entry.ended_at, entry.all_shown = "failed", now, True
         refused = [other for other, each in entries.items() if each.is_refused]

@@ -659,10 +659,47 @@ def test_no_output_is_lost_when_timestamps_step_back(
     cluster.logs["node1"] = f"{before} one\n{before} two\n"
     cluster.set_pod("node1", "Running")
     wait_for_output(target, "one\ntwo\n")
+    cluster.cut_streams()
     cluster.logs["node1"] += f"{after} three\n"
     wait_for_output(target, "one\ntwo\nthree\n")
     cluster.logs["node1"] += f"{after} four\n{before} five\n"
     wait_for_output(target, "one\ntwo\nthree\nfour\nfive\n")
+    cluster.cut_streams()
+    cluster.logs["node1"] += f"{before} six\n"
+    wait_for_output(target, "one\ntwo\nthree\nfour\nfive\nsix\n")
+
+
+def test_timestamps_are_compared_as_times(target: KubernetesTarget, cluster: KubernetesCluster) -> None:
+    cluster.logs["node1"] = "2026-10-25T02:59:58.500+02:00 one\n2026-10-25T02:59:59+02:00 two\n"
+    cluster.set_pod("node1", "Running")
+    wait_for_output(target, "one\ntwo\n")
+    # The kubelet was started again, in another time zone.
+    cluster.logs["node1"] = "2026-10-25T00:59:58.5Z one\n2026-10-25T00:59:59.000Z two\n2026-10-25T00:59:59.1Z three\n"
+    cluster.cut_streams()
+    wait_for_output(target, "one\ntwo\nthree\n")
+
+
+def test_every_pod_of_a_node_is_followed(target: KubernetesTarget, cluster: KubernetesCluster) -> None:
+    cluster.logs["node1"] = stamped(5, "first pod")
+    cluster.set_pod("node1", "Running")
+    wait_for_output(target, "first pod\n")
+    with cluster.lock:
+        [pod] = cluster.objects["pods"].values()
+        metadata = {**pod["metadata"], "name": "second", "creationTimestamp": "2099-01-01T00:00:00Z"}
+        cluster.objects["pods"] = {"second": {**pod, "metadata": metadata}}
+        cluster.logs["node1"] = stamped(4, "second pod")  # its host's clock is behind
+    wait_for_output(target, "first pod\nsecond pod\n")
+
+
+def test_output_costs_one_request_per_pod(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    target = make_target(poll_s=0.01)
+    target.start("node1")
+    cluster.logs["node1"] = ""
+    cluster.set_pod("node1", "Running")
+    for second in range(5):
+        cluster.logs["node1"] += stamped(second, "line")
+        wait_for_output(target, "line\n" * (second + 1))
+    assert cluster.num_requests("GET", "pods/") == 1
 
 
 def test_output_waits_for_room_on_a_full_disk(target: KubernetesTarget, cluster: KubernetesCluster, tmp_path: Path) -> None:
@@ -1053,20 +1090,99 @@ def test_example_manifests_are_objects_that_fit_together(name: str) -> None:
                     assert ("Secret", volume["secret"]["secretName"]) in named
 
 
-def test_job_goes_on_when_the_cluster_refuses_a_node(
-    make_target: MakeTarget, cluster: KubernetesCluster, client: EtcdClient, keys: Keys
-) -> None:
+QUICK = FailurePolicy(first_backoff_s=0.01, max_backoff_s=0.02, first_refusal_s=0.01, max_refusal_s=0.02, first_cancel_s=0.01)
+
+
+def step_until(controller: Controller, is_done: Callable[[], bool], what: str) -> None:
+    def look() -> bool:
+        assert controller.step() is None
+        controller.wait(0.01)
+        return is_done()
+
+    eventually(look, what, 15.0, 0.0)
+
+
+def refuse_with_quota(cluster: KubernetesCluster) -> None:
     cluster.max_jobs = 1
-    policy = FailurePolicy(first_backoff_s=0.01, max_backoff_s=0.02, max_long_backoff_s=0.02)
-    with Controller(client, keys, make_target(), Limits(2, 2), show=print, policy=policy) as controller:
-        while len(controller._registry.entries) < 4:  # three refusals
-            assert controller.step() is None
-            controller.wait(0.01)
+
+
+def refuse_with_role(cluster: KubernetesCluster) -> None:
+    cluster.forbidden |= {("create", "jobs"), ("create", "secrets")}
+
+
+def refuse_with_webhook(cluster: KubernetesCluster) -> None:
+    words = 'admission webhook "policy.example" denied the request: [{}] no owner'
+    cluster.answer_next("POST", "jobs", *(Answer(403, words.format("xyz"[i % 3] * i), "Forbidden") for i in range(100)))
+
+
+@pytest.mark.parametrize("refuse", [refuse_with_quota, refuse_with_role, refuse_with_webhook])
+def test_job_goes_on_when_the_cluster_refuses_a_node(
+    make_target: MakeTarget,
+    cluster: KubernetesCluster,
+    client: EtcdClient,
+    keys: Keys,
+    caplog: pytest.LogCaptureFixture,
+    refuse: Callable[[KubernetesCluster], None],
+) -> None:
+    with Controller(client, keys, make_target(), Limits(2, 2), show=print, policy=QUICK) as controller:
+        cluster.killing = ("after", lambda: refuse(cluster))  # the second node
+        step_until(controller, lambda: len(controller._registry.entries) >= 4, "three refusals")
         assert cluster.nodes() == ["node1"]
         assert cluster.num_requests("DELETE", "jobs") == 0
+        assert len([text for text in caplog.messages if "was refused (try" in text]) == 1
         cluster.max_jobs = 2
-        deadline = time.monotonic() + 10.0
-        while len(cluster.nodes()) < 2:
-            assert time.monotonic() < deadline, "waited 10 s for the second node"
-            assert controller.step() is None
-            controller.wait(0.01)
+        cluster.forbidden.clear()
+        cluster.clear_answers()
+        step_until(controller, lambda: len(cluster.nodes()) == 2, "the second node")
+
+
+def test_ended_job_is_removed_and_makes_room_in_the_quota(
+    make_target: MakeTarget, cluster: KubernetesCluster, client: EtcdClient, keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.max_jobs = 2
+    with Controller(client, keys, make_target(), Limits(2, 2), show=print, policy=QUICK) as controller:
+        step_until(controller, lambda: len(cluster.nodes()) == 2, "two nodes")
+        cluster.logs["node1"] = stamped(1, "last words")
+        cluster.forbidden.add(("delete", "jobs"))
+        cluster.set_pod("node1", "Failed", reason="Evicted")
+        step_until(controller, lambda: len(controller._registry.entries) >= 4, "a refused replacement")
+        cluster.forbidden.clear()
+        step_until(controller, lambda: len(cluster.nodes()) == 2, "the replacement")
+        assert "node2" in cluster.nodes()
+        assert controller._target.logs("job/node1")[0].read_text() == "last words\n"
+        assert len([text for text in caplog.messages if "ended Jobs stay for now" in text]) == 1
+
+
+def test_reason_for_a_pods_refusal_is_given_once_although_it_names_another_pod_each_time(
+    make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture, clock: ShiftedClock
+) -> None:
+    cluster.has_room_for_pods = False
+    target = make_target()
+    target.start("node1")
+    words = 'Error creating: pods "run-node1-{}" is forbidden: exceeded quota: team, requested: cpu=1, used: cpu={}'
+    for number, name in enumerate(("x7f2k", "bcdfg", "99zzz")):
+        reference = {"kind": "Job", "name": f"run-node1-{MARK}"}
+        event = {
+            "metadata": {"name": "e"},
+            "involvedObject": reference,
+            "type": "Warning",
+            "message": words.format(name, number),
+        }
+        cluster.objects["events"]["e"] = event
+        clock.ahead_s += 31.0
+        assert target.status(HANDLE) == "pending"
+    assert cluster.num_requests("GET", "events") >= 2
+    assert caplog.text.count("node1 waits: ") == 1
+
+
+def test_refused_output_is_reported_once(
+    make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.forbidden.add(("get", "pods/log"))
+    target = make_target()
+    for node in ("node1", "node2"):
+        target.start(node)
+        cluster.set_pod(node, "Running")
+    target.apps()
+    eventually(lambda: cluster.num_requests("GET", "pods/") >= 3, "three refusals", 10.0)
+    assert caplog.text.count("its output cannot be copied now: pods/log is forbidden") == 1
