@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import datetime
 import http.server
 import json
@@ -105,6 +106,8 @@ class KubernetesCluster:
         self.logs: dict[str, str] = {}  # logs of pods that have no process
         self.forbidden: set[tuple[str, str]] = set()  # verb and resource
         self.killing: tuple[str, Callable[[], None]] | None = None  # action before or after the creation of the next Job
+        self.version = "v1.36.1"
+        self.pod_security = ""  # level that pods must meet: "" or "restricted"; of Jobs it only warns
         self._num_cuts = 0  # see `cut_streams`
         self._answers: list[tuple[str, str, Answer]] = []
         self._processes: dict[str, _Process] = {}  # process by the pod's name
@@ -203,6 +206,8 @@ class KubernetesCluster:
 
     def serve(self, method: str, path: str, body: bytes) -> Answer:
         url = urlsplit(path)
+        if url.path == "/version":
+            return _json(200, {"gitVersion": self.version})
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
         match = re.fullmatch(
             r"/(?:api/v1|apis/([^/]+/[^/]+))(?:/namespaces/([^/]+)/([a-z]+)(?:/([^/]+)(?:/([a-z]+))?)?)?", url.path
@@ -247,8 +252,14 @@ class KubernetesCluster:
     def _carry_out(
         self, verb: str, group: str, kind: str, name: str, is_log: bool, query: Mapping[str, str], body: Object
     ) -> Answer:
+        if verb == "create" and kind == "jobs":
+            answer = _json(201, self._create_job(group, body, query))
+            if self.pod_security and (wrong := self._violations(body)):
+                warning = f"299 - {json.dumps(f'would violate {wrong}')}"
+                return dataclasses.replace(answer, headers={**answer.headers, "Warning": warning})
+            return answer
         if verb == "create":
-            return _json(201, self._create_secret(body) if kind == "secrets" else self._create_job(group, body, query))
+            return _json(201, self._create_secret(body))
         objects = {n: o for n, o in self.objects[kind].items() if kind != "jobs" or o["apiVersion"] == group}
         if verb == "list":
             found = [o for o in objects.values() if _is_selected(o, query)]
@@ -310,6 +321,11 @@ class KubernetesCluster:
         self.objects["jobs"][name] = job
         if group == _VOLCANO:
             self._start_with_volcano(job)
+        elif self.pod_security and self._violations(job):
+            about = {"kind": "Job", "name": name}
+            text = f'Error creating: pods "{name}-{uuid.uuid4().hex[:5]}" is forbidden: violates {self._violations(job)}'
+            event = {"metadata": {"name": name}, "involvedObject": about, "type": "Warning", "message": text}
+            self.objects["events"][name] = event
         elif self.has_room_for_pods:
             template = job["spec"]["template"]
             labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": name}
@@ -317,6 +333,13 @@ class KubernetesCluster:
                 {"metadata": {"name": f"{name}-{uuid.uuid4().hex[:5]}", "labels": labels}, "spec": template["spec"]}
             )
         return job
+
+    def _violations(self, job: Object) -> str:
+        """Return why the level of Pod Security forbids a Job's pod; empty if it does not."""
+        spec = job["spec"]
+        template = spec["template"] if "template" in spec else spec["tasks"][0]["template"]
+        wrong = kubernetes_models.restricted_violations(template["spec"])
+        return f'PodSecurity "{self.pod_security}:latest": {", ".join(wrong)}' if wrong else ""
 
     def _start_with_volcano(self, job: Object) -> None:
         if job["spec"]["queue"] not in self.queues:

@@ -28,7 +28,16 @@ from lightning_dlrover.components.control.reconcile import (
     num_refusals,
     refusals,
 )
-from lightning_dlrover.components.targets.target import App, AppStatus, LogFile, NodeSize, Target, TargetError, read_tail
+from lightning_dlrover.components.targets.target import (
+    CANNOT_START,
+    App,
+    AppStatus,
+    LogFile,
+    NodeSize,
+    Target,
+    TargetError,
+    read_tail,
+)
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import Delete, EtcdError, KeyValue, absent, modified
@@ -194,6 +203,7 @@ _AGENT_FILE = "torch/distributed/run.py"
 _OUR_FILE = "/lightning_dlrover/"
 _START_OF_MODULE = re.compile(r'File "(?:<frozen runpy>|.*/runpy\.py)", line \d+, in _run_module_as_main')
 _CAUSE = re.compile(r"(?:this machine|Kubernetes|Slurm): (.+)$")
+_NO_PACKAGE = re.compile(r"(?:Error while finding module specification for '|No module named '?)lightning_dlrover\b")
 _EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+)")
 
 _FATAL = "Fatal Python error:"
@@ -214,6 +224,7 @@ class PostMortem:
     traceback: str  # empty if there is none
     place: str = ""  # innermost frame of the script; empty if the error was raised outside of its code
     cause: str = ""  # the place's reason for ending it, if it was appended to the node's output
+    could_not_start: bool = False  # its command never ran
 
 
 def examine(output: str) -> PostMortem:
@@ -225,6 +236,8 @@ def examine(output: str) -> PostMortem:
     lines = [RANK_PREFIX.sub("", line, count=1) for line in output.splitlines()]
     cause = found[1] if lines and (found := _CAUSE.search(lines[-1])) else ""
     tracebacks = list(_tracebacks(lines))
+    if not tracebacks and (why := _why_not_started(lines, cause)):
+        return PostMortem(why, "", cause=cause, could_not_start=True)
     own = next((t for t in tracebacks if not any(_AGENT_FILE in line for line in t)), None)
     codes = [int(code) for code in _EXIT_CODE.findall(output)]
     faults = [code for code in codes if code not in _ENDED_BY_OTHERS]
@@ -249,6 +262,14 @@ def examine(output: str) -> PostMortem:
     if last and _message(last) == next(line for line in reversed(lines) if line):
         return PostMortem(_message(last), "\n".join(last))
     return PostMortem("", "", cause=cause)
+
+
+def _why_not_started(lines: Sequence[str], cause: str) -> str:
+    """Return why a node's command never ran; empty if it did."""
+    if cause.startswith(CANNOT_START):
+        return cause
+    last = next((line for line in reversed(lines) if line and not _CAUSE.match(line)), "")
+    return f"its Python has no package lightning_dlrover: {last}" if _NO_PACKAGE.search(last) else ""
 
 
 def _has_ended_agent(traceback: list[str], before_torchrun: bool) -> bool:
@@ -485,6 +506,7 @@ class NodeEntry:
             refused=self.is_refused,
             forgiven=self.ended_at is not None and self.ended_at <= forgiven_at,
             error=found.error,
+            could_not_start=found.could_not_start,
             place=found.place,
             is_accepted=bool(self.handle),
             **{name: getattr(self, name) for name in _UNCHANGED},

@@ -42,6 +42,7 @@ class Node:
     trained_s: float = 0.0  # total time as a member of rounds
     error: str = ""  # failed: the script's error; empty if it was killed
     place: str = ""  # failed: innermost frame of the script in the error's traceback
+    could_not_start: bool = False  # failed: its command never ran, `error` holds the reason
     refused: bool = False  # failed: the scheduler refused it, `error` holds the refusal
     refusals_in_a_row: int = 1  # refused: refusals in a row up to this one, forgotten nodes included
     refusal_kind: str = ""  # refused: text that all refusals for this reason share
@@ -163,9 +164,16 @@ def num_refusals(refused: Sequence[Node]) -> int:
     return max(len(refused), refused[-1].refusals_in_a_row) if refused else 0
 
 
+MIN_NOT_STARTED = 2
+"""Nodes that could not start, after which the fault is that of their image or command."""
+
+
 def culprit(nodes: Sequence[Node], together_s: float) -> Node | None:
-    """Return the first node that failed by an error of its own."""
-    return max(root_causes(nodes, nodes, together_s), key=lambda n: n.ended_s, default=None)
+    """Return the first node that failed by an error of its own. One node that could not start may be its host's fault."""
+    causes = root_causes(nodes, nodes, together_s)
+    if sum(node.could_not_start for node in causes) < MIN_NOT_STARTED:
+        causes = [node for node in causes if not node.could_not_start]
+    return max(causes, key=lambda n: n.ended_s, default=None)
 
 
 def root_causes(failed: Iterable[Node], nodes: Sequence[Node], together_s: float) -> list[Node]:

@@ -26,6 +26,7 @@ from lightning_dlrover.components.targets.kubernetes_api import (
 from lightning_dlrover.components.targets.local import node_app
 from lightning_dlrover.components.targets.target import (
     ANY_SIZE,
+    CANNOT_START,
     App,
     AppStatus,
     NodeSize,
@@ -48,6 +49,9 @@ JOB_LABEL, NODE_LABEL, MARK_LABEL = (f"lightning-dlrover/{name}" for name in ("j
 SECRET_FOLDER = "/etc/dlrover/etcd"
 SECRET_KEYS = {"password_file": "password", "ca_cert": "ca.crt", "cert": "tls.crt", "cert_key": "tls.key"}
 """Keys in a Secret that hold etcd's credentials. The last three match a Secret of type kubernetes.io/tls."""
+
+MIN_VERSION = (1, 29)
+"""Oldest release whose Jobs have a `podReplacementPolicy` by default."""
 
 REMEMBERED_S = 3600
 """Seconds that the cluster keeps an ended Job, so that a later controller can still read its outcome."""
@@ -81,6 +85,7 @@ class KubernetesOptions:
     template: Mapping[str, Any] = field(default_factory=dict)  # base pod template; our fields override it
     queue: str = ""  # Volcano's queue
     plain_jobs: bool = False  # ignore Volcano even if the cluster has it
+    run_as: str = ""  # UID[:GID] of the container's processes, or root; default: the image's user, which must not be root
 
     def resources(self, size: NodeSize) -> dict[str, str]:
         """Return requests, which are also the limits: a worker's speed must not depend on other pods of its host."""
@@ -128,7 +133,8 @@ def job_manifest(
     """
     metadata = _labelled(spec.run_id, mark)
     metadata["labels"][NODE_LABEL] = node
-    template = _laid_over(options.template, {"metadata": metadata, "spec": _pod_spec(spec, options, size, node)})
+    base = _laid_over({"spec": _security(options.run_as)}, options.template)
+    template = _laid_over(base, {"metadata": metadata, "spec": _pod_spec(spec, options, size, node)})
     return {
         "apiVersion": api_version,
         "kind": "Job",
@@ -168,6 +174,19 @@ def _volcano_spec(template: Mapping[str, Any], queue: str) -> dict[str, Any]:
         # TorchX finds pods by this name, the one of a role's first replica: its `status` and `log` work on nodes, too.
         "tasks": [{"name": f"{CONTAINER}-0", "replicas": 1, "template": template}],
     }
+
+
+def _security(run_as: str) -> dict[str, Any]:
+    """Return the part of a pod's spec that the Pod Security Standard `restricted` asks for, unless it is to run as root."""
+    if run_as == "root":
+        return {"securityContext": {"runAsUser": 0}}
+    user, _, group = run_as.partition(":")
+    pod: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    pod |= {"runAsUser": int(user)} if user else {}
+    # Volumes belong to the group, so that a user who is not root may write to them.
+    pod |= {"runAsGroup": int(group), "fsGroup": int(group)} if group else {}
+    container = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    return {"securityContext": pod, "containers": [{"name": CONTAINER, "securityContext": container}]}
 
 
 def _pod_spec(spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: str) -> dict[str, Any]:
@@ -323,6 +342,8 @@ class KubernetesTarget:
         self._clock = clock
         self._api = api or KubernetesApi()
         self._namespace = options.namespace or self._api.namespace
+        if not api_version:
+            _check_version(self._api)
         self._api_version = api_version or _offered(self._api, options)
         # With another namespace or the other kind of Job, a later controller would find no node and consider all deleted.
         self.name = f"kubernetes/{self._namespace}{'/volcano' if self._api_version == VOLCANO_JOBS else ''}"
@@ -628,6 +649,21 @@ def known_target(
     )
 
 
+def _check_version(api: KubernetesApi) -> None:
+    """Raise TargetError if the cluster is too old."""
+    try:
+        version = api.version()
+    except ApiError as error:
+        log.debug("the version of the cluster is unknown: %s", error)  # the API is read again in a moment
+        return
+    found = re.match(r"v?(\d+)\.(\d+)", version)
+    if found and (int(found[1]), int(found[2])) < MIN_VERSION:
+        raise TargetError(
+            f"the cluster runs Kubernetes {version}, and nodes need {'.'.join(map(str, MIN_VERSION))} or newer: older ones "
+            "count a pod as failed while it hands over; name a newer cluster with KUBECONFIG"
+        )
+
+
 def _offered(api: KubernetesApi, options: KubernetesOptions) -> str:
     """Return the `apiVersion` of Jobs in a cluster that fits the options; raise TargetError if it lacks them."""
     if options.plain_jobs:
@@ -718,6 +754,8 @@ def _why_it_failed(status: Mapping[str, Any]) -> str:
         if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
             parts.append(f"{condition.get('reason', '')}: {condition.get('message', '')}".strip(": "))
     ended = _end_of_worker({"status": status})
+    if ended is not None and ended.get("reason") in ("StartError", "ContainerCannotRun"):
+        return f"{CANNOT_START}: {ended.get('message') or ended['reason']} (exit code {ended.get('exitCode')})"
     if ended is not None and (parts or ended.get("reason") not in ("Error", "Completed", None)):
         parts.append(f"{ended.get('reason', 'ended')}, exit code {ended.get('exitCode')}")
     return "; ".join(parts)
@@ -729,7 +767,9 @@ def _waits_for(pod: Mapping[str, Any] | None) -> str:
     for container in status.get("containerStatuses") or ():
         waiting = (container.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
-            return f"{waiting['reason']}: {waiting.get('message', '')}".rstrip(": ")
+            why = f"{waiting['reason']}: {waiting.get('message', '')}".rstrip(": ")
+            as_root = "will run as root" in why
+            return why + ("; give --run-as UID, or --run-as root where the namespace allows it" if as_root else "")
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             return f"{condition.get('reason', '')}: {condition.get('message', '')}".strip(": ")

@@ -152,6 +152,7 @@ class KubernetesApi:
                 "with, or run inside the cluster with a service account"
             ) from error
         self._client = client.ApiClient(configuration)
+        self._shown_warnings: set[str] = set()  # their kinds
 
     def close(self) -> None:
         """Close all connections."""
@@ -168,6 +169,10 @@ class KubernetesApi:
                 raise
             return False
         return any(isinstance(each, dict) and each.get("name") == resource for each in found.get("resources") or ())
+
+    def version(self) -> str:
+        """Return the server's version, such as v1.36.1. The request needs no permission by default."""
+        return str(self._object("GET", "/version").get("gitVersion", ""))
 
     def create_job(self, namespace: str, manifest: Mapping[str, Any]) -> None:
         """Create a Job. Repeatable, because each name is taken only once. An unknown field is an error and is never dropped."""
@@ -314,6 +319,7 @@ class KubernetesApi:
                 retries=False,
                 preload_content=not is_stream,
             )
+            self._show_warnings(answer.headers.getlist("Warning"))
             if 200 <= answer.status < 300:
                 return answer
             content = bytes(answer.data)
@@ -325,6 +331,15 @@ class KubernetesApi:
         pause = answer.headers.get("Retry-After", "")
         uncertain = changes and (answer.status >= 500 or answer.status < 400)
         raise ApiError(message, answer.status, reason, uncertain, float(pause) if pause.isdecimal() else 0.0)
+
+    def _show_warnings(self, headers: Sequence[str]) -> None:
+        """Log the server's warnings, such as of a deprecated field or a violated Pod Security level, each kind once."""
+        for header in headers:
+            found = re.search(r'"((?:[^"\\]|\\.)*)"', header)
+            text = re.sub(r"\\(.)", r"\1", found[1]) if found else header
+            if (kind := kind_of_refusal(text)) not in self._shown_warnings:
+                self._shown_warnings.add(kind)
+                log.warning("the API server warns: %s", text)
 
 
 class LogStream:

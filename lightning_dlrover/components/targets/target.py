@@ -148,6 +148,10 @@ PIECE_BYTES = 256 * 1024
 """Bytes to read at once. A longer line is returned in parts."""
 
 
+CANNOT_START = "its command could not start"
+"""Beginning of the reason that a target appends to the output of a node whose command never ran."""
+
+
 def set_aside(file: Path) -> None:
     """Rename an earlier job's file, so that its content does not count as that of a new node with the same name.
 

@@ -68,6 +68,10 @@ def newest_refused(count: int, of: int) -> list[Node]:
     return [*others, replace(last, refusals_in_a_row=of)]
 
 
+def not_started() -> Node:
+    return Node("n", "failed", ended_s=9.0, error="its command could not start: no such file", could_not_start=True)
+
+
 def unregistered(idle_s: float, warned: bool = False) -> Node:
     return Node("b", "running", idle_s=idle_s, age_s=idle_s, warned=warned)
 
@@ -137,6 +141,8 @@ OUT_OF_PLACE = replace(joining("b"), workerless_s=31.0)  # its worker has left
         ("forever", training(2, member("a"), *refused(12, ended_s=61.0)), [AddNode]),
         ("though the oldest are forgotten", training(2, member("a"), *newest_refused(8, of=11)), []),
         ("before the first start, too", ControllerView("none", 2, [joining(), *refused(12, ended_s=61.0)]), [AddNode]),
+        ("one could not start, maybe by its host", ControllerView("none", 1, [not_started()], since_failure_s=9.0), [AddNode]),
+        ("two could not start", ControllerView("none", 1, [not_started(), not_started()]), [FinishJob]),
         ("all are refused at the first start", ControllerView("none", 2, refused(1)), [FinishJob]),
         ("the last one is lost, and no other is accepted", training(1, killed(ended_s=400.0), *refused(8)), [FinishJob]),
         ("all is as planned", training(2, member("a"), member("b")), []),

@@ -39,7 +39,7 @@ from lightning_dlrover.components.targets.target import ANY_SIZE, App, NodeSize,
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.records import Keys
 from tests.support.kubernetes_cluster import Answer, KubernetesCluster, kubernetes_cluster
-from tests.support.kubernetes_models import problems
+from tests.support.kubernetes_models import problems, restricted_violations
 from tests.support.manual_clock import ShiftedClock
 from tests.support.waiting import eventually
 
@@ -250,7 +250,7 @@ def test_template_adds_fields_without_an_option() -> None:
     assert pod["spec"]["tolerations"] == [toleration]
     assert (pod["spec"]["priorityClassName"], pod["spec"]["restartPolicy"]) == ("low", "Never")
     worker, side = pod["spec"]["containers"]
-    assert (worker["image"], worker["securityContext"]) == ("trainer:1", {"runAsUser": 1})
+    assert (worker["image"], worker["securityContext"]["runAsUser"]) == ("trainer:1", 1)
     assert side == {"name": "side"}
     assert [volume["name"] for volume in pod["spec"]["volumes"]] == ["scratch", "shm"]
 
@@ -393,7 +393,8 @@ def test_an_api_server_that_hangs_or_is_not_there_is_given_up_in_time(
     with pytest.raises(TargetError, match=r"cannot be listed: GET .*timed out"):
         target.apps()
     assert time.monotonic() - began < 5.0
-    gone = make_target(dataclasses.replace(PLAIN, plain_jobs=True))  # has no connection yet
+    gone = make_target()
+    gone._api.close()  # its connections would outlive the server
     cluster._server.shutdown()
     cluster._server.server_close()
     with pytest.raises(NotTakenError, match="Connection refused"):
@@ -581,6 +582,21 @@ def test_pod_that_outlives_its_worker_is_deleted(target: KubernetesTarget, clust
     assert cluster.num_requests("DELETE", "pods") == 1
     assert cluster.pod_of("node1")["metadata"]["deletionGracePeriodSeconds"] == 30
     assert target.status(HANDLE) == "failed"
+
+
+def test_command_that_cannot_start_ends_the_job_after_its_second_pod(
+    make_target: MakeTarget, cluster: KubernetesCluster, client: EtcdClient, keys: Keys
+) -> None:
+    ended = {"reason": "StartError", "exitCode": 128, "message": 'exec: "pythn": executable file not found in $PATH'}
+    policy = dataclasses.replace(QUICK, settle_s=0.1)
+    with Controller(client, keys, make_target(), Limits(1, 1), show=print, policy=policy) as controller:
+        for node in ("node1", "node2"):
+            step_until(controller, lambda: node in cluster.nodes(), node)  # noqa: B023
+            cluster.set_pod(node, "Failed", containerStatuses=[{"name": "worker", "state": {"terminated": ended}}])
+        end = eventually(controller.step, "the job's end", 15.0, 0.01)
+    assert end.exit_code == 1
+    assert 'failed before the first step: its command could not start: exec: "pythn": executable file not found' in end.reason
+    assert cluster.num_requests("POST", "jobs") == 2
 
 
 def test_out_of_memory_is_that_of_the_worker(target: KubernetesTarget, cluster: KubernetesCluster) -> None:
@@ -1066,6 +1082,57 @@ def test_node_with_every_option_has_only_known_fields(api_version: str, tmp_path
     found = " ".join(problems(manifest))
     for wrong in ("Job.spec.backOffLimit", "Job.metadata.label", "containers[0].resources.limit", "'120' is no int"):
         assert wrong in found
+
+
+@pytest.mark.parametrize("api_version", [PLAIN_JOBS, VOLCANO_JOBS])
+@pytest.mark.parametrize("run_as", ["", "1000", "1000:100", "root"])
+def test_pods_of_nodes_meet_the_restricted_level_unless_they_run_as_root(api_version: str, run_as: str) -> None:
+    manifest = job_manifest(SPEC, dataclasses.replace(MUCH, run_as=run_as), NodeSize(4), "node3", MARK, api_version)
+    [template] = [t["template"] for t in manifest["spec"].get("tasks", [manifest["spec"]])]
+    assert bool(restricted_violations(template["spec"])) == (run_as == "root")
+    assert problems(manifest) == []
+
+
+def test_template_changes_the_security_context() -> None:
+    own = {"containers": [{"name": "worker", "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}]}
+    manifest = job_manifest(SPEC, dataclasses.replace(PLAIN, template={"spec": own}), ANY_SIZE, "node3", MARK)
+    context = container_of(manifest)["securityContext"]
+    assert context == {"allowPrivilegeEscalation": False, "capabilities": {"add": ["IPC_LOCK"], "drop": ["ALL"]}}
+
+
+def test_examples_meet_the_restricted_level() -> None:
+    specs = [
+        d["spec"]["template"]["spec"]
+        for name in ("etcd.yaml", "controller.yaml")
+        for d in documents(name)
+        if "template" in d.get("spec", {})
+    ]
+    assert [restricted_violations(spec) for spec in specs] == [[], []]
+
+
+def test_warnings_of_the_server_are_logged_once_and_refused_pods_are_explained(
+    make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture, clock: ShiftedClock
+) -> None:
+    cluster.pod_security = "restricted"
+    target = make_target(dataclasses.replace(PLAIN, run_as="root"))
+    for node in ("node1", "node2"):
+        target.start(node)
+    assert caplog.text.count('the API server warns: would violate PodSecurity "restricted:latest": allowPriv') == 1
+    target.apps()
+    clock.ahead_s += 31.0
+    target.apps()
+    assert 'node1 waits: Error creating: pods "run-node1' in caplog.text
+    assert 'is forbidden: violates PodSecurity "restricted:latest"' in caplog.text
+    make_target().start("node3")
+    assert cluster.pod_of("node3")
+
+
+def test_a_cluster_below_the_oldest_supported_release_is_refused(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    cluster.version = "v1.28.9-eks-1"
+    with pytest.raises(TargetError, match=r"the cluster runs Kubernetes v1\.28\.9-eks-1, and nodes need 1\.29 or newer"):
+        make_target()
+    cluster.version = "v1.29.0+k3s1"
+    assert make_target()
 
 
 @pytest.mark.parametrize("name", ["rbac.yaml", "etcd.yaml", "controller.yaml"])
