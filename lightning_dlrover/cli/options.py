@@ -219,11 +219,13 @@ KUBERNETES_OPTIONS = {
         "UID[:GID]",
         "user and group of the nodes' processes (default: the image's user, which must not be root); or root",
     ),
-    "queue": ("NAME", "Volcano queue of the nodes (default: default)"),
+    "queue": ("NAME", "queue in which nodes wait: Volcano's (default: default), or Kueue's for plain Jobs (default: none)"),
 }
 
 REPEATED_OPTIONS = {
     "node_selector": ("LABEL=VALUE", "required label of a node's host"),
+    "job_label": ("NAME=VALUE", "further label of each node's Job, such as kueue.x-k8s.io/priority-class=low"),
+    "job_annotation": ("NAME=VALUE", "further annotation of each node's Job"),
     "mount": ("CLAIM:PATH[:ro]", "persistent volume claim and its mount path in the nodes"),
 }
 """Kubernetes options that may be repeated."""

@@ -179,8 +179,6 @@ def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
         raise UsageError(f"--mount {options.mount[mounts.index(None)]!r} is not CLAIM:PATH[:ro], such as data:/data:ro")
     if options.gpus and not re.fullmatch(r"([^:]+:)?[1-9]\d*", options.gpus):
         raise UsageError(f"--gpus {options.gpus!r} is not [RESOURCE:]NUMBER, such as 1 or amd.com/gpu:1")
-    if options.queue and options.plain_jobs:
-        raise UsageError(f"--queue {options.queue} needs Volcano, and --plain-jobs disables it: leave one of them out")
     if options.run_as and not re.fullmatch(r"root|\d+(:\d+)?", options.run_as):
         raise UsageError(f"--run-as {options.run_as!r} is not UID[:GID] or root, such as 1000:1000")
     template: Any = {}
@@ -196,6 +194,8 @@ def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
         **{name: getattr(options, name) for name in ("image", "namespace", "service_account", "secret", "image_pull_secret")},
         gpus=options.gpus,
         node_selector=pairs(options, "node_selector", "LABEL=VALUE"),
+        job_labels=pairs(options, "job_label", "NAME=VALUE"),
+        job_annotations=pairs(options, "job_annotation", "NAME=VALUE"),
         mounts=tuple(Mount(match[1], match[2], bool(match[3])) for match in mounts if match),
         endpoint=options.pod_endpoint,
         work_dir=options.work_dir,

@@ -106,6 +106,7 @@ class KubernetesCluster:
         self.logs: dict[str, str] = {}  # logs of pods that have no process
         self.forbidden: set[tuple[str, str]] = set()  # verb and resource
         self.killing: tuple[str, Callable[[], None]] | None = None  # action before or after the creation of the next Job
+        self.has_kueue = False  # Jobs with its label are suspended until `admit`
         self.version = "v1.36.1"
         self.pod_security = ""  # level that pods must meet: "" or "restricted"; of Jobs it only warns
         self._num_cuts = 0  # see `cut_streams`
@@ -160,6 +161,20 @@ class KubernetesCluster:
     def clear_answers(self) -> None:
         with self.lock:
             self._answers.clear()
+
+    def admit(self, node: str) -> None:
+        """Resume a suspended Job, as Kueue does when its queue has room."""
+        with self.lock:
+            job = next(job for job in self.objects["jobs"].values() if _node_of(job) == node)
+            job["spec"]["suspend"] = False
+            self._create_pod_of(job)
+
+    def suspend(self, node: str) -> None:
+        """Suspend a Job and end its pod, as Kueue does when another job has precedence."""
+        with self.lock:
+            job = next(job for job in self.objects["jobs"].values() if _node_of(job) == node)
+            job["spec"]["suspend"] = True
+            del self.objects["pods"][self.pod_of(node)["metadata"]["name"]]
 
     def cut_streams(self) -> None:
         """End all streams of output in their middle, as a load balancer does."""
@@ -247,6 +262,8 @@ class KubernetesCluster:
 
     def _resources(self, group: str) -> list[str]:
         of_volcano = {_VOLCANO: ["jobs"], _SCHEDULING: ["podgroups"]} if self.has_volcano else {}
+        if self.has_kueue and group == "kueue.x-k8s.io/v1beta1":
+            return ["localqueues"]
         return {"": ["pods", "events", "secrets"], _PLAIN: ["jobs"], **of_volcano}.get(group, [])
 
     def _carry_out(
@@ -321,18 +338,21 @@ class KubernetesCluster:
         self.objects["jobs"][name] = job
         if group == _VOLCANO:
             self._start_with_volcano(job)
+        elif self.has_kueue and "kueue.x-k8s.io/queue-name" in job["metadata"]["labels"]:
+            job["spec"]["suspend"] = True
         elif self.pod_security and self._violations(job):
             about = {"kind": "Job", "name": name}
             text = f'Error creating: pods "{name}-{uuid.uuid4().hex[:5]}" is forbidden: violates {self._violations(job)}'
             event = {"metadata": {"name": name}, "involvedObject": about, "type": "Warning", "message": text}
             self.objects["events"][name] = event
         elif self.has_room_for_pods:
-            template = job["spec"]["template"]
-            labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": name}
-            self._create_pod(
-                {"metadata": {"name": f"{name}-{uuid.uuid4().hex[:5]}", "labels": labels}, "spec": template["spec"]}
-            )
+            self._create_pod_of(job)
         return job
+
+    def _create_pod_of(self, job: Object) -> None:
+        name, template = job["metadata"]["name"], job["spec"]["template"]
+        labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": name}
+        self._create_pod({"metadata": {"name": f"{name}-{uuid.uuid4().hex[:5]}", "labels": labels}, "spec": template["spec"]})
 
     def _violations(self, job: Object) -> str:
         """Return why the level of Pod Security forbids a Job's pod; empty if it does not."""

@@ -46,6 +46,10 @@ PLAIN_JOBS, VOLCANO_JOBS = "batch/v1", "batch.volcano.sh/v1alpha1"
 CONTAINER = "worker"
 JOB_LABEL, NODE_LABEL, MARK_LABEL = (f"lightning-dlrover/{name}" for name in ("job", "node", "mark"))
 
+KUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+KUEUE = ("kueue.x-k8s.io/v1beta2", "kueue.x-k8s.io/v1beta1")
+"""API versions of Kueue, newest first. It suspends a Job with that label until the queue has room."""
+
 SECRET_FOLDER = "/etc/dlrover/etcd"
 SECRET_KEYS = {"password_file": "password", "ca_cert": "ca.crt", "cert": "tls.crt", "cert_key": "tls.key"}
 """Keys in a Secret that hold etcd's credentials. The last three match a Secret of type kubernetes.io/tls."""
@@ -83,7 +87,9 @@ class KubernetesOptions:
     python: str = "python"  # interpreter in the image
     grace_s: int = 120  # seconds that an ending pod has for its hand-over
     template: Mapping[str, Any] = field(default_factory=dict)  # base pod template; our fields override it
-    queue: str = ""  # Volcano's queue
+    queue: str = ""  # Volcano's queue, or Kueue's for plain Jobs
+    job_labels: Mapping[str, str] = field(default_factory=dict)  # further ones of the Job, such as Kueue's priority class
+    job_annotations: Mapping[str, str] = field(default_factory=dict)
     plain_jobs: bool = False  # ignore Volcano even if the cluster has it
     run_as: str = ""  # UID[:GID] of the container's processes, or root; default: the image's user, which must not be root
 
@@ -135,10 +141,15 @@ def job_manifest(
     metadata["labels"][NODE_LABEL] = node
     base = _laid_over({"spec": _security(options.run_as)}, options.template)
     template = _laid_over(base, {"metadata": metadata, "spec": _pod_spec(spec, options, size, node)})
+    in_kueue = {KUEUE_LABEL: options.queue} if options.queue and api_version == PLAIN_JOBS else {}
+    of_job = {
+        "labels": {**options.job_labels, **in_kueue, **metadata["labels"]},
+        "annotations": {**options.job_annotations, **metadata["annotations"]},
+    }
     return {
         "apiVersion": api_version,
         "kind": "Job",
-        "metadata": {"name": job_name(spec.run_id, node, mark), **metadata},
+        "metadata": {"name": job_name(spec.run_id, node, mark), **of_job},
         "spec": _plain_spec(template) if api_version == PLAIN_JOBS else _volcano_spec(template, options.queue),
     }
 
@@ -412,6 +423,9 @@ class KubernetesTarget:
         else:
             # A deleted Job leaves no reason. One that ended normally stays visible for an hour.
             state = _State("failed", "" if node in self._cancelled else "its Job was deleted")
+        if state.status == "pending" and known == "running" and seen is not None and _is_suspended(seen):
+            # It would come back under a name whose worker has left. Another node waits in its place.
+            state = _State("failed", f"its Job was suspended ({_waits_in_queue(seen)})")
         if state.status == "pending" and known == "running":
             return known  # its pod has just been deleted, and the Job's status does not reflect it yet
         if state.status not in ("pending", "running") and not self._has_last_words(node, state):
@@ -593,7 +607,7 @@ class KubernetesTarget:
     def _log_why_it_waits(self, node: str, seen: _Seen, now: float) -> None:
         if self._state(seen).status != "pending":
             return
-        why = _waits_for(seen.pod)
+        why = f"its Job is suspended: {_waits_in_queue(seen)}" if _is_suspended(seen) else _waits_for(seen.pod)
         if not why and now - self._asked_why_at.setdefault(node, now - _ASK_WHY_S + 5.0) > _ASK_WHY_S:
             self._asked_why_at[node] = now
             try:
@@ -666,17 +680,18 @@ def _check_version(api: KubernetesApi) -> None:
 
 def _offered(api: KubernetesApi, options: KubernetesOptions) -> str:
     """Return the `apiVersion` of Jobs in a cluster that fits the options; raise TargetError if it lacks them."""
-    if options.plain_jobs:
+    if options.plain_jobs and not options.queue:
         return PLAIN_JOBS
     try:
-        has_volcano = api.has(VOLCANO_JOBS, "jobs")
+        has_volcano = not options.plain_jobs and api.has(VOLCANO_JOBS, "jobs")
+        has_queues = has_volcano or not options.queue or any(api.has(version, "localqueues") for version in KUEUE)
     except ApiError as error:
-        problem = f"whether the cluster has Volcano is unknown ({error}); try again, or do without it: --plain-jobs"
-        raise TargetError(problem) from error
-    if options.queue and not has_volcano:
+        instead = "leave out --queue" if options.plain_jobs else "do without it: --plain-jobs"
+        raise TargetError(f"whether the cluster has Volcano or Kueue is unknown ({error}); try again, or {instead}") from error
+    if not has_queues:
         raise TargetError(
-            f"--queue {options.queue}: the cluster has no Volcano (no jobs of {VOLCANO_JOBS}), so it has no queues; leave the "
-            "option out for plain Jobs, or have Volcano installed"
+            f"--queue {options.queue}: the cluster has no {'' if options.plain_jobs else 'Volcano and no '}Kueue, so it has no "
+            "queues; leave the option out for plain Jobs, or have one of them installed"
         )
     return VOLCANO_JOBS if has_volcano else PLAIN_JOBS
 
@@ -759,6 +774,16 @@ def _why_it_failed(status: Mapping[str, Any]) -> str:
     if ended is not None and (parts or ended.get("reason") not in ("Error", "Completed", None)):
         parts.append(f"{ended.get('reason', 'ended')}, exit code {ended.get('exitCode')}")
     return "; ".join(parts)
+
+
+def _is_suspended(seen: _Seen) -> bool:
+    """Whether a plain Job has no pod because it is suspended, by its queue or by hand."""
+    return seen.pod is None and (seen.job or {}).get("spec", {}).get("suspend") is True
+
+
+def _waits_in_queue(seen: _Seen) -> str:
+    queue = (seen.job or {"metadata": {}})["metadata"].get("labels", {}).get(KUEUE_LABEL)
+    return f"it waits for room in Kueue's queue {queue}" if queue else "`spec.suspend` is set, and nothing here resumes it"
 
 
 def _waits_for(pod: Mapping[str, Any] | None) -> str:

@@ -780,17 +780,44 @@ def test_a_queue_needs_volcano(make_target: MakeTarget) -> None:
         make_target(dataclasses.replace(PLAIN, queue="ads"))
 
 
+def test_node_in_a_queue_of_kueue_waits_for_it_and_is_replaced_when_suspended(
+    make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.has_kueue = True
+    options = dataclasses.replace(
+        PLAIN, queue="ads", plain_jobs=True, job_labels={"kueue.x-k8s.io/priority-class": "low"}, job_annotations={"team": "a"}
+    )
+    target = make_target(options)
+    target.start("node1")
+    [job] = cluster.objects["jobs"].values()
+    assert job["metadata"]["labels"].items() >= {
+        ("kueue.x-k8s.io/queue-name", "ads"),
+        ("kueue.x-k8s.io/priority-class", "low"),
+    }
+    assert job["metadata"]["annotations"]["team"] == "a"
+    assert "kueue.x-k8s.io/queue-name" not in job["spec"]["template"]["metadata"]["labels"]
+    for _ in range(3):
+        assert target.status(HANDLE) == "pending"
+    assert caplog.text.count("node1 waits: its Job is suspended: it waits for room in Kueue's queue ads") == 1
+    cluster.admit("node1")
+    cluster.set_pod("node1", "Running")
+    assert target.status(HANDLE) == "running"
+    cluster.suspend("node1")
+    wait_for_status(target, "failed")
+    assert "node1 has failed: its Job was suspended" in caplog.text
+
+
 @with_volcano
 @pytest.mark.parametrize("failure", [Answer(503, "starting"), Answer(), Answer(200, body=b"nonsense")])
 def test_unknown_presence_of_volcano_is_an_error(make_target: MakeTarget, cluster: KubernetesCluster, failure: Answer) -> None:
     cluster.answer_next("GET", "apis", failure)
     if failure.status == 200:  # the request was answered, so it is not repeated
-        with pytest.raises(TargetError, match=r"whether the cluster has Volcano is unknown .*--plain-jobs"):
+        with pytest.raises(TargetError, match=r"whether the cluster has Volcano or Kueue is unknown .*--plain-jobs"):
             make_target()
     else:
         assert make_target().name == "kubernetes/training/volcano"
     cluster.answer_next("GET", "apis", *[failure] * 3)
-    with pytest.raises(TargetError, match="whether the cluster has Volcano is unknown"):
+    with pytest.raises(TargetError, match="whether the cluster has Volcano or Kueue is unknown"):
         make_target()
     make_target(dataclasses.replace(PLAIN, plain_jobs=True))
 
@@ -1058,7 +1085,7 @@ def test_example_role_allows_exactly_the_targets_requests(
     assert asked == allowed
 
 
-@pytest.mark.parametrize("name", ["rbac.yaml", "etcd.yaml", "controller.yaml"])
+@pytest.mark.parametrize("name", ["rbac.yaml", "etcd.yaml", "controller.yaml", "policies.yaml"])
 def test_example_manifests_have_no_field_that_kubernetes_does_not_know(name: str) -> None:
     assert [problem for document in documents(name) for problem in problems(document)] == []
 
@@ -1091,6 +1118,34 @@ def test_pods_of_nodes_meet_the_restricted_level_unless_they_run_as_root(api_ver
     [template] = [t["template"] for t in manifest["spec"].get("tasks", [manifest["spec"]])]
     assert bool(restricted_violations(template["spec"])) == (run_as == "root")
     assert problems(manifest) == []
+
+
+def test_policies_and_template_of_the_examples_select_the_pods_of_a_job() -> None:
+    [template] = documents("pod-template.yaml")
+    spec = dataclasses.replace(SPEC, run_id="ctr")
+    manifest = job_manifest(spec, dataclasses.replace(PLAIN, template=template), ANY_SIZE, "node1", MARK)
+    assert problems(manifest) == []
+    pod = manifest["spec"]["template"]
+    assert pod["spec"]["priorityClassName"] == "training"
+    [budget, of_nodes, of_etcd] = documents("policies.yaml")
+    [etcd] = [d for d in documents("etcd.yaml") if d["kind"] == "StatefulSet"]
+    [controller] = [d for d in documents("controller.yaml") if d["kind"] == "Job"]
+    labels = {"nodes": pod, "etcd": etcd["spec"]["template"], "controller": controller["spec"]["template"]}
+    selected = [
+        (*(constraint["labelSelector"] for constraint in pod["spec"]["topologySpreadConstraints"]), "nodes"),
+        (
+            budget["spec"]["selector"],
+            of_nodes["spec"]["podSelector"],
+            of_nodes["spec"]["ingress"][0]["from"][0]["podSelector"],
+            "nodes",
+        ),
+        (of_etcd["spec"]["podSelector"], "etcd"),
+        (of_etcd["spec"]["ingress"][0]["from"][0]["podSelector"], "nodes"),
+        (of_etcd["spec"]["ingress"][0]["from"][1]["podSelector"], "controller"),
+    ]
+    for *selectors, whose in selected:
+        for selector in selectors:
+            assert selector["matchLabels"].items() <= labels[whose]["metadata"]["labels"].items()
 
 
 def test_template_changes_the_security_context() -> None:
