@@ -65,6 +65,11 @@ def made(folder: Path, shuffle_rows: int = 0, drop_last: bool = False) -> tuple[
     return data, loader
 
 
+def lineage_of(folder: Path, **changes: object) -> tuple[Lineage, ElasticLoader]:
+    data, loader = made(folder)
+    return Lineage(opened_by(data, loader, **changes), data.shards), loader  # type: ignore[arg-type]
+
+
 def ids(lineage: Lineage, shards: Sequence[Shard], epoch: int, batches: range) -> list[int]:
     firsts = {shard.key: sum(LENGTHS[:number]) for number, shard in enumerate(shards)}
     return [
@@ -127,8 +132,7 @@ def test_row_beyond_the_end_of_the_epochs_is_in_no_batch(folder: Path) -> None:
 
 
 def test_files_are_counted_as_they_are_used(folder: Path) -> None:
-    data, loader = made(folder)
-    lineage = Lineage(opened_by(data, loader), data.shards)
+    lineage, loader = lineage_of(folder)
     assert lineage.files_progress(0, 0) == FilesProgress(1, 0, 4)  # one is empty
     found = [lineage.files_progress(0, batches) for batches in range(len(loader) + 1)]
     assert all(each is not None and each.done + each.in_work + each.left == 5 for each in found)
@@ -138,17 +142,15 @@ def test_files_are_counted_as_they_are_used(folder: Path) -> None:
 
 
 def test_position_is_an_epoch_and_batches_of_it(folder: Path) -> None:
-    data, loader = made(folder)
-    lineage = Lineage(opened_by(data, loader, epoch=1), data.shards)
+    lineage, _ = lineage_of(folder, epoch=1)
     assert [lineage.place_in_epoch(batches) for batches in (0, 10, 11, 25)] == [(1, 0), (1, 10), (2, 0), (3, 3)]
     assert lineage.place_in_epoch(22, is_over=True) == (2, 11)
 
 
 @pytest.mark.parametrize("step", [-1, 0, 4])
 def test_step_before_the_record_is_refused(folder: Path, step: int) -> None:
-    data, loader = made(folder)
     with pytest.raises(DataError, match=f"there is no step {step}: "):
-        Lineage(opened_by(data, loader, steps_before=4), data.shards).batches_of_step(step)
+        lineage_of(folder, steps_before=4)[0].batches_of_step(step)
 
 
 @pytest.mark.parametrize(
@@ -160,17 +162,15 @@ def test_step_before_the_record_is_refused(folder: Path, step: int) -> None:
     ],
 )
 def test_unknown_row_is_named(folder: Path, file: str, row: int, message: str) -> None:
-    data, loader = made(folder)
     with pytest.raises(DataError, match=message):
-        Lineage(opened_by(data, loader), data.shards).places_of(file, row, range(1))
+        lineage_of(folder)[0].places_of(file, row, range(1))
 
 
 def test_name_of_several_files_is_refused(tmp_path: Path) -> None:
     for day in ("day=1", "day=2"):
         (tmp_path / day).mkdir()
         pq.write_table(pa.table({"id": [1]}), tmp_path / day / "a.parquet")
-    data, loader = made(tmp_path)
-    lineage = Lineage(opened_by(data, loader), data.shards)
+    lineage, _ = lineage_of(tmp_path)
     with pytest.raises(DataError, match=r"2 files are named a.parquet, such as .*day=1/a.parquet: give more of the path"):
         lineage.places_of("a.parquet", 0, range(1))
     assert len(lineage.places_of("day=2/a.parquet", 0, range(1))) == 1
