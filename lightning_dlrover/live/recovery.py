@@ -14,7 +14,7 @@ import torchmetrics
 
 from lightning_dlrover.live.order import FitPosition, Position
 from lightning_dlrover.live.replica import IncompleteBackwardError, TrainerOfFit
-from lightning_dlrover.rdzv.desync import Purpose, place_of
+from lightning_dlrover.rdzv.desync import CollectiveCall, place_of
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.membership.member import Formation
 from lightning_dlrover.rdzv.transport import transfer
@@ -144,11 +144,9 @@ _FIELDS = ("value", "cumulated_batch_size", "has_reset", "_forward_cache", "_com
 
 
 class Before:
-    """A record of the logged values, metrics and buffers at the time of its creation.
+    """A record of Lightning's logged values, torchmetrics objects and buffers at the time of its creation.
 
     Args:
-        metrics: torchmetrics objects of the user's module.
-        results: Lightning's logged values.
         buffers: takes the copies of the module's buffers; None where no step is repeated.
     """
 
@@ -163,7 +161,7 @@ class Before:
         self._metrics = [_MetricState(each) for each in metrics]
 
     def restore(self) -> None:
-        """Restore the recorded values. Can be called several times."""
+        """Restore the recorded values, as often as it is called."""
         for key, metric in list(self._results.items()):
             if metric.meta.fx.startswith("on_train_batch_"):
                 continue  # these hooks run once, even if the work between them is repeated
@@ -319,7 +317,7 @@ class ResilientCollectives:
     def named(self, what: str, run: Callable[[], T]) -> T:
         """Run collectives under one name, which all workers must share."""
         frame = sys._getframe(1)
-        with self._world.compared(lambda: Purpose(what, place=place_of(frame), any_place=True)):
+        with self._world.compared(lambda: CollectiveCall(what, place=place_of(frame), any_place=True)):
             return run()
 
     def once(self, run: Callable[[], T]) -> tuple[T] | None:

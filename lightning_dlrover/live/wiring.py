@@ -20,17 +20,11 @@ from lightning_dlrover.checks import UnsupportedLoaderError, batching_of, check_
 from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.lightning_compat import TrainerFn, fabric_submodule, on_import, package_of, submodule
 from lightning_dlrover.live.data_agreement import settings_for
-from lightning_dlrover.live.lightning_adapter import (
-    Method,
-    logged_name,
-    restore_sigterm,
-    surround,
-    validates_by_clock,
-)
+from lightning_dlrover.live.lightning_adapter import Method, logged_name, restore_sigterm, surround, validates_by_clock
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.replica import LiveStrategy
 from lightning_dlrover.live.validation import exchange_metrics_through
-from lightning_dlrover.rdzv.desync import Purpose, place_of
+from lightning_dlrover.rdzv.desync import CollectiveCall, place_of
 from lightning_dlrover.rdzv.group.config import is_in_job
 from lightning_dlrover.rdzv.transport import transfer
 
@@ -137,7 +131,7 @@ class Collectives:
         frame = sys._getframe(1)
 
         def compared() -> T:
-            with live.world.compared(lambda: Purpose(kind, details, place_of(frame), same_line)):
+            with live.world.compared(lambda: CollectiveCall(kind, details, place_of(frame), same_line)):
                 live.collectives.check_group()
                 return run()
 

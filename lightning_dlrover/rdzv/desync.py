@@ -114,8 +114,8 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Purpose:
-    """One worker's next action together with all others."""
+class CollectiveCall:
+    """A collective that a worker is about to begin, as it is compared with those of the others."""
 
     kind: str  # kind of action, such as "strategy.reduce"
     details: str = ""  # name, size, type and root, which must be equal on all workers
@@ -256,8 +256,8 @@ class CollectiveMonitor:
     gloo and NCCL match collectives only by their order. Workers that run different ones wait for each other, mix up values, or
     are aborted when sizes differ. Three checks turn that into a `MismatchError` on all workers:
 
-    1. Before a collective that Python code begins, the workers compare its `Purpose`, in messages of one size. The result for
-       an asynchronous collective is read at the next one, in the next vote, or while the worker makes no progress.
+    1. Before a collective that Python code begins, the workers compare their `CollectiveCall`, in messages of one size. The
+       result for an asynchronous collective is read at the next one, in the next vote, or while the worker makes no progress.
     2. DDP's collectives are not compared, because that would cost time in each step. Instead the `CollectiveCounts` are
        compared while a worker makes no progress, see `may_progress`. A slow worker is never mistaken for one that runs another
        program.
@@ -348,13 +348,13 @@ class CollectiveMonitor:
         return self.mismatch
 
     @contextlib.contextmanager
-    def compared(self, purpose: Purpose) -> Iterator[None]:
-        """Compare `purpose` with the others' now. Collectives begun within count as part of it.
+    def compared(self, call: CollectiveCall) -> Iterator[None]:
+        """Compare `call` with the others' now. Collectives begun within count as part of it.
 
         Raises:
             MismatchError: other workers are about to do something else.
         """
-        self.compare(purpose)
+        self.compare(call)
         self._depth += 1
         try:
             yield
@@ -370,20 +370,20 @@ class CollectiveMonitor:
         finally:
             self._alone = ""
 
-    def compare(self, purpose: Purpose) -> None:
+    def compare(self, call: CollectiveCall) -> None:
         """See `compared`."""
-        self._refuse_if_alone(purpose)
+        self._refuse_if_alone(call)
         if self._depth or torch_names.is_in_backward() or threading.get_ident() != self._thread:
             return
-        self._await(self._reduce(purpose, ()))
+        self._await(self._reduce(call, ()))
 
-    def _refuse_if_alone(self, purpose: Purpose) -> None:
+    def _refuse_if_alone(self, call: CollectiveCall) -> None:
         if self._alone and threading.get_ident() == self._thread:
-            raise LoneCollectiveError(f"{purpose}: {self._alone}")
+            raise LoneCollectiveError(f"{call}: {self._alone}")
 
-    def vote(self, purpose: Purpose, ballot: Sequence[int]) -> Begun:
+    def vote(self, call: CollectiveCall, ballot: Sequence[int]) -> Begun:
         """Start the vote for the minimum of all workers' numbers; pass the result to `counted`."""
-        return self._reduce(purpose, ballot[: self._length - NUM_HEADER])
+        return self._reduce(call, ballot[: self._length - NUM_HEADER])
 
     def counted(self, vote: Begun, ballot: Sequence[int]) -> list[int]:
         """Wait for the vote with this ballot and return its result.
@@ -405,7 +405,7 @@ class CollectiveMonitor:
     def before(self, group: object, name: str, args: Sequence[Any]) -> None:
         """Compare a collective that is begun through `torch.distributed`, if all workers take part in it."""
         if self._alone:
-            self._refuse_if_alone(Purpose(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2))))
+            self._refuse_if_alone(CollectiveCall(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2))))
         place = self._program.place
         if place.is_computing and not place.uses_collectives and threading.get_ident() == self._thread:
             place.uses_collectives = any(t.numel() > 1 for t in tensors_in(args)) and not _is_of_a_library(sys._getframe(2))
@@ -416,12 +416,12 @@ class CollectiveMonitor:
             return  # all workers begin it in the same way, in the middle of a step or of another comparison
         if self._program.place.is_computing and any(t.device.type != "cpu" for t in tensors_in(args)):
             return  # SyncBatchNorm, for example, would make the host wait for the others in each layer
-        purpose = Purpose(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2)))
+        call = CollectiveCall(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2)))
         if is_async:  # overlaps with computation, so it must not wait for the others
-            self._unread.append(self._reduce(purpose, ()))
-            self._asynchronous = (self._begun() + 1, str(purpose), purpose.kind)
+            self._unread.append(self._reduce(call, ()))
+            self._asynchronous = (self._begun() + 1, str(call), call.kind)
         else:
-            self.compare(purpose)
+            self.compare(call)
 
     def all_reach(self, place: str, is_over: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until all workers have reached `place`; return False once one of them has passed it by.
@@ -527,14 +527,14 @@ class CollectiveMonitor:
 
     # --- comparing ---------------------------------------------------------------------------------------------------
 
-    def _reduce(self, purpose: Purpose, ballot: Sequence[int]) -> Begun:
+    def _reduce(self, call: CollectiveCall, ballot: Sequence[int]) -> Begun:
         if (mismatch := self.await_mismatch()) is not None:
             raise mismatch
-        key, begun = purpose.key, self._begun()
+        key, begun = call.key, self._begun()
         padding = [0] * (self._length - NUM_HEADER - len(ballot))
         numbers = torch.tensor([key, -key, begun, -begun, *ballot, *padding], dtype=torch.int64)
         number = self._num_compared + 1
-        self._recent[number] = f"{purpose}, {self._program.place.describe()}"
+        self._recent[number] = f"{call}, {self._program.place.describe()}"
         oldest = min([number, *(unread for unread, _, _ in self._unread[:1])])
         for old in [each for each in self._recent if each <= oldest - NUM_RECENT]:
             del self._recent[old]
@@ -577,8 +577,8 @@ class CollectiveMonitor:
             (rank, "somewhere else; it did not answer") for rank in range(self._size) if rank not in texts
         ]
         counts = [CollectiveCounts(number, begun) for *_, begun in known]
-        is_one_purpose = int(numbers[0]) == -int(numbers[1])
-        self._adopt(difference(pairs, counts if is_one_purpose and len(counts) == len(pairs) else ()))
+        is_one_call = int(numbers[0]) == -int(numbers[1])
+        self._adopt(difference(pairs, counts if is_one_call and len(counts) == len(pairs) else ()))
 
     def _adopt(self, text: str) -> None:
         """Agree with the others on one text, then end this worker's pending collective. Called from any thread."""
@@ -710,7 +710,7 @@ def _decide(store: Store, place: str, outcome: str) -> None:
 
 
 def _agree(numbers: torch.Tensor) -> bool:
-    """Whether all workers have begun a comparison with one purpose, after equally many collectives."""
+    """Whether all workers have begun a comparison of one call, after equally many collectives."""
     least_key, most_key, fewest, most = (int(n) for n in numbers[:NUM_HEADER])
     return least_key == -most_key and fewest == -most
 

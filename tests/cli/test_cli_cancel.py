@@ -18,7 +18,7 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError
 from lightning_dlrover.rdzv.job.records import ControllerRecord, JobRecord, Keys, NodesRecord, decode, encode
 from lightning_dlrover.report.status import JobPlace
-from tests.support.run_cli import RunCli
+from tests.support.run_cli import RunCli, left_folder
 from tests.support.stored import entry_at, stored
 
 
@@ -72,9 +72,7 @@ def test_job_whose_etcd_does_not_answer_is_not_reported_as_ended(
 
 
 def test_job_that_has_ended_with_its_own_etcd_needs_no_cancelling(dlrover: RunCli) -> None:
-    folder = Path("runs/job")
-    folder.mkdir(parents=True)
-    JobPlace("job", "unix:/nowhere/etcd.sock:0").write(folder)
+    left_folder(endpoint="unix:/nowhere/etcd.sock:0")
     assert dlrover("cancel", "job") == (0, "job job: had ended already; no node of it is left\n", "")
 
 

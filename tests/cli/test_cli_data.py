@@ -17,9 +17,8 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.events import Event, FitFinished, StreamOpened, record_of
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, ProgressRecord, encode
-from lightning_dlrover.report.status import JobPlace
 from tests.support.history_rows import window
-from tests.support.run_cli import RunCli
+from tests.support.run_cli import RunCli, left_folder
 
 BEGAN = time.time() - 100
 
@@ -139,11 +138,7 @@ def test_row_is_shown_in_each_epoch(streams: Streams) -> None:
 
 
 def test_finished_job_is_read_from_its_run_folder(dlrover: RunCli, opened: StreamOpened) -> None:
-    folder = Path("runs/job")
-    folder.mkdir(parents=True)
-    JobPlace("job", "127.0.0.1:1").write(folder)
-    events = (line(opened), line(FitFinished(14), BEGAN + 50))
-    (folder / "events.jsonl").write_bytes(b"".join(encode(event) + b"\n" for event in events))
+    left_folder(line(opened), line(FitFinished(14), BEGAN + 50))
     text = dlrover.output("data", "job")
     assert "epoch 1: 100 of 100 rows (100 %), files: 2 done, 0 in progress, 0 left\n  training has finished" in text
     assert "step 3: epoch 0, global batches 4 to 5, done: 16 rows" in dlrover("data", "job", "--step", 3)[1]
@@ -204,7 +199,7 @@ def test_progress_without_the_files_shows_rows_and_the_reason(streams: Streams) 
     streams.put_window()
     text = streams.text()
     assert "epoch 1: 56 of 100 rows (56 %)\n" in text
-    assert "files are not shown: Own() is a source of the script's own" in text
+    assert "files are not shown: Own() is the script's own source" in text
 
 
 def test_status_shows_the_guarantee(streams: Streams) -> None:

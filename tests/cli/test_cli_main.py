@@ -127,7 +127,6 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", "--plain-jobs", "script.py"], "--plain-jobs: only with --target kubernetes"),
         (["run", *KUBERNETES, "--pod-template", "broken.py", "/s.py"], "--pod-template broken.py: it"),
         (["run", *KUBERNETES, "--pod-template", "nowhere.yaml", "/s.py"], "nowhere.yaml"),
-        (["run"], "script"),
         (["run", "--bogus", "s.py"], "dlrover run: error: unrecognized arguments: --bogus"),
         (["scale", "job", "--run-dir", "d", "2", "3"], "dlrover scale: error: unrecognized arguments: 3"),
         (["doctor", "s.py", "--epochs", "2"], "unrecognized arguments: --epochs 2; arguments of a script go after --"),
@@ -205,16 +204,12 @@ def test_a_port_that_is_not_etcd_is_named_within_seconds(dlrover: RunCli) -> Non
         assert endpoint in dlrover.refused("status", "--endpoint", endpoint, "job")
 
 
-@pytest.mark.parametrize("option", ["--endpoint", "--rdzv-id"])
-def test_run_refuses_an_empty_value(dlrover: RunCli, option: str) -> None:
-    assert f"argument {option}: its value is empty, perhaps an unset variable" in dlrover.refused(
-        "run", option, "", "script.py"
-    )
+@pytest.mark.parametrize(
+    "command", [("run", "--endpoint", "", "x.py"), ("run", "--rdzv-id", "", "x.py"), ("status", "--endpoint", "", "job")]
+)
+def test_empty_value_is_refused_with_its_option(dlrover: RunCli, command: tuple[str, ...]) -> None:
+    assert f"argument {command[1]}: its value is empty, perhaps an unset variable" in dlrover.refused(*command)
     assert not Path("runs").exists()
-
-
-def test_status_refuses_an_empty_endpoint(dlrover: RunCli) -> None:
-    assert "argument --endpoint: its value is empty" in dlrover.refused("status", "--endpoint", "", "job")
 
 
 @pytest.mark.parametrize("given", [["scale", "job", "3"], ["-v", "history", "list"], ["pool", "run", "--budget", "cores=2"]])

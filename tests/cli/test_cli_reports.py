@@ -15,7 +15,7 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, PlanRecord, encode
 from lightning_dlrover.report.status import JobPlace
 from tests.support.history_rows import decision
-from tests.support.run_cli import RunCli
+from tests.support.run_cli import RunCli, left_folder
 
 
 def test_a_file_that_cannot_be_written_gets_one_line(dlrover: RunCli, at: tuple[str, ...], tmp_path: Path) -> None:
@@ -24,9 +24,7 @@ def test_a_file_that_cannot_be_written_gets_one_line(dlrover: RunCli, at: tuple[
 
 
 def test_the_report_of_a_job_comes_from_its_folder_when_its_etcd_is_gone(dlrover: RunCli) -> None:
-    folder = Path("runs/job")
-    folder.mkdir(parents=True)
-    JobPlace("job", "127.0.0.1:1").write(folder)
+    folder = left_folder()
     event = EventRecord("round", 1.0, "", {"number": 1, "members": ["w"], "kind": "start", "planned": True, "reason": "start"})
     (folder / "events.jsonl").write_bytes(encode(event) + b'\n{"half')
     output = dlrover.output("report", "job")
@@ -62,9 +60,7 @@ def test_a_report_is_opened_in_the_users_browser(browser: str, dlrover: RunCli, 
 
 
 def test_a_job_is_explained_from_its_folder_and_drawn(dlrover: RunCli) -> None:
-    folder = Path("runs/job")
-    folder.mkdir(parents=True)
-    JobPlace("job", "127.0.0.1:1").write(folder)
+    folder = left_folder()
     made = decision(1)
     lines = [encode(EventRecord("decision", made.at, made.reason, made.to_data()))]
     (folder / "events.jsonl").write_bytes(b"\n".join(lines) + b"\n")

@@ -26,7 +26,7 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 from lightning_dlrover.report.status import JobPlace, JobSummary, list_jobs
-from tests.support.run_cli import RunCli
+from tests.support.run_cli import RunCli, left_folder
 
 
 def test_escape_sequences_of_others_reach_no_terminal(
@@ -105,11 +105,8 @@ ENDS = {
 
 @pytest.mark.parametrize("how", ENDS)
 def test_list_report_and_json_of_an_ended_job_tell_the_same_end(dlrover: RunCli, how: str) -> None:
-    folder = Path("runs/job")
-    folder.mkdir(parents=True)
-    JobPlace("job", "unix:/nowhere/etcd.sock:0").write(folder)
-    events = [record_of(RoundFormed(1, ["w"], "start"), "begins", 1.0), *ENDS[how]]
-    (folder / "events.jsonl").write_bytes(b"".join(encode(event) + b"\n" for event in events))
+    begins = record_of(RoundFormed(1, ["w"], "start"), "begins", 1.0)
+    left_folder(begins, *ENDS[how], endpoint="unix:/nowhere/etcd.sock:0")
     assert dlrover("list")[1].splitlines()[1].split()[:2] == ["job", how]
     assert f"({how})" in dlrover("report", "job")[1].splitlines()[1]
     code, text, _ = dlrover("status", "job", "--json")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lightning_dlrover.cli.main import main
+from lightning_dlrover.rdzv.job.records import EventRecord, encode
+from lightning_dlrover.report.status import JobPlace
 
 
 class RunCli:
@@ -33,3 +37,13 @@ class RunCli:
         assert code == 2, errors
         assert "Traceback" not in errors
         return errors
+
+
+def left_folder(*events: EventRecord, endpoint: str = "127.0.0.1:1") -> Path:
+    """Write the run folder of the job `job`, as a `dlrover run` leaves it; return it."""
+    folder = Path("runs/job")
+    folder.mkdir(parents=True)
+    JobPlace("job", endpoint).write(folder)
+    if events:
+        (folder / "events.jsonl").write_bytes(b"".join(encode(event) + b"\n" for event in events))
+    return folder

@@ -123,7 +123,8 @@ class Pace:
             self._next_vote = place + check_every
             return number
         if place >= self._next_vote:
-            self._world.propose(self._check_every(), self._wishes(), place)
+            votes_apart = round(self._check_interval_s / self.step_time_s) if self.step_time_s else 1
+            self._world.propose(min(1000, max(1, votes_apart)), self._wishes(), place)
         return None
 
     @property
@@ -151,9 +152,6 @@ class Pace:
             round_ = formation.round
             stalled = TrainingStalled(round_.number, seconds, round_.kind, workers, formation.size)
             self._world.event(stalled, f"round {round_.number}: {seconds:.3f} s between steps")
-
-    def _check_every(self) -> int:
-        return min(1000, max(1, round(self._check_interval_s / self.step_time_s))) if self.step_time_s else 1
 
 
 # --- handing over the state ---------------------------------------------------------------------------------------------------
@@ -313,7 +311,9 @@ class _Loop:
                 if not step._was_entered:
                     raise RuntimeError("a step was not made: put its work into `with step:`")
                 # Done here and not where the error was caught, because a living traceback would keep the old group alive.
-                self._between_steps()
+                self._pace.step_ended()
+                if self._is_broken or not self._attempt(self._maybe_switch):
+                    self._recover()
             if self._finish():
                 return
 
@@ -369,11 +369,6 @@ class _Loop:
             self._recover()
         self._world.announce(fingerprint)
         self._yielded_round = 0
-
-    def _between_steps(self) -> None:
-        self._pace.step_ended()
-        if self._is_broken or not self._attempt(self._maybe_switch):
-            self._recover()
 
     def _maybe_switch(self) -> None:
         if self.num_made >= self._num_steps:

@@ -25,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dlrover._version import __version__
 from lightning_dlrover.rdzv.desync import (
     Begun,
+    CollectiveCall,
     CollectiveMonitor,
     MismatchError,
     OutsideOfLoops,
     PlaceInProgram,
-    Purpose,
     compare_with,
     shown,
 )
@@ -171,7 +171,7 @@ class LoneWorld:
     def is_recoverable(self, error: BaseException, is_in_step: bool) -> bool:
         return False
 
-    def compared(self, purpose: Callable[[], Purpose]) -> contextlib.AbstractContextManager[None]:
+    def compared(self, call: Callable[[], CollectiveCall]) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def alone(self, reason: str) -> contextlib.AbstractContextManager[None]:
@@ -652,13 +652,13 @@ class World:
             return False
         return is_in_step and isinstance(error, Exception) and self._growth.undo(error)
 
-    def compared(self, purpose: Callable[[], Purpose]) -> contextlib.AbstractContextManager[None]:
+    def compared(self, call: Callable[[], CollectiveCall]) -> contextlib.AbstractContextManager[None]:
         """Compare this worker's next action with that of all others. Collectives within the context count as part of it.
 
         Entering raises `MismatchError` if another worker does something else. A worker that is alone compares nothing.
         """
         monitor = self._monitor
-        return monitor.compared(purpose()) if monitor is not None else contextlib.nullcontext()
+        return monitor.compared(call()) if monitor is not None else contextlib.nullcontext()
 
     def alone(self, reason: str) -> contextlib.AbstractContextManager[None]:
         """Refuse collectives within the context by a `LoneCollectiveError`, because the others do not run this code now."""
@@ -707,8 +707,8 @@ class World:
         newest = round_.number if round_ is not None and self._forming.is_prepared(round_) else self.formation.round.number
         self._ballot = [newest, -check_every, *wishes]
         if self._monitor is not None:
-            purpose = Purpose("the vote between two steps", f"step {place}", shown(sys._getframe()))
-            self._vote = self._monitor.vote(purpose, self._ballot)
+            call = CollectiveCall("the vote between two steps", f"step {place}", shown(sys._getframe()))
+            self._vote = self._monitor.vote(call, self._ballot)
 
     @property
     def owned_sockets(self) -> list[tuple[int, int]]:

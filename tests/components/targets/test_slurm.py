@@ -107,6 +107,7 @@ def test_job_number_is_read_after_a_sites_own_output(make_target: MakeTarget, co
     [
         ("echo 'sbatch: error: invalid partition specified: x' >&2; exit 1", NotTakenError, "invalid partition specified"),
         ("exit 3", NotTakenError, "ended with 3: it printed nothing"),
+        ("echo 'a filter of this site refuses it'; exit 1", NotTakenError, "ended with 1: a filter of this site refuses it"),
         (
             "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1",
             NotTakenError,

@@ -349,12 +349,12 @@ def test_agent_that_registers_while_the_last_one_tidies_up_keeps_what_it_has_wri
     handler.next_rendezvous().store.set("k", "1")
     call = Caller.call
 
-    def late_call(caller: Caller, what: str, *arguments: Any) -> Any:
+    def late_call(caller: Caller, what: str, *arguments: Any, **options: Any) -> Any:
         if f"{keys.store!r}" in what and ("delete" in what or "transaction" in what):
             monkeypatch.undo()
             client.put(f"{keys.agents}late", encode(AgentRecord("late", "h", 1, 1, "waiting")))
             client.put(f"{keys.store}1/key/torchelastic%2Fassigned_ranks%2F0", b"1")
-        return call(caller, what, *arguments)
+        return call(caller, what, *arguments, **options)
 
     monkeypatch.setattr(Caller, "call", late_call)
     handler.shutdown()

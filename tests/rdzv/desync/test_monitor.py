@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from lightning_dlrover.rdzv.desync import (
     NUM_RECENT,
+    CollectiveCall,
     CollectiveCounts,
     CollectiveMonitor,
     DesyncReport,
     LoneCollectiveError,
     OutsideOfLoops,
     Place,
-    Purpose,
     difference,
     may_progress,
     place_of,
@@ -58,7 +58,7 @@ def test_workers_of_one_program_may_progress_wherever_they_are() -> None:
     "one, other",
     [
         (seen(4, 7), seen(3, 8, "gradients")),  # each worker is ahead of the other
-        (seen(2, 9, "gradients"), seen(2, 9, "buffers")),  # same place, different purposes
+        (seen(2, 9, "gradients"), seen(2, 9, "buffers")),  # same place, different calls
         (seen(3, 9, "torch.distributed.all_reduce"), seen(2, 9, "buffers")),  # one of them was compared
     ],
 )
@@ -71,7 +71,7 @@ def test_crossed_workers_cannot_go_on(one: DesyncReport, other: DesyncReport) ->
 
 
 @pytest.fixture
-def meetings() -> Iterator[list[CollectiveMonitor]]:
+def monitors() -> Iterator[list[CollectiveMonitor]]:
     """Meetings of two workers with one store."""
     store = dist.HashStore()  # type: ignore[attr-defined]
 
@@ -83,20 +83,20 @@ def meetings() -> Iterator[list[CollectiveMonitor]]:
 
     made = [make(0), make(1)]
     yield made
-    for meeting in made:
-        meeting.close()
-        meeting.join(5)
+    for monitor in made:
+        monitor.close()
+        monitor.join(5)
 
 
-def test_workers_that_come_to_one_place_go_on_from_it(meetings: list[CollectiveMonitor]) -> None:
+def test_workers_that_come_to_one_place_go_on_from_it(monitors: list[CollectiveMonitor]) -> None:
     with ThreadPoolExecutor() as pool:
-        answers = [pool.submit(each.all_reach, "here", lambda: False, 5.0) for each in meetings]
+        answers = [pool.submit(each.all_reach, "here", lambda: False, 5.0) for each in monitors]
         assert [answer.result(5) for answer in answers] == [True, True]
 
 
 @pytest.mark.parametrize("is_applied", [True, False])
 def test_workers_go_on_from_a_place_although_the_answers_to_their_arrivals_are_lost(
-    meetings: list[CollectiveMonitor], is_applied: bool
+    monitors: list[CollectiveMonitor], is_applied: bool
 ) -> None:
     class LossyStore:
         """A store that loses what the workers ask it to count, or its answers."""
@@ -112,41 +112,41 @@ def test_workers_go_on_from_a_place_although_the_answers_to_their_arrivals_are_l
                 self._store.add(key, amount)
             raise RuntimeError("connection reset by peer")
 
-    store: Any = LossyStore(meetings[0]._connect())
-    for each in meetings:
+    store: Any = LossyStore(monitors[0]._connect())
+    for each in monitors:
         each._connect = lambda: store
     with ThreadPoolExecutor() as pool:
-        answers = [pool.submit(each.all_reach, "here", lambda: False, 3.0) for each in meetings]
+        answers = [pool.submit(each.all_reach, "here", lambda: False, 3.0) for each in monitors]
         assert [answer.result(5) for answer in answers] == [True, True]
 
 
-def test_worker_gets_no_answer_after_the_round(meetings: list[CollectiveMonitor]) -> None:
+def test_worker_gets_no_answer_after_the_round(monitors: list[CollectiveMonitor]) -> None:
     with pytest.raises(RoundEndedError, match="waited for the others at here"):
-        meetings[0].all_reach("here", lambda: True, 5.0)
+        monitors[0].all_reach("here", lambda: True, 5.0)
 
 
-def test_worker_that_does_not_come_is_named(meetings: list[CollectiveMonitor]) -> None:
+def test_worker_that_does_not_come_is_named(monitors: list[CollectiveMonitor]) -> None:
     with pytest.raises(WorldError, match="waited 0 s at here for rank 1, which neither reached it nor called another"):
-        meetings[0].all_reach("here", lambda: False, 0.05)
+        monitors[0].all_reach("here", lambda: False, 0.05)
 
 
-def test_collective_of_one_worker_is_refused_with_place_and_reason(meetings: list[CollectiveMonitor]) -> None:
-    purpose = Purpose("strategy.barrier", place=USER)
-    with meetings[0].alone("the others go on without it"):
-        with pytest.raises(LoneCollectiveError, match=r"strategy.barrier at .*train.py:3 in main: the others go on without it"):
-            meetings[0].compare(purpose)
-        with pytest.raises(LoneCollectiveError, match=r"torch.distributed.barrier at .*the others go on"):
-            meetings[0].before(None, "barrier", ())
+def test_collective_of_one_worker_is_refused_with_place_and_reason(monitors: list[CollectiveMonitor]) -> None:
+    call = CollectiveCall("strategy.barrier", place=USER)
+    with monitors[0].alone("the others train on"):
+        with pytest.raises(LoneCollectiveError, match=r"strategy.barrier at .*train.py:3 in main: the others train on"):
+            monitors[0].compare(call)
+        with pytest.raises(LoneCollectiveError, match=r"torch.distributed.barrier at .*the others train on"):
+            monitors[0].before(None, "barrier", ())
 
 
-def test_places_of_unread_comparisons_are_kept(meetings: list[CollectiveMonitor]) -> None:
-    meeting = meetings[0]
+def test_places_of_unread_comparisons_are_kept(monitors: list[CollectiveMonitor]) -> None:
+    monitor = monitors[0]
     for number in range(2 * NUM_RECENT):
-        meeting._unread.append(meeting._reduce(Purpose(f"operation {number}", place=USER), []))
-    assert "operation 0" in meeting._recent[1]
+        monitor._unread.append(monitor._reduce(CollectiveCall(f"operation {number}", place=USER), []))
+    assert "operation 0" in monitor._recent[1]
     for _ in range(2):
-        meeting.compare(Purpose("a barrier", place=USER))  # reads all of them
-    assert len(meeting._recent) == NUM_RECENT
+        monitor.compare(CollectiveCall("a barrier", place=USER))  # reads all of them
+    assert len(monitor._recent) == NUM_RECENT
 
 
 # --- messages for people ------------------------------------------------------------------------------------------------------
@@ -162,26 +162,31 @@ def test_error_names_counts_where_only_they_differ() -> None:
     assert "  rank 0: the vote [7 collectives begun in this round]\n  rank 1: the vote [8 " in text
 
 
-def test_purpose_holds_kind_and_details() -> None:
-    keys = {Purpose("reduce").key, Purpose("reduce", "[2]").key, Purpose("reduce", "[3]").key, Purpose("gather", "[3]").key}
+def test_call_holds_kind_and_details() -> None:
+    keys = {
+        CollectiveCall("reduce").key,
+        CollectiveCall("reduce", "[2]").key,
+        CollectiveCall("reduce", "[3]").key,
+        CollectiveCall("gather", "[3]").key,
+    }
     assert len(keys) == 4
     assert all(0 <= key < 1 << 62 for key in keys)
 
 
 def test_lines_of_barriers_may_differ_and_those_of_reductions_not() -> None:
     other = Place("/home/me/train.py:9 in main", "", "train.py:9")
-    assert Purpose("barrier", place=USER).key == Purpose("barrier", place=other).key
-    assert Purpose("reduce", place=USER, same_line=True).key != Purpose("reduce", place=other, same_line=True).key
+    assert CollectiveCall("barrier", place=USER).key == CollectiveCall("barrier", place=other).key
+    assert CollectiveCall("reduce", place=USER, same_line=True).key != CollectiveCall("reduce", place=other, same_line=True).key
 
 
 def test_folder_of_a_script_may_differ_between_hosts() -> None:
     other = Place("/mnt/job/train.py:3 in main", "", "train.py:3")
-    assert Purpose("reduce", place=USER, same_line=True).key == Purpose("reduce", place=other, same_line=True).key
+    assert CollectiveCall("reduce", place=USER, same_line=True).key == CollectiveCall("reduce", place=other, same_line=True).key
 
 
 def test_caller_within_lightning_is_compared() -> None:
     other = Place(USER.user, "lightning.pytorch.trainer.trainer.Trainer.save_checkpoint", USER.line)
-    assert Purpose("barrier", place=USER).key != Purpose("barrier", place=other).key
+    assert CollectiveCall("barrier", place=USER).key != CollectiveCall("barrier", place=other).key
 
 
 def test_place_is_the_innermost_line_outside_of_libraries() -> None:
@@ -195,7 +200,7 @@ def test_place_is_the_innermost_line_outside_of_libraries() -> None:
 
 def test_shown_place_is_not_compared() -> None:
     frame = sys._getframe()
-    first = Purpose("vote", place=shown(frame))
-    second = Purpose("vote", place=shown(frame))
+    first = CollectiveCall("vote", place=shown(frame))
+    second = CollectiveCall("vote", place=shown(frame))
     assert first.key == second.key
     assert first.place != second.place

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dlrover.rdzv.desync import Purpose
+from lightning_dlrover.rdzv.desync import CollectiveCall
 from lightning_dlrover.rdzv.group.world import LoneWorld, World
 from lightning_dlrover.rdzv.job.events import FitFinished
 from lightning_dlrover.rdzv.job.records import RoundRecord
@@ -29,7 +29,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "all_reach": ("here",),
     "alone": ("reason",),
     "announce": ("model",),
-    "compared": (lambda: Purpose("test"),),
+    "compared": (lambda: CollectiveCall("test"),),
     "connect": (RoundRecord(1, [], "", "start", planned=True), "name", []),
     "event": (FitFinished(3), "text"),
     "finish": (3,),
