@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -287,16 +287,17 @@ def add_moments(recorder: Recorder) -> None:
     around(recorder, snapshots.Neighbours, "replicate")
     snapshots.MAX_STALL = 1e6  # take every snapshot at its interval, however busy the machine is
     voted = snapshots.Snapshots.voted
-    exchange, put, commit = elastic.exchange, snapshot_store.PartWriter.put, snapshot_store.PartWriter.commit  # type: ignore[attr-defined]
+    exchange, commit = elastic.exchange, snapshot_store.PartWriter.commit  # type: ignore[attr-defined]
+    put_block = snapshot_store.PartWriter.put_block
     swap, replicate = snapshots.swap, snapshots.Neighbours.replicate  # type: ignore[attr-defined]
     swaps = itertools.count()
 
     def watched_exchange(group: Any, *args: Any, **kwargs: Any) -> Any:
         return exchange(group and WatchedGroup(group, recorder), *args, **kwargs)  # type: ignore[arg-type]
 
-    def watched_put(self: Any, blocks: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        put(self, blocks, *args, **kwargs)
-        if "changed" in kwargs:  # one of several
+    def watched_put_block(self: Any, block: Any, *args: Any) -> None:
+        put_block(self, block, *args)
+        if args:  # one of several that a thread copies while the steps go on
             recorder.moment("copying")
 
     def watched_commit(self: Any) -> Any:
@@ -331,7 +332,7 @@ def add_moments(recorder: Recorder) -> None:
     elastic.exchange = watched_exchange  # type: ignore[attr-defined]
     snapshots.swap = watched_swap  # type: ignore[assignment, attr-defined]
     snapshots.Neighbours.replicate = watched_replicate  # type: ignore[assignment, method-assign]
-    snapshot_store.PartWriter.put = watched_put  # type: ignore[method-assign]
+    snapshot_store.PartWriter.put_block = watched_put_block  # type: ignore[assignment, method-assign]
     snapshot_store.PartWriter.commit = watched_commit  # type: ignore[method-assign]
 
 
