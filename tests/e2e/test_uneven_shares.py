@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.e2e.forked_jobs import MakeJob
@@ -94,3 +95,31 @@ def test_script_with_collectives_in_its_step_keeps_equal_shares(make_job: MakeJo
     assert job.events("shares") == []
     assert job.finish() == [0, 0]
     assert violations(job, SLOW) == []
+
+
+class Tight(ToyModel):
+    """Has no memory for more samples than an equal share, so that larger shares are computed in parts."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if len(batch[2]) > 12:
+            raise torch.OutOfMemoryError("CUDA out of memory (by hand)")
+        return super().training_step(batch, batch_idx)
+
+    def record_share(self, batch: Any, batch_idx: int) -> None:
+        assert self.live is not None
+        self._ids = batch[2] if self.live.steps.parts.is_first else torch.cat((self._ids, batch[2]))
+        super().record_share((None, None, self._ids), batch_idx)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_worker_without_memory_for_its_larger_share_takes_the_same_samples_again(accumulate: int, make_job: MakeJob) -> None:
+    settings = replace(SLOW, accumulate=accumulate)
+    job = make_job(settings, script=partial(train_toy, model=Tight))
+    for _ in range(2):
+        job.start()
+    job.wait_for_world(2)
+    job.wait_until(lambda: next(iter(job.events("shares")), None), "shares by speed")
+    job.wait_for_step(job.step + 10)
+    assert job.finish() == [0, 0]
+    assert "computes its shares in parts" in job.workers[0].output
+    assert violations(job, settings) == []
