@@ -16,7 +16,7 @@ from lightning_dlrover.live.order import FitPosition, Position
 from lightning_dlrover.live.replica import IncompleteBackwardError, TrainerOfFit
 from lightning_dlrover.rdzv.desync import CollectiveCall, MismatchError, place_of
 from lightning_dlrover.rdzv.group.world import World
-from lightning_dlrover.rdzv.membership.member import Formation, LeftOutError, MembershipError, WorldError
+from lightning_dlrover.rdzv.membership.member import Formation, MembershipError, WorldError
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.rdzv.transport.transfer import is_expanded
 
@@ -385,10 +385,11 @@ class ResilientCollectives:
         does not fit into memory. If that is not the cause, the step fails again, and the error is the script's.
         """
         try:
-            if self._world.is_failure(error) or isinstance(error, WorldError | MembershipError | LeftOutError):
-                return False
-        except MismatchError:
-            pass  # all workers have it
+            is_loss = self._world.is_failure(error)
+        except MismatchError as mismatch:  # of which this error follows
+            error, is_loss = mismatch, False
+        if is_loss or (isinstance(error, WorldError | MembershipError) and not isinstance(error, MismatchError)):
+            return False
         self._position.needs_equal_shares = True
         log.warning(
             "worker %s: a step has failed, which is repeated with equal shares in place of shares by speed: %s: %s",
