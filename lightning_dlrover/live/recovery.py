@@ -378,7 +378,7 @@ class ResilientCollectives:
             return True
         return self._world.is_recoverable(error, self._position.is_computing)
 
-    def _may_need_equal_shares(self, error: Exception) -> bool:
+    def _may_need_equal_shares(self, error: BaseException) -> bool:
         """Return whether a step that has failed is to be repeated with equal shares, which this worker demands from then on.
 
         A script may be right with equal shares only: it has a state per sample, gathers samples now and then, or a larger share

@@ -370,11 +370,15 @@ def better_speeds(
 
 
 def _own_times_of_present_shares(observations: Sequence[OwnTimes], hosts: Sequence[object]) -> Floats | None:
-    """Return each worker's own seconds per step, shape ``(observations, workers)``; None if too few were made with its share."""
+    """Return each worker's own seconds per step, shape ``(observations, workers)``; None if too few were made with its share.
+
+    These are the newest observations, with the same shares.
+    """
     if not observations or (size := len(observations[-1].compute_s)) < 2:
         return None
     now = observations[-1].speeds
-    same = list(itertools.takewhile(lambda each: each.speeds == now, reversed(observations)))
+    newest = observations[: -NUM_KNOWN - 1 : -1]  # an older one would delay the answer to a worker that has become slow
+    same = list(itertools.takewhile(lambda each: each.speeds == now, newest))
     if len(same) < MIN_OBSERVATIONS or sum(each.num_steps for each in same) < SHARE_STEPS:
         return None
     alone = _alone(hosts, size)

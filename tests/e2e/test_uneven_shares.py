@@ -102,6 +102,8 @@ def test_script_with_collectives_in_its_step_keeps_equal_shares(make_job: MakeJo
 class Tight(ToyModel):
     """Has no memory for more samples than an equal share, so that larger shares are computed in parts."""
 
+    _ids: Tensor
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if len(batch[2]) > 12:
             raise torch.OutOfMemoryError("CUDA out of memory (by hand)")

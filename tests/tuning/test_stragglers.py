@@ -200,6 +200,13 @@ def test_constant_part_of_a_step_is_corrected_by_further_changes() -> None:
     assert slow / (slow + fast) == pytest.approx(153 / 960, abs=0.04)
 
 
+def test_worker_that_becomes_slow_late_in_a_round_loses_samples_as_soon() -> None:
+    before, after = observed([0.05, 0.05], 100), observed([0.1, 0.05], 24)
+    found = [better_speeds([*before, *after[:number]], 64) for number in range(25)]
+    assert not any(found[:6])
+    assert all(found[22:])
+
+
 def test_shares_are_equal_again_once_no_worker_is_slow() -> None:
     before, after = observed([0.1, 0.05]), observed([0.033, 0.067])
     assert better_speeds(before, 64) == pytest.approx((667, 1333), rel=0.05)
