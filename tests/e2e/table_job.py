@@ -39,6 +39,7 @@ class TableSettings:
     batch_size: int = 8
     max_epochs: int = 2
     step_s: float = 0.02
+    slow: str = ""  # name of a worker that needs three times as long per sample, until the test lets the job hurry
     snapshot_s: float = 0.2
     replicas: int = 1
     max_bytes: int | None = None
@@ -104,7 +105,7 @@ class TableModel(ToyModel):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.record_share(batch, batch_idx)
         self.recorder.moment("forward")
-        self.recorder.pace(self.step_s)
+        self.recorder.pace(self.step_s * self.relative_time(len(batch[2])))
         loss = nn.functional.mse_loss(self.logits(batch), batch[1])
         self._loss, self._weight = float(loss.detach()), len(batch[2])
         self.log("mean_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch[2]))
@@ -117,6 +118,13 @@ class TableModel(ToyModel):
             optimizer.step()
             self.recorder.moment("zero_grad")
         return loss
+
+    def relative_time(self, num_samples: int) -> float:
+        """Return the time of a step, relative to that of a worker that is not slow and has an equal share."""
+        if not self.settings.slow:
+            return 1.0
+        slowness = 3.0 if self.recorder.place.agent_id == self.settings.slow else 1.0
+        return slowness * num_samples * self.trainer.world_size / self.settings.batch_size
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
