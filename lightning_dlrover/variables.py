@@ -39,6 +39,10 @@ MAX_NODES = "DLROVER_MAX_NODES"
 HISTORY_TTL_S = "DLROVER_HISTORY_TTL_S"
 LEFT_STATE = "DLROVER_LEFT_STATE"
 """Folder of an agent of several workers for the state that they leave."""
+SPARES = "DLROVER_SPARES"
+"""Folder for the modules that a worker has imported, if processes are forked from a spare one."""
+SPARES_PADDING = "DLROVER_SPARES_PADDING"
+"""Text of a spare process: room for the variables of those that are forked from it."""
 
 # --- from a controller to its nodes -------------------------------------------------------------------------------------------
 
