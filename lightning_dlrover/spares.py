@@ -113,6 +113,7 @@ DIFFERING = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"),
     *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "PET_LOG_DIR", "TORCHX_JOB_ID"),
 }
 """Variables that differ between the template and its programs, or between these."""
 
@@ -145,6 +146,7 @@ class _Imports:
         self.excluded = dict(excluded)
         self.new: dict[str, str] = {}  # modules to exclude from the next attempt, with reasons
         self.read: set[str] = set()  # environment variables that were read
+        self.visited: list[str] = []  # variables that an iteration has reached, the next one last
         self._stack: list[str] = []
         self._has_gpu = any(os.path.exists(file) for file in ("/dev/nvidiactl", "/dev/kfd"))
 
@@ -199,8 +201,11 @@ class _Imports:
             self.new.setdefault(each, why)
 
     def note_read(self, name: str) -> None:
-        """Note that a module has read an environment variable."""
-        self.read.add(name)
+        """Note that a module has read an environment variable. A search of all by their names does not count, or a copy."""
+        if self.visited[-1:] == [name]:
+            self.visited.pop()
+        else:
+            self.read.add(name)
         if name in DIFFERING and self._stack and self._stack[-1] not in RANK_MODULES:
             self._blame(f"its import reads {name}")
 
@@ -239,6 +244,13 @@ class _Imports:
 
 def _watched_environ(base: type, imports: _Imports) -> type:
     class Environ(base):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[str]:
+            names = list(super().__iter__())
+            for name in names:
+                imports.visited = [name]
+                yield name
+            imports.visited = names[::-1]  # `dict(os.environ)` reads them in this order
+
         def __getitem__(self, name: str) -> str:
             imports.note_read(name)
             return str(super().__getitem__(name))
@@ -305,6 +317,9 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 _STAT_ADDRESSES = slice(45, 49)
 """Fields of /proc/self/stat, after the command's name, with the limits of the arguments and of the environment in memory."""
 
+TITLE = "lightning-dlrover: modules imported in advance"
+"""Argument of a template's command line."""
+
 _CODE = "from lightning_dlrover.spares import serve; serve()"
 
 _own: Template | None = None
@@ -321,7 +336,7 @@ def serve() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != owner:
         os._exit(0)
-    _show([sys.executable, "-c", "lightning-dlrover: modules imported in advance"], dict(os.environ))
+    _show([sys.executable, "-c", TITLE], dict(os.environ))
     with contextlib.suppress(OSError):  # imports must not slow the job down; each program starts a session with another group
         Path("/proc/self/autogroup").write_text("10")
     imports = _Imports(excluded)
@@ -370,9 +385,10 @@ def _start_again(connection: socket.socket, imports: _Imports, num_modules: int)
     """Replace this process by a template without the modules that are not safe."""
     attempt = int(sys.argv[5]) + 1
     excluded = {**imports.excluded, **imports.new}
-    why = "; ".join(f"{name}: {reason}" for name, reason in list(imports.new.items())[-1:])
     if attempt >= MAX_ATTEMPTS or len(excluded) > num_modules // 2:
-        _tell(connection, {"state": "refused", "reason": f"{len(excluded)} modules cannot be imported in advance, such as {why}"})
+        name, why = next(iter(imports.new.items()))
+        reason = f"{len(excluded)} modules cannot be imported in advance, such as {name}: {why}"
+        _tell(connection, {"state": "refused", "reason": reason})
         os._exit(0)
     arguments = [*sys.argv[1:4], json.dumps(excluded), str(attempt), "x" * PADDING_BYTES]
     environ = {**os.environ, variables.SPARES_PADDING: "x" * PADDING_BYTES}
@@ -547,7 +563,8 @@ def _become(program: Program) -> None:
         except _Forked as forked:
             program = forked.program
     if error is not None:
-        sys.excepthook(type(error), error, _of_program(error.__traceback__))
+        error.__traceback__ = _of_program(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(1)
 
 
@@ -648,7 +665,7 @@ def keep_template() -> None:
         if os.getppid() != owner:
             os._exit(0)
         server.of_descendant(theirs, owner)
-        _show([sys.executable, "-c", "lightning-dlrover: modules imported in advance"], dict(os.environ))
+        _show([sys.executable, "-c", TITLE], dict(os.environ))
         raise _Forked(server.serve())
     theirs.close()
     _own = Template.of_child(ours, pid)
@@ -720,7 +737,8 @@ def _as_subreaper() -> Iterator[None]:
     """Make orphans below this process its children for a while."""
     library = ctypes.CDLL(None, use_errno=True)
     before = ctypes.c_int()
-    if library.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0) or library.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+    library.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    if library.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) is refused")
     try:
         yield

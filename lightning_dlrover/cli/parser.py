@@ -191,9 +191,17 @@ def _add_run(commands: Commands) -> None:
     run.add_argument(
         "--max-restarts",
         type=int,
-        default=0,
         metavar="N",
-        help="restarts of a worker by its own agent before the node fails (default 0)",
+        help="restarts of a worker by its own agent before the node fails (default 0; with --spares 1, where each node keeps a "
+        "spare process: 3)",
+    )
+    run.add_argument(
+        "--spares",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help="1: keep a process that has imported the script's modules, and fork new workers from it, which then train after a "
+        "second or two; `dlrover status` shows its memory (default 0)",
     )
     for name, text in TIMEOUTS.items():
         run.add_argument(flag(name), type=options.lease if name == "lease_ttl" else options.duration, metavar="TIME", help=text)

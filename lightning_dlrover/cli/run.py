@@ -33,6 +33,7 @@ from lightning_dlrover.cli.run_options import (
     node_sizes,
     objective,
     pairs,
+    settle_spares,
     settle_workers,
     surrounding_target,
 )
@@ -408,6 +409,7 @@ def run_command(options: argparse.Namespace) -> int:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", run_id):
         raise UsageError(f"--rdzv-id {run_id!r} cannot name a folder: use letters, digits, '.', '_' and '-'")
     settle_workers(options)
+    settle_spares(options)
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
     objective(options)
@@ -571,6 +573,7 @@ def _node_spec(options: argparse.Namespace, command: Sequence[str], place: JobPl
         min_workers=fewest,
         max_workers=most,
         max_restarts=options.max_restarts,
+        has_spares=bool(options.spares),
         workers_per_node=options.workers_per_node,
         access=place.access,
         environment={**objective(options), **decided, **pairs(options, "env", "NAME=VALUE")},

@@ -116,6 +116,8 @@ class AgentRecord:
     since: float = 0.0  # start of this state, seconds since the epoch; only displayed, never compared
     min_nodes: int = 0  # waiting: minimum number of nodes; without them it gives up after `join_timeout_s`
     join_timeout_s: float = 0.0
+    spare: str = ""  # state of the process that its workers are forked from, see `Spares.state`; empty: it keeps none
+    spare_bytes: int = 0  # memory of that process
 
 
 @dataclass(frozen=True)
