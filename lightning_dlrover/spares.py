@@ -186,9 +186,8 @@ class _Imports:
     def _problem(self) -> str:
         if len(os.listdir("/proc/self/task")) > 1:
             return "its import starts a thread"
-        with contextlib.suppress(OSError):  # some kernels lack this file
-            if Path(f"/proc/self/task/{os.getpid()}/children").read_text():
-                return "its import starts a process"
+        if _children():
+            return "its import starts a process"
         if self._has_gpu:
             for number in os.listdir("/proc/self/fd"):
                 with contextlib.suppress(OSError):
@@ -240,6 +239,13 @@ class _Imports:
                 self._stack.pop()
 
         return call
+
+
+def _children() -> list[int]:
+    """Return the process ids of this process's children, where the kernel shows them."""
+    with contextlib.suppress(OSError):
+        return [int(text) for text in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    return []
 
 
 def _watched_environ(base: type, imports: _Imports) -> type:
@@ -384,6 +390,9 @@ def serve() -> None:
 def _start_again(connection: socket.socket, imports: _Imports, num_modules: int) -> NoReturn:
     """Replace this process by a template without the modules that are not safe."""
     attempt = int(sys.argv[5]) + 1
+    for pid in _children():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
     excluded = {**imports.excluded, **imports.new}
     if attempt >= MAX_ATTEMPTS or len(excluded) > num_modules // 2:
         name, why = next(iter(imports.new.items()))
@@ -530,6 +539,8 @@ def _prepare(program: Program, streams: Sequence[int], path: Sequence[str]) -> N
     random.seed()
     if (numbers := sys.modules.get("numpy.random")) is not None:
         numbers.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
     if (processes := sys.modules.get("multiprocessing.process")) is not None:
         processes.current_process().authkey = os.urandom(32)
     for name, of_rank in RANK_MODULES.items():
