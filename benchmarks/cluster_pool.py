@@ -16,8 +16,9 @@ from types import TracebackType
 
 import psutil
 from jobs import BenchmarkError
-from processes import children, ends_of_logs, start_logged
-from waiting import eventually
+
+from tests.support.processes import children, ends_of_logs, start_logged
+from tests.support.waiting import eventually
 
 SCRIPT = Path(__file__).resolve().parent / "cluster_jobs.py"
 SAMPLE_S = 0.25

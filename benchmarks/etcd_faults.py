@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 from faulty_etcd import EtcdCluster, EtcdProxy
 from jobs import BenchmarkError, LiveJob, Step, Workspace, describe_machine, result_line
-from processes import ends_of_logs
+
+from tests.support.processes import ends_of_logs
 
 ARGUMENTS = ["--batch-size=8", "--num-samples=10000000", "--digests", "--step-floor-s=0.01"]
 

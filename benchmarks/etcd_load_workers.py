@@ -28,7 +28,6 @@ from typing import Any
 
 from jobs import BenchmarkError, Workspace, describe_machine, result_line
 from light_processes import LightProcesses, OtherUser, metrics_of, requests_to
-from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
@@ -38,6 +37,7 @@ from lightning_dlrover.rdzv.job.records import Keys, RoundRecord
 from lightning_dlrover.rdzv.membership import membership as membership_module
 from lightning_dlrover.rdzv.membership.membership import Membership, MembershipConfig
 from lightning_dlrover.rdzv.membership.rounds import Decoder, WorkerView
+from tests.support.waiting import eventually
 
 WORKERS_PER_PROCESS = 25
 TIMEOUT_S = 600.0

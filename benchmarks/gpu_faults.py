@@ -31,9 +31,9 @@ from collections import defaultdict
 from itertools import pairwise
 
 from jobs import BenchmarkError, LiveJob, Step, Workspace, add_device_options, describe_machine, device_arguments, result_line
-from processes import ends_of_logs
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.support.processes import ends_of_logs
 
 MAX_STEPS = 4000
 CHANGE_TIMEOUT_S = 60.0  # longer than a stuck abort, which ends a worker

@@ -30,11 +30,9 @@ from typing import TypeVar
 import psutil
 
 # Tests and benchmarks share what starts, follows and ends processes.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from hosts import Host, Hosts
-from processes import JsonLines, children, ends_of_logs, kill_all, start_logged
 from slurm_cluster import SlurmCluster, slurm_cluster
-from waiting import eventually
 
 from lightning_dlrover.codec import RecordError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -42,6 +40,8 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError, KeyValue
 from lightning_dlrover.rdzv.job.records import DrainRecord, EventRecord, Keys, NodeRecord, PlanRecord, decode, encode
 from lightning_dlrover.rdzv.membership.rounds import JobView, read_view
+from tests.support.processes import JsonLines, children, ends_of_logs, kill_all, start_logged
+from tests.support.waiting import eventually
 
 T = TypeVar("T")
 
@@ -493,7 +493,7 @@ def device_arguments(options: argparse.Namespace) -> list[str]:
 def use_backend(name: str) -> None:
     """Register a backend in a worker, if torch does not know it."""
     if name == STAND_IN:
-        import nccl_stand_in
+        from tests.support import nccl_stand_in
 
         nccl_stand_in.install(nccl_stand_in.Quirks(create_s=CREATE_S))
 

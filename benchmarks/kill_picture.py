@@ -29,7 +29,8 @@ from pathlib import Path
 
 from jobs import BenchmarkError, Job, Step, Workspace, describe_machine, result_line, stock_agent
 from kill_recovery import etcd_options
-from processes import ends_of_logs
+
+from tests.support.processes import ends_of_logs
 
 NUM_WORKERS = 3
 TIMEOUT_S = 120.0

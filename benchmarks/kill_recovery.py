@@ -55,13 +55,13 @@ from jobs import (
     free_endpoint,
     result_line,
 )
-from processes import ends_of_logs
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import AgentRound, Keys, RoundRecord, decode
+from tests.support.processes import ends_of_logs
 
 Kind = Literal["lightning", "plain-live", "plain-restart", "stock-lightning", "stock-plain"]
 Behaviour = Literal["live", "restart"]

@@ -32,12 +32,12 @@ from typing import TypeVar
 
 import psutil
 from jobs import BenchmarkError, Workspace, describe_machine, result_line
-from processes import JsonLines
-from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import AgentRecord, EventRecord, Keys, WorkerRecord, decode, encode
+from tests.support.processes import JsonLines
+from tests.support.waiting import eventually
 
 T = TypeVar("T")
 

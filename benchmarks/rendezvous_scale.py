@@ -34,12 +34,12 @@ import psutil
 from jobs import BenchmarkError, Workspace, describe_machine, result_line
 from light_processes import LightProcesses, OtherUser, requests_to
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.support.waiting import eventually
 
 NODES_PER_PROCESS = 25
 START_TIMEOUT_S = 120.0

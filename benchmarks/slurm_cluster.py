@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from processes import ends_of_logs, start_logged
-from waiting import eventually
+
+from tests.support.processes import ends_of_logs, start_logged
+from tests.support.waiting import eventually
 
 _SBIN = "/usr/sbin:/sbin"  # folders of the daemons, which may be missing in PATH
 

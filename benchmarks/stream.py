@@ -67,13 +67,13 @@ from jobs import BenchmarkError, Workspace, describe_machine, result_line
 from stream_readers import OTHERS, OURS, READERS, Reader, plain
 from stream_schedules import Numbered, SimulatedJob, Tally, follow, random_schedule
 from torch.utils.data import DataLoader
-from waiting import eventually
 
 from lightning_dlrover.data import Shard, files, parquet, stream
 from lightning_dlrover.data.dataset import Positions
 from lightning_dlrover.data.lane_plan import BLOCK_BYTES, CYCLE, MIN_SLOTS, Layout
 from lightning_dlrover.data.parquet_source import PAGE_ROWS, PIECES_BYTES
 from lightning_dlrover.live.loader import ElasticLoader
+from tests.support.waiting import eventually
 
 PARTS = ("schedules", "content", "speed", "seek", "memory", "plan", "auc")
 SLOW_PARTS = ("memory", "auc")

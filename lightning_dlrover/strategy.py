@@ -359,6 +359,8 @@ class DLRoverStrategy(LiveStrategy):
                 self.unread_checkpoint = int(checkpoint["global_step"]), absolute(checkpoint_path)
         if self._job is not None:
             start = checkpoint.get("dlrover", {})
+            if "sequences" in start:  # the key in checkpoints of earlier commits
+                start["iterables"] = start.pop("sequences")
             self._job.start_workers = start.get("start_workers", self._job.start_workers)
             self._job.lane_workers = start.get("lane_workers", self._job.lane_workers)
             if self.live is not None and self._lightning_trainer.state.fn == TrainerFn.FITTING:  # others train no rows
@@ -400,7 +402,7 @@ class DLRoverStrategy(LiveStrategy):
                 "start_workers": self._job.start_workers,
                 "lane_workers": self._job.lane_workers,
                 "streams": live.loaders.positions_in_streams if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
-                "sequences": live.loaders.places_in_sequences if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
+                "iterables": live.loaders.places_in_iterables if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
                 "orders": live.loaders.orders if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
             }
             if "optimizer_states" in checkpoint:

@@ -1,6 +1,6 @@
 """Features of Lightning scripts in jobs that change: the source of docs/reference/compatibility.md and compatibility_models.md.
 
-`python tests/compatibility.py` writes both pages. A test compares them, and checks that each named test exists.
+`python -m tests.compatibility` writes both pages. A test compares them, and checks that each named test exists.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from versions import Result, results
+from tests.versions import Result, results
 
 __all__ = ["FOLDER", "ROWS", "Row", "render"]
 
@@ -652,7 +652,7 @@ LEGEND = """
 *Refused*: the error gives the reason and the next step, when the Trainer starts or where the script does it.
 *Warned*: one line in the log.
 """
-MARK = "<!-- Written by `python tests/compatibility.py` from the table in that file. -->"
+MARK = "<!-- Written by `python -m tests.compatibility` from the table in that file. -->"
 
 
 def render(rows: list[Row], tested: list[Result]) -> dict[str, str]:

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from leaks import Held, left_behind, mark_descendants
-from warm_tree import FreshNursery
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.support.leaks import Held, left_behind, mark_descendants
+from tests.support.warm_tree import FreshNursery
 
 TESTS = Path(__file__).parent
 CHECKED_FOR_LEAKS = {
@@ -28,6 +28,9 @@ CHECKED_FOR_LEAKS = {
     *("tables", "tuning", "test_straggler_reports.py", "test_watchdog.py"),
 }
 """Folders, and files outside of folders, of tests that must leave nothing behind."""
+
+# Scripts that tests start import their helpers as tests do.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS.parent), os.environ.get("PYTHONPATH")]))
 
 # Keep the user's own history from warm-starting or recording the jobs of tests.
 os.environ["DLROVER_HISTORY"] = "off"
@@ -144,7 +147,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class Scheduling(LoadScopeScheduling):
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             return file if file.removeprefix("tests/") in TOGETHER else nodeid
@@ -158,7 +161,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
         def _has_role(self, node: Any) -> bool:
             num_roles = (self.numnodes >= MIN_FILLED) + (self.numnodes >= MIN_PATIENT)
-            return self._place_from_end(node) <= num_roles
+            return bool(self._place_from_end(node) <= num_roles)
 
         def _place_from_end(self, node: Any) -> int:
             return int(self.numnodes - int(node.gateway.id.removeprefix("gw")))
@@ -194,7 +197,7 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[None]:
     """The process that forks workers, with all that they import. It is the only one of a test process, as it takes seconds."""
-    import harness
+    from tests.e2e import harness
 
     harness.start_fork_server()
     yield

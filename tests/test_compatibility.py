@@ -8,10 +8,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from compatibility import FOLDER, ROWS, Row, render
-from versions import results
 
 from lightning_dlrover.private_names import TESTED, minor
+from tests.compatibility import FOLDER, ROWS, Row, render
+from tests.versions import results
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,7 +24,7 @@ def functions_of(path: Path) -> dict[str, ast.FunctionDef]:
 
 def test_pages_are_written_from_the_table() -> None:
     pages = render(ROWS, results())
-    assert {name: (FOLDER / name).read_text() for name in pages} == pages, "write them again: python tests/compatibility.py"
+    assert {name: (FOLDER / name).read_text() for name in pages} == pages, "write them again: python -m tests.compatibility"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.feature)

@@ -9,12 +9,12 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from quiet_trainer import quiet_trainer
 from torch import Tensor, fx, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 from lightning_dlrover.tuning.profiler import Descriptors
+from tests.support.quiet_trainer import quiet_trainer
 
 Place = Literal["nowhere", "function", "full_graph", "submodule", "submodule_in_place", "model", "module"]
 """Place at which a script uses `torch.compile`."""

@@ -12,8 +12,9 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
-from leaks import Held, left_behind
-from warm_process import WarmProcess, run_code
+
+from tests.support.leaks import Held, left_behind
+from tests.support.warm_process import WarmProcess, run_code
 
 
 def test_thread_is_left_behind_until_it_ends() -> None:

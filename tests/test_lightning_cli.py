@@ -9,10 +9,10 @@ from typing import Any
 
 import lightning as L
 import pytest
-from live_parts import BETWEEN, a_formation, hellos
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 from lightning_dlrover.live import training
+from tests.support.live_parts import BETWEEN, a_formation, hellos
 
 pytest.importorskip("jsonargparse", reason="LightningCLI needs it")
 

@@ -13,7 +13,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
-from quiet_trainer import quiet_trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,6 +21,7 @@ import lightning_dlrover
 from lightning_dlrover import DLRoverStrategy
 from lightning_dlrover.live.training import JobSession
 from lightning_dlrover.tuning.profiler import HostMark
+from tests.support.quiet_trainer import quiet_trainer
 
 JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "a"}
 

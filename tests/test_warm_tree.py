@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from warm_process import WarmProcess
-from warm_tree import run_program
+
+from tests.support.warm_process import WarmProcess
+from tests.support.warm_tree import run_program
 
 PARENT = """
 import json, os, signal, subprocess, sys

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from windows import MIB
-from windows import memory_window as window
 
 from lightning_dlrover import watchdog
 from lightning_dlrover.rdzv.job.events import Event, MemoryShort, RoundFormed, events_of, record_of
 from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, NodesRecord, Notice, PlanRecord
 from lightning_dlrover.rdzv.membership.rounds import WorkerView
 from lightning_dlrover.watchdog import DEFAULT_LEAD_S, _GilWatch, _Memory
+from tests.support.windows import MIB
+from tests.support.windows import memory_window as window
 
 JOB = JobRecord(phase="training", live=True, min_workers=1, max_workers=3, version="1")
 WINDOW = replace(window(0, 0.0), num_workers=1, local_batch=64)

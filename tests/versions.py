@@ -11,7 +11,7 @@ One line for each environment, and a last one with the number of environments th
     torch-2.15 python=3.11.7 torch=2.15.0 lightning=2.6.6 torchrec=none passed=312 of=312 seconds=240
     passed=10 of=10
 
-Results are kept in `tests/versions.json`, and `python tests/compatibility.py` writes them into docs/reference/compatibility.md.
+Results are kept in `tests/versions.json`, and `python -m tests.compatibility` writes them into docs/reference/compatibility.md.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from lightning_dlrover.data.lane_plan import BLOCK_ROWS, CYCLES, MIN_SLOTS, LanePlan, Layout, Piece, share
 from lightning_dlrover.data.reader import LaneReader, ReadingThreads
 from lightning_dlrover.data.rows import prepare_default_collate
-from lightning_dlrover.data.source import DataError, LeftOut, Ranges, Shard, Source, WindowedSource, Windows, WithLeftOut
+from lightning_dlrover.data.source import DataError, Ranges, Shard, SkippedRange, Source, WindowedSource, Windows, WithSkipped
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ OBJECTS_PER_BLOCK = 128
 MIN_LANE_ROWS = 65_536
 """Minimum rows of a lane, unless workers need more lanes. Where a lane begins, part of a row group is decoded in vain."""
 
-OF_A_PROCESS = ("_readers", "_reading_threads", "_left_out", "_pid")
+OF_A_PROCESS = ("_readers", "_reading_threads", "_skipped", "_pid")
 """Attributes that belong to one process and are not pickled."""
 
 MAX_THREADS = 1024
@@ -161,7 +161,7 @@ class Stream(Dataset[Any]):
     def _forget_readers(self) -> None:
         self._readers: OrderedDict[tuple[Any, ...], LaneReader] = OrderedDict()
         self._reading_threads: ReadingThreads | None = None
-        self._left_out: dict[LeftOut, None] = {}
+        self._skipped: dict[SkippedRange, None] = {}
         self._pid = os.getpid()
 
     # --- shards and their order ---
@@ -422,8 +422,8 @@ class Stream(Dataset[Any]):
         reader = self._reader(seed, layout, window)
         pieces: list[Piece] = [piece for start, stop in ranges for piece in reader.plan.pieces(start, stop)]
         rows = reader.read(pieces)
-        self._left_out |= reader.left_out
-        reader.left_out.clear()
+        self._skipped |= reader.skipped
+        reader.skipped.clear()
         if not rows:
             raise DataError(
                 f"{self.source!r:.120}: none of the {sum(b - a for a, b in ranges)} rows of a worker's share of a batch can be "
@@ -446,10 +446,10 @@ class Stream(Dataset[Any]):
             )
         return samples
 
-    def take_left_out(self) -> tuple[LeftOut, ...]:
-        """Return rows that could not be read, of the blocks that samples were taken from since the last call."""
-        found = tuple(self._left_out)
-        self._left_out.clear()
+    def take_skipped(self) -> tuple[SkippedRange, ...]:
+        """Return the skipped rows of the blocks that samples were taken from since the last call."""
+        found = tuple(self._skipped)
+        self._skipped.clear()
         return found
 
     def _reader(self, seed: int, layout: Layout, window: tuple[tuple[str, int, int], ...] | None) -> LaneReader:
@@ -534,7 +534,7 @@ def _name(function: object) -> str:
 
 
 class StreamCollate:
-    """A collate function for a stream: the batch of the user's function, `WithLeftOut` if rows were left out.
+    """A collate function for a stream: the batch of the user's function, `WithSkipped` if rows were skipped.
 
     Args:
         inner: the user's collate function.
@@ -549,5 +549,5 @@ class StreamCollate:
         if isinstance(samples, Opened):
             return None
         batch = self._inner(samples)
-        left_out = self._dataset.take_left_out()
-        return WithLeftOut(batch, left_out) if left_out else batch
+        skipped = self._dataset.take_skipped()
+        return WithSkipped(batch, skipped) if skipped else batch

@@ -407,7 +407,7 @@ class _UsersInit:
 
     def __call__(self, worker_id: int) -> None:
         info = get_worker_info()
-        if info is not None and isinstance(info.dataset, SequenceReader):
+        if info is not None and isinstance(info.dataset, IterableReader):
             # WorkerInfo refuses plain assignment.
             object.__setattr__(info, "dataset", info.dataset.dataset)
         self._inner(worker_id)
@@ -427,7 +427,7 @@ def the_only(items: Sequence[Any]) -> Any:
     return item
 
 
-class SequenceReader(Dataset[Any]):
+class IterableReader(Dataset[Any]):
     """A dataset that answers requests for rows of an `IterableDataset`.
 
     Args:
@@ -665,7 +665,7 @@ def advice_for_joiners(dataset: object) -> str:
     )
 
 
-def reading_loader(loader: DataLoader[Any], reader: SequenceReader, batches: Sequence[Any] = ()) -> DataLoader[Any]:
+def reading_loader(loader: DataLoader[Any], reader: IterableReader, batches: Sequence[Any] = ()) -> DataLoader[Any]:
     """Return a loader of `Fetched` batches with the user's settings, read by this process or by one loader worker."""
     num_workers = min(1, loader.num_workers)
     return DataLoader(

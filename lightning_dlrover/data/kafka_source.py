@@ -42,7 +42,7 @@ DEFAULTS = {
 OWN_SETTINGS = {
     "enable.auto.commit": False,
     "enable.auto.offset.store": False,
-    "auto.offset.reset": "error",  # any other value would leave messages out without a word
+    "auto.offset.reset": "error",  # any other value would skip messages silently
     "enable.partition.eof": True,
 }
 """Settings that no `config` may change: each row is read exactly once because of them."""
@@ -203,7 +203,7 @@ class KafkaConsumer:
         if offset < low:
             raise DataError(
                 f"{name_of(topic, partition)}: the messages from offset {offset} to {low - 1} are gone from {self.servers}: "
-                "the topic's retention has deleted them before they were trained, and they are not left out without a word. "
+                "the topic's retention has deleted them before they were trained, and they are never skipped silently. "
                 "Raise the retention (retention.ms, retention.bytes), and start a new job that begins where messages are left"
             )
 
@@ -488,7 +488,7 @@ class Kafka:
             where = f"the message at offset {message.offset()} of {name_of(message.topic(), message.partition())}"
             kind = "has no value (a tombstone)" if message.value() is None else "cannot be decoded"
             raise DataError(
-                f"{where} {kind}: {type(error).__name__}: {error}. Leave such messages out with kafka(..., on_error='skip'), "
+                f"{where} {kind}: {type(error).__name__}: {error}. Skip such messages with kafka(..., on_error='skip'), "
                 "which counts them, or let value= return a row that gets weight 0 in the loss"
             ) from error
 

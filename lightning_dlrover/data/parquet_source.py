@@ -402,7 +402,7 @@ class Parquet:
             where = f"row group {number} of {shard.key} (rows from {max(done, skip)} of its {num_rows})"
             if self._on_error == "raise":
                 raise DataError(
-                    f"{where} cannot be read: {str(error).splitlines()[0]}. Write the file again, or leave such rows out with "
+                    f"{where} cannot be read: {str(error).splitlines()[0]}. Write the file again, or skip such rows with "
                     "parquet(..., on_error='skip'), which counts them"
                 ) from error
             yield Skipped(left, f"{where}: {str(error).splitlines()[0]}")

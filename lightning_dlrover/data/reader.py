@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from lightning_dlrover.data.lane_plan import BLOCK_BYTES, LanePlan, Piece
 from lightning_dlrover.data.rows import Block, Rows, own_copies
-from lightning_dlrover.data.source import DataError, LeftOut, Shard, Skipped, Source
+from lightning_dlrover.data.source import DataError, Shard, Skipped, SkippedRange, Source
 
 # Threads that read blocks of lanes before they are asked for, and when a lane's next block is due.
 
@@ -86,7 +86,7 @@ def _before_fork() -> None:
 log = logging.getLogger(__name__)
 
 MAX_NAMED = 100
-"""Ranges of rows of one block that are named as left out. They travel with each batch."""
+"""Ranges of rows of one block that are named as skipped. They travel with each batch."""
 
 MAX_BYTES = 2**30
 """Bytes of all lanes of a process beyond which those close their cursors that hold much, and open them for the next block."""
@@ -139,7 +139,7 @@ class _Loaded:
 
     rows: Block | list[Any]
     starts: npt.NDArray[np.int64] | None = None  # where each row of the block is in `rows`; None: nothing was skipped
-    left_out: tuple[LeftOut, ...] = ()  # rows of the block that could not be read
+    skipped: tuple[SkippedRange, ...] = ()  # rows of the block that could not be read
 
 
 class _Lane:
@@ -179,7 +179,7 @@ class LaneReader:
         threads: threads that read blocks ahead; None: a block is read when its first row is asked for.
 
     Attributes:
-        left_out: rows that could not be read, of the blocks that `read` has taken rows from. Its user clears it.
+        skipped: rows that could not be read, of the blocks that `read` has taken rows from. Its user clears it.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class LaneReader:
         self._num_lanes = 0  # about how many lanes this process reads
         # Bytes that a cursor holds behind its block, of sources that can read them again.
         self._held_bytes: Callable[[Shard], int] = getattr(source, "held_bytes", lambda _: 0)
-        self.left_out: dict[LeftOut, None] = {}
+        self.skipped: dict[SkippedRange, None] = {}
         self._num_skipped: Counter[tuple[str, bool]] = Counter()  # by shard and whether these numbers have rows
         self._source = source
         self._shards = shards
@@ -221,8 +221,7 @@ class LaneReader:
                 stop = min(piece.stop, end)
                 a, b = first - begin, stop - begin
                 loaded = lane.loaded
-                if loaded.left_out:
-                    self.left_out.update(dict.fromkeys(loaded.left_out))
+                self.skipped.update(dict.fromkeys(loaded.skipped))
                 if loaded.starts is not None:
                     a, b = int(loaded.starts[a]), int(loaded.starts[b])
                 if isinstance(loaded.rows, Block):
@@ -290,9 +289,9 @@ class LaneReader:
     def _loaded(self, lane: _Lane, number: int, block: int) -> _Loaded:
         """Read a block. One thread at a time does so for a lane."""
         first, stop = self.plan.block(number, block)
-        skipped: Counter[tuple[str, bool]] = Counter()  # rows, by shard and whether these numbers have rows
+        num_skipped: Counter[tuple[str, bool]] = Counter()  # rows, by shard and whether these numbers have rows
         reasons: dict[tuple[str, bool], str] = {}  # of the first ones: those of messages may all differ
-        left_out: list[LeftOut] = []
+        skipped: list[SkippedRange] = []
         is_there: list[npt.NDArray[np.bool_]] = []  # flags of the rows that could be read
         parts = _Parts(stop - first)
         for shard, row, item in self._items(lane, number, first, stop):
@@ -300,13 +299,13 @@ class LaneReader:
             is_there.append(np.full(_length(item), not is_skipped))
             if is_skipped:
                 kind = self._shards[shard].key, item.are_rows
-                skipped[kind] += item.rows
+                num_skipped[kind] += item.rows
                 reasons.setdefault(kind, item.reason)
                 if item.are_rows:
-                    self._name(left_out, shard, row, item)
+                    self._name(skipped, shard, row, item)
             else:
                 parts.add(self._shards[shard], item)
-        for kind, num_rows in skipped.items():
+        for kind, num_rows in num_skipped.items():
             before = self._num_skipped[kind]
             self._num_skipped[kind] = found = before + num_rows
             if found.bit_length() > before.bit_length():  # whenever the number has doubled: blocks may be small
@@ -315,20 +314,19 @@ class LaneReader:
         if held and max(self._num_lanes, len(self._lanes)) * (BLOCK_BYTES + held) > MAX_BYTES:
             lane.close_cursor()
         order, starts = self.plan.order(number, block), None
-        if skipped:
+        if num_skipped:
             starts, order = _without_skipped(np.concatenate(is_there), order)
-        return _Loaded(parts.joined(order), starts, tuple(left_out))
+        return _Loaded(parts.joined(order), starts, tuple(skipped))
 
-    def _name(self, left_out: list[LeftOut], number: int, row: int, skipped: Skipped) -> None:
+    def _name(self, skipped: list[SkippedRange], number: int, row: int, item: Skipped) -> None:
         """Add rows of a shard that come after those in the list."""
-        shard, last = self._shards[number], left_out[-1] if left_out else None
+        shard, last = self._shards[number], skipped[-1] if skipped else None
         first = shard.number_of_first_row + row
         if last is not None and (last.shard, last.stop) == (number, first):
-            left_out[-1] = last._replace(stop=first + skipped.rows)
-        elif len(left_out) < MAX_NAMED:
-            left_out.append(LeftOut(number, shard.key, first, first + skipped.rows, skipped.reason))
-        elif len(left_out) == MAX_NAMED:
-            left_out.append(LeftOut(number, shard.key, first, first, skipped.reason))
+            skipped[-1] = last._replace(stop=first + item.rows)
+        elif len(skipped) <= MAX_NAMED:
+            stop = first + item.rows if len(skipped) < MAX_NAMED else first  # the one beyond names none, see `is_cut_short`
+            skipped.append(SkippedRange(number, shard.key, first, stop, item.reason))
 
     def _items(self, lane: _Lane, number: int, first: int, stop: int) -> Iterator[tuple[int, int, Any]]:
         """Yield the source's items for these rows of a lane: number of the shard, number of the first row in it, item."""

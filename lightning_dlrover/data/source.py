@@ -1,4 +1,4 @@
-"""Sources of rows: shards, rows that were skipped or left out, and the windows in which a stream without end is read."""
+"""Sources of rows: shards, skipped rows, and the windows in which a stream without end is read."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Skipped:
-    """Rows that `read` leaves out because they cannot be read; it yields this in their place.
+    """Rows that cannot be read; `read` yields this in their place.
 
     Example:
         >>> def read(lines):
@@ -148,8 +148,8 @@ class WindowedSource(Source, Protocol):
 # when workers change, are named again with the batch in its place.
 
 
-class LeftOut(NamedTuple):
-    """Consecutive rows of a shard that are left out of batches."""
+class SkippedRange(NamedTuple):
+    """Consecutive rows of a shard that are skipped."""
 
     shard: int  # number of the shard
     key: str  # its name
@@ -162,11 +162,11 @@ class LeftOut(NamedTuple):
         return self.first == self.stop
 
 
-class WithLeftOut(NamedTuple):
-    """A batch, and the rows left out of its blocks. A named tuple, as a DataLoader pins the memory of its parts."""
+class WithSkipped(NamedTuple):
+    """A batch, and the skipped rows of its blocks. A named tuple, as a DataLoader pins the memory of its parts."""
 
     batch: Any
-    left_out: tuple[LeftOut, ...]
+    skipped: tuple[SkippedRange, ...]
 
 
 # Fix the rows of each window of a source, once for all its readers.

@@ -26,11 +26,11 @@ from torch.utils.data import SubsetRandomSampler
 from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.live import lightning_adapter
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.order import HandedOut, SequenceOrder, SequenceSettings, StreamOrder
-from lightning_dlrover.rdzv.job.events import SequenceOpened, StreamOpened
+from lightning_dlrover.live.order import HandedOut, IterableOrder, IterableSettings, StreamOrder
+from lightning_dlrover.rdzv.job.events import IterableOpened, StreamOpened
 from lightning_dlrover.rdzv.membership.member import MembershipError
 from lightning_dlrover.rdzv.transport import transfer
-from lightning_dlrover.report.streams import described, described_sequence
+from lightning_dlrover.report.streams import described, described_iterable
 
 if TYPE_CHECKING:
     import lightning as L
@@ -212,7 +212,7 @@ def fingerprint_data(
 
 
 def _fingerprint_of(loader: ElasticLoader, compare_samples: bool) -> LoaderFingerprint:
-    if loader.sequence is not None:  # its rows are compared as they are read, see `compare_next_batches`
+    if loader.iterable is not None:  # its rows are compared as they are read, see `compare_next_batches`
         return LoaderFingerprint(UNCOUNTED, [], loader.order.shards)
     if isinstance(loader.order, StreamOrder) and loader.order.grows:
         # The rows are fixed by a record, and those of the first window may be gone by now.
@@ -485,10 +485,10 @@ def _accumulated(trainer: L.Trainer) -> int:
 
 def settings_for(
     trainer: Any, training: bool, global_batch_size: int, max_catch_up_s: float, compare_data: bool
-) -> SequenceSettings:
+) -> IterableSettings:
     """Return how a loader of a Trainer reads its `IterableDataset`."""
     limit = trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
-    settings = SequenceSettings(
+    settings = IterableSettings(
         max_catch_up_s=max_catch_up_s,
         max_rows=limit * global_batch_size if isinstance(limit, int) and not isinstance(limit, bool) else None,
         describe=described_row,
@@ -505,14 +505,14 @@ def settings_for(
     )
 
 
-def sequences_of(loaders: Sequence[ElasticLoader]) -> list[SequenceOrder]:
-    return [loader.sequence for loader in loaders if loader.sequence is not None]
+def iterables_of(loaders: Sequence[ElasticLoader]) -> list[IterableOrder]:
+    return [loader.iterable for loader in loaders if loader.iterable is not None]
 
 
 # --- on record -------------------------------------------------------------------------------------------------------------
 
 
-def opened_sequences(loaders: Sequence[ElasticLoader], fit: int) -> list[tuple[SequenceOpened, str]]:
+def opened_iterables(loaders: Sequence[ElasticLoader], fit: int) -> list[tuple[IterableOpened, str]]:
     """Return the records of the training loaders that read an `IterableDataset`, and log what is guaranteed.
 
     Args:
@@ -520,10 +520,10 @@ def opened_sequences(loaders: Sequence[ElasticLoader], fit: int) -> list[tuple[S
     """
     found = []
     for number, loader in enumerate(loaders):
-        if (order := loader.sequence) is None:
+        if (order := loader.iterable) is None:
             continue
-        opened = SequenceOpened(fit, number, order.name, order.is_stateful, order.settings.max_catch_up_s)
-        text = f"reads {described_sequence(opened)}"
+        opened = IterableOpened(fit, number, order.name, order.is_stateful, order.settings.max_catch_up_s)
+        text = f"reads {described_iterable(opened)}"
         log.info("%s", text)
         found.append((opened, text))
         if order.unused_loader_workers:
@@ -540,7 +540,7 @@ def opened_sequences(loaders: Sequence[ElasticLoader], fit: int) -> list[tuple[S
 
 def digest(loaders: Sequence[ElasticLoader]) -> int:
     """Return a number below 2 ** 56, equal on workers that have seen the same batches since the last call."""
-    seen = [order.begin_vote() for order in sequences_of(loaders)]
+    seen = [order.begin_vote() for order in iterables_of(loaders)]
     return int.from_bytes(hashlib.sha256(repr(seen).encode()).digest()[:7], "big") if any(seen) else 0
 
 
@@ -550,7 +550,7 @@ def refuse_different_rows(loaders: Sequence[ElasticLoader]) -> None:
     Raises:
         MembershipError: two workers have seen different rows, on all workers.
     """
-    orders = sequences_of(loaders)
+    orders = iterables_of(loaders)
     if not orders:
         return
     of_ranks = transfer.all_gather([[tuple(each) for each in order.in_vote] for order in orders])
@@ -570,7 +570,7 @@ def compare_next_batches(loaders: Sequence[ElasticLoader], round_: Round, joinin
         MembershipError: this worker joins with other rows, or the workers that have the state differ.
         DataError: this worker joins, and would need too long to read up to the others.
     """
-    orders, size, rank = sequences_of(loaders), round_.size, round_.rank
+    orders, size, rank = iterables_of(loaders), round_.size, round_.rank
     if not orders or size == 1:
         return
     for order in orders:
@@ -583,12 +583,12 @@ def compare_next_batches(loaders: Sequence[ElasticLoader], round_: Round, joinin
         if (other in joining_ranks) and other != rank:
             continue
         for loader, ours, theirs in zip(loaders, of_ranks[standing], of_ranks[other], strict=True):
-            if loader.sequence is None or ours is None or theirs is None:
+            if loader.iterable is None or ours is None or theirs is None:
                 continue
             if found := _difference_of_batches([HandedOut(*ours)], [HandedOut(*theirs)]):
                 names = f"rank {standing}", "this worker" if other == rank else f"rank {other}"
                 end = "The job goes on without this worker" if other in joining_ranks else "The job ends"
-                raise MembershipError(f"{_text(loader.sequence, found, *names)}. {end}")
+                raise MembershipError(f"{_text(loader.iterable, found, *names)}. {end}")
 
 
 def _difference_of_batches(mine: Sequence[HandedOut], theirs: Sequence[HandedOut]) -> str:
@@ -617,7 +617,7 @@ def _brief_row(first: Any) -> str:
     return f"{kind} {[x for array in arrays for x in array[1:] or array][:4]}"
 
 
-def _text(order: SequenceOrder, found: str, one: str, other: str) -> str:
+def _text(order: IterableOrder, found: str, one: str, other: str) -> str:
     return (
         f"{order.name} gives workers different rows: {found % (one, other)}. A live job splits each batch over the workers by "
         "itself, so every worker must read all rows in the same order. Let the dataset split nothing by rank, node or world "

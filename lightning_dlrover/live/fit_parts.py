@@ -25,7 +25,7 @@ from lightning_dlrover.live.data_agreement import (
     DataFingerprint,
     compare_next_batches,
     fingerprint_data,
-    opened_sequences,
+    opened_iterables,
     opened_streams,
     refuse_other_data,
     sentence,
@@ -403,8 +403,8 @@ class DataOfFit:
             loaders, number = self._batches.all, self._position.fit
             for opened in opened_streams(self._trainer.lightning, loaders, number, begins_epoch):
                 self._job.event(opened, sentence(opened))
-            for sequence, text in opened_sequences(loaders, number):
-                self._job.event(sequence, text)
+            for iterable, text in opened_iterables(loaders, number):
+                self._job.event(iterable, text)
 
     def compare_next_batches(self, joining: Sequence[str] = ()) -> None:
         """Make sure that all workers read the same rows of an `IterableDataset`.

@@ -194,7 +194,7 @@ class JobState:
     def restore(self, received: TrainerState, *, enters_epoch: bool = False, joins: bool = False) -> None:
         """Bring this worker to a state that a `message` has brought."""
         trainer, loaders, position = self._trainer.lightning, self._batches, self._position
-        batches_per_epoch = len(loaders.first) if loaders.first.sequence is None else UNKNOWN
+        batches_per_epoch = len(loaders.first) if loaders.first.iterable is None else UNKNOWN
         place = received.loaders[0].epoch * batches_per_epoch + received.loaders[0].cursor, position.rank
         restore(trainer, self._trainer.strategy, loaders.all, received, place, enters_epoch=enters_epoch, joins=joins)
         reset_metrics(trainer.lightning_module)

@@ -20,34 +20,34 @@ from lightning_dlrover.checks import batching_of
 from lightning_dlrover.data.dataset import Positions, Stream
 from lightning_dlrover.data.iterable import Fetched, Snapshot, the_only
 from lightning_dlrover.data.lane_plan import Layout
-from lightning_dlrover.data.source import DataError, LeftOut, WithLeftOut
+from lightning_dlrover.data.source import DataError, SkippedRange, WithSkipped
 from lightning_dlrover.live.loader_workers import LoaderWorkers
 from lightning_dlrover.live.order import (
     ALONE,
     EpochOrder,
     HandedOut,
+    IterableOrder,
+    IterableSettings,
     Peers,
     SampleOrder,
-    SequenceOrder,
-    SequenceSettings,
     Split,
     StreamOrder,
 )
 from lightning_dlrover.rdzv.job.events import RowsSkipped
 from lightning_dlrover.report.streams import merged
 
-# Collect the rows that one loader's batches of a stream leave out.
+# Collect the rows that one loader's batches of a stream skip.
 
 MAX_LISTED = 500
 """Ranges of rows that one worker puts on record for a loader. A damaged store, or a compacted topic, has any number of them."""
 
 
 class SkippedRows:
-    """Rows that one loader's batches leave out. Each is news once, however many batches and epochs have it."""
+    """Rows that one loader's batches skip. Each is news once, however many batches and epochs have it."""
 
     def __init__(self) -> None:
         self._known: dict[int, list[tuple[int, int]]] = {}  # ranges of rows by shard
-        self._news: dict[int, list[LeftOut]] = {}
+        self._news: dict[int, list[SkippedRange]] = {}
         self._num_listed = 0
         self._is_cut_short = False  # whether a record has told that further rows are not listed
 
@@ -55,7 +55,7 @@ class SkippedRows:
     def has_news(self) -> bool:
         return bool(self._news)
 
-    def add(self, found: Iterable[LeftOut]) -> None:
+    def add(self, found: Iterable[SkippedRange]) -> None:
         for each in found:
             known = self._known.setdefault(each.shard, [])
             if not self._is_cut_short if each.is_cut_short else _added(known, each.first, each.stop):
@@ -101,7 +101,7 @@ NOT_FORWARDED = ("state_dict", "load_state_dict")
 """Attributes that Lightning looks for but must not find: nothing is ever fetched from the user's loader, so it has no state."""
 
 
-_KINDS = {SampleOrder: "map-style dataset", StreamOrder: "stream", SequenceOrder: "IterableDataset"}
+_KINDS = {SampleOrder: "map-style dataset", StreamOrder: "stream", IterableOrder: "IterableDataset"}
 
 EVALUATION_SEED = 0
 """Seed of the orders of validation and test data, alike on all workers without a word between them."""
@@ -150,7 +150,7 @@ class ElasticLoader:
         before_next: called before every fetch; may change rank, size, cursor and state.
         peers: the workers that share the batches.
         max_workers: maximum number of workers in the job.
-        sequence: how an `IterableDataset` is read.
+        iterable: how an `IterableDataset` is read.
 
     Raises:
         UnsupportedLoaderError: see `checks.batching_of`.
@@ -164,7 +164,7 @@ class ElasticLoader:
         before_next: Callable[[ElasticLoader], None] | None = None,
         peers: Peers = ALONE,
         max_workers: int = 1,
-        sequence: SequenceSettings | None = None,
+        iterable: IterableSettings | None = None,
     ) -> None:
         batching = batching_of(loader)
         self._batch_sampler = _BatchSamplerView(self, loader.batch_sampler)
@@ -175,12 +175,12 @@ class ElasticLoader:
         self.cursor = 0
         self.wait_s = 0.0  # seconds that the last `next` spent waiting for data
         self.skipped = SkippedRows()  # rows of a stream that could not be read
-        self.order: SampleOrder | StreamOrder | SequenceOrder
-        self.sequence: SequenceOrder | None = None  # the order of an `IterableDataset`
+        self.order: SampleOrder | StreamOrder | IterableOrder
+        self.iterable: IterableOrder | None = None  # the order of an `IterableDataset`
         reading = loader
         if isinstance(loader.dataset, IterableDataset):
-            self.sequence = self.order = SequenceOrder(
-                loader, self, training, batching.drop_last, sequence or SequenceSettings()
+            self.iterable = self.order = IterableOrder(
+                loader, self, training, batching.drop_last, iterable or IterableSettings()
             )
             reading = self.order.reading_loader
         elif isinstance(loader.dataset, Stream):
@@ -258,7 +258,7 @@ class ElasticLoader:
         Raises:
             TypeError: it is not known, as for any training loader of an `IterableDataset` without a length.
         """
-        if self.sequence is not None and self._training:
+        if self.iterable is not None and self._training:
             num_rows = len(self.dataset)
             return num_rows // self.global_batch_size if self._batching.drop_last else -(-num_rows // self.global_batch_size)
         return self.split.max_batches
@@ -272,8 +272,8 @@ class ElasticLoader:
         self.cursor = 0
         self._dealt = self._peeked = None
         self.workers.discard()
-        if self.sequence is not None:
-            self.sequence.settings.before_iter()
+        if self.iterable is not None:
+            self.iterable.settings.before_iter()
         self.global_rank, self.world_size = self._peers.place
         if not self._training:
             self.order.forget()  # a joiner must take part when a user's sampler is materialised
@@ -289,8 +289,8 @@ class ElasticLoader:
             batch = self.refetch()
         finally:
             self.wait_s = time.perf_counter() - started
-        if self.sequence is not None and self.cursor >= self.num_epoch_batches:
-            self.sequence.settings.at_end()
+        if self.iterable is not None and self.cursor >= self.num_epoch_batches:
+            self.iterable.settings.at_end()
         return batch
 
     # --- the strategy's interface -------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ class ElasticLoader:
     @property
     def num_epoch_batches(self) -> int:
         """Batches of the Trainer's epoch, up to which the cursor counts. Another loader may decide the number."""
-        if self.sequence is not None and self._training:
+        if self.iterable is not None and self._training:
             return self.split.end  # the largest number possible while the end is not known
         return len(self) if self._epoch_batches is None else self._epoch_batches
 
@@ -330,8 +330,8 @@ class ElasticLoader:
 
     def shares(self, first_batch: int) -> Iterator[Sequence[int]]:
         """Yield this worker's sample indices of each batch from `first_batch` on."""
-        if self.sequence is not None and self._training:
-            yield from self.sequence.requests(first_batch)
+        if self.iterable is not None and self._training:
+            yield from self.iterable.requests(first_batch)
         elif self._dealt is None:
             for batch, indices in enumerate(self.split.shares(first_batch, self._order_of), first_batch):
                 yield self._with_lanes_ahead(indices, batch) if isinstance(indices, Positions) else indices
@@ -392,8 +392,8 @@ class ElasticLoader:
         Args:
             cycles: whether the loader begins again after its own batches. Otherwise it only counts on.
         """
-        cycles = cycles and self.sequence is None
-        if self.sequence is None and (num_batches, cycles) != (self._epoch_batches, self._cycles):
+        cycles = cycles and self.iterable is None
+        if self.iterable is None and (num_batches, cycles) != (self._epoch_batches, self._cycles):
             self._discard()  # prepared batches end where the epoch ended before
         self._epoch_batches, self._cycles = num_batches, cycles
         if isinstance(self.order, SampleOrder):
@@ -414,7 +414,7 @@ class ElasticLoader:
 
     def prepare_next(self) -> None:
         """Let loader workers prepare the next batch, which takes time after a change of the split, while the caller goes on."""
-        if self.sequence is None and not self.order.needs_others(self.epoch) and self.cursor < self._end:
+        if self.iterable is None and not self.order.needs_others(self.epoch) and self.cursor < self._end:
             self.workers.begin(self.cursor)
 
     def refetch(self) -> Any:
@@ -431,32 +431,32 @@ class ElasticLoader:
             raise StopIteration
         self.cursor += 1
         # The process that reads an `IterableDataset` still has the rows, should a loss repeat this batch.
-        if self.cursor == self._end and not self._loader.persistent_workers and self.sequence is None:
+        if self.cursor == self._end and not self._loader.persistent_workers and self.iterable is None:
             self.close()
         return batch
 
     def peek(self) -> HandedOut | None:
         """Fetch the next batch ahead; return what other workers must see in it. None: there is none to compare."""
-        if self.sequence is None or self.cursor >= self._end:
+        if self.iterable is None or self.cursor >= self._end:
             return None
         fetched = self.workers.fetch(self.cursor)
         assert isinstance(fetched, Fetched)
         assert fetched.facts is not None
         self._peeked = self.cursor, fetched
-        return self.sequence.seen(self.cursor, fetched.facts)
+        return self.iterable.seen(self.cursor, fetched.facts)
 
     def _fetch(self) -> Any:
         peeked, self._peeked = self._peeked, None
         is_next = peeked is not None and peeked[0] == self.cursor
         fetched = peeked[1] if peeked is not None and is_next else self.workers.fetch(self.cursor)
-        if isinstance(fetched, WithLeftOut):
-            self.skipped.add(fetched.left_out)
+        if isinstance(fetched, WithSkipped):
+            self.skipped.add(fetched.skipped)
             return fetched.batch
-        if self.sequence is None:
+        if self.iterable is None:
             return fetched
         assert isinstance(fetched, Fetched)
         if fetched.facts is not None:
-            self.sequence.fetched(self.cursor, fetched.facts)
+            self.iterable.fetched(self.cursor, fetched.facts)
         return fetched.batch
 
     def _discard(self) -> None:
@@ -465,17 +465,17 @@ class ElasticLoader:
 
     def _count_rows(self) -> None:
         """Count the rows of an `IterableDataset` for validation, where its rows are read."""
-        if self.sequence is not None and self.sequence.needs_count:
-            request: Any = self.sequence.count_request
-            (self.sequence.num_counted,) = self.workers.fetch_apart([request], the_only)
+        if self.iterable is not None and self.iterable.needs_count:
+            request: Any = self.iterable.count_request
+            (self.iterable.num_counted,) = self.workers.fetch_apart([request], the_only)
 
     def state(self) -> LoaderState:
         return LoaderState(
             *(self.epoch, self.cursor, self.global_batch_size, self.order.drawn(self.epoch), self.order.seed),
             *(self.order.layout, self.order.window),
-            snapshot=self.sequence.snapshot if self.sequence is not None else None,
-            end=self.sequence.end if self.sequence is not None else None,
-            known=self.sequence.known if self.sequence is not None else None,
+            snapshot=self.iterable.snapshot if self.iterable is not None else None,
+            end=self.iterable.end if self.iterable is not None else None,
+            known=self.iterable.known if self.iterable is not None else None,
         )
 
     @property
@@ -499,13 +499,13 @@ class ElasticLoader:
         return order | ({"num_samples": self.order.num_samples} if isinstance(self.order, SampleOrder) else {})
 
     def resume(
-        self, order: Mapping[str, Any] | None, stream: Mapping[str, Any] | None, sequence: dict[str, Any] | None
+        self, order: Mapping[str, Any] | None, stream: Mapping[str, Any] | None, iterable: dict[str, Any] | None
     ) -> None:
         """Go on at the cursor in the order of a checkpoint.
 
         Args:
-            order, stream, sequence: what the checkpoint has of this loader, as `order_in_checkpoint`, `position_in_stream` and
-                `SequenceOrder.in_checkpoint` return it; None if it has nothing.
+            order, stream, iterable: what the checkpoint has of this loader, as `order_in_checkpoint`, `position_in_stream` and
+                `IterableOrder.in_checkpoint` return it; None if it has nothing.
 
         Raises:
             DataError: it is from inside an epoch, whose next samples this loader would not give.
@@ -527,8 +527,8 @@ class ElasticLoader:
                 )
         if stream is not None and isinstance(self.order, StreamOrder):
             self.order.resume(stream)
-        elif sequence is not None and self.sequence is not None:
-            self.sequence.resume_from(sequence)
+        elif iterable is not None and self.iterable is not None:
+            self.iterable.resume_from(iterable)
         elif "seed" in saved:
             self.order.take_seed(int(saved["seed"]))
         self._discard()
@@ -542,8 +542,8 @@ class ElasticLoader:
         self.order.take_layout(state.layout)
         if state.order is not None:
             self.order.take(state.order, state.epoch)
-        if self.sequence is not None:
-            self.sequence.resume(state.epoch, state.snapshot, state.end, state.known)
+        if self.iterable is not None:
+            self.iterable.resume(state.epoch, state.snapshot, state.end, state.known)
         self._discard()
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_dlrover.checks import UnsupportedLoaderError
 from lightning_dlrover.data.dataset import Stream, StreamCollate
-from lightning_dlrover.data.iterable import SequenceReader
+from lightning_dlrover.data.iterable import IterableReader
 from lightning_dlrover.lightning_compat import default_package, fabric_submodule
 from lightning_dlrover.live.order import Peers
 from lightning_dlrover.rdzv.transport.waits import lack_of_files, warn_of_batches
@@ -360,7 +360,7 @@ class LoaderWorkers:
         if type(self._loader)._get_iterator is not DataLoader._get_iterator:
             self.refusal = f"{type(self._loader).__name__} makes its iterators itself"
             return True
-        if isinstance(self._loader.dataset, SequenceReader):
+        if isinstance(self._loader.dataset, IterableReader):
             # New ones would have to read the epoch from its beginning.
             self.refusal = "an IterableDataset is read by one process from an epoch's first row to its last"
             return True

@@ -24,9 +24,9 @@ from lightning_dlrover.data.iterable import (
     BatchFacts,
     BatchShare,
     EpochKey,
+    IterableReader,
     RowCount,
     RowRanges,
-    SequenceReader,
     Snapshot,
     all_alike,
     describe_nothing,
@@ -634,7 +634,7 @@ class HandedOut(NamedTuple):
     first: Any  # description of its first row
 
 
-class SequenceSource(Protocol):
+class IterableSource(Protocol):
     """A loader's place in its epoch and in the world."""
 
     @property
@@ -656,13 +656,13 @@ def do_nothing() -> None:
 
 
 @dataclass(frozen=True)
-class SequenceSettings:
+class IterableSettings:
     """How a loader of an `IterableDataset` is read.
 
     Args:
         max_catch_up_s: seconds for which others wait for a joiner that has to read what they have read.
         max_rows: rows of a validation after which counting ends; None: no limit.
-        describe, are_alike: see `SequenceReader`.
+        describe, are_alike: see `IterableReader`.
         compares_rows: whether workers compare descriptions of rows. Those by which a state is checked are needed in any case.
         before_iter: called whenever an iterator is asked for.
         at_end: called once the epoch's last batch is about to be handed out.
@@ -677,7 +677,7 @@ class SequenceSettings:
     at_end: Callable[[], None] = do_nothing
 
 
-class SequenceOrder(WithoutWindows):
+class IterableOrder(WithoutWindows):
     """The epochs of one loader of an `IterableDataset`, as `SampleOrder` has those of other datasets.
 
     Args:
@@ -694,11 +694,11 @@ class SequenceOrder(WithoutWindows):
     shards = ""
 
     def __init__(
-        self, loader: DataLoader[Any], source: SequenceSource, training: bool, drop_last: bool, settings: SequenceSettings
+        self, loader: DataLoader[Any], source: IterableSource, training: bool, drop_last: bool, settings: IterableSettings
     ) -> None:
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         self.settings = settings
-        self.reading_loader = reading_loader(loader, SequenceReader(loader.dataset, settings.describe, settings.are_alike))
+        self.reading_loader = reading_loader(loader, IterableReader(loader.dataset, settings.describe, settings.are_alike))
         self.redo_batches = 1
         self.is_catching_up = False
         self.num_counted: int | None = None
@@ -741,7 +741,7 @@ class SequenceOrder(WithoutWindows):
     def fitting_loader_workers(self, wanted: int) -> int:
         return min(1, wanted)
 
-    def of(self, epoch: int, lap: int = 0) -> SequenceOrder:
+    def of(self, epoch: int, lap: int = 0) -> IterableOrder:
         """Return the order of an epoch's counted rows."""
         return self
 

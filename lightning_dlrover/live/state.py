@@ -346,10 +346,10 @@ def restore(
         problem := different_callbacks(monitoring(_callbacks(trainer)), state.running.monitoring, "this worker", "the others")
     ):
         raise StateError(f"{problem}. The job goes on without this worker")
-    sizes = [loader.global_batch_size for loader in loaders if loader.sequence is None]
+    sizes = [loader.global_batch_size for loader in loaders if loader.iterable is None]
     for loader, loader_state in zip(loaders, state.loaders, strict=True):
         loader.load_state(loader_state)
-    has_other_length = sizes != [loader.global_batch_size for loader in loaders if loader.sequence is None]
+    has_other_length = sizes != [loader.global_batch_size for loader in loaders if loader.iterable is None]
     if has_other_length or any(loader.order.grows for loader in loaders):
         lightning_adapter.recount_batches(trainer)  # hooks look at the number of batches
     for part in parts_with_hparams(trainer):

@@ -178,8 +178,8 @@ class TrainLoaders:
         combined, loaders = lightning_adapter.combined_loader(self._trainer.fit_loop), self.all
         assert combined is not None
         for loader in loaders:
-            if loader.sequence is not None:
-                loader.sequence.redo_batches = self._trainer.accumulate_grad_batches + 1
+            if loader.iterable is not None:
+                loader.iterable.redo_batches = self._trainer.accumulate_grad_batches + 1
         if len(loaders) == len(self._known) and all(new is known for new, known in zip(loaders, self._known, strict=True)):
             return
         sizes = [loader.batch_sampler.batch_size for loader in loaders]
@@ -189,7 +189,7 @@ class TrainLoaders:
                 "them the same: leave it out of DLRoverStrategy, then each loader's global batch is its own batch size times "
                 "the workers that the job starts with"
             )
-        if len(loaders) > 1 and (without := next((x.sequence for x in loaders if x.sequence is not None), None)) is not None:
+        if len(loaders) > 1 and (without := next((x.iterable for x in loaders if x.iterable is not None), None)) is not None:
             raise UnsupportedLoaderError(
                 f"there are {len(loaders)} training loaders, one of them of the IterableDataset {without.name}: its end is not "
                 "known before, so the loaders cannot be kept in step when workers join or leave. Use one DataLoader, with a "
@@ -285,7 +285,7 @@ class TrainLoaders:
     @property
     def _global_batches(self) -> list[int]:
         """Global batches of the loaders that know their length."""
-        return [loader.global_batch_size for loader in self.all if loader.sequence is None]
+        return [loader.global_batch_size for loader in self.all if loader.iterable is None]
 
     @property
     def has_ended(self) -> bool:
@@ -364,10 +364,10 @@ class TrainLoaders:
         return [loader.position_in_stream for loader in self.all] if self.are_made else []
 
     @property
-    def places_in_sequences(self) -> list[dict[str, Any] | None]:
+    def places_in_iterables(self) -> list[dict[str, Any] | None]:
         """Where each training loader is in its `IterableDataset`, for checkpoints; None for other data."""
         loaders = self.all if self.are_made else []
-        return [loader.sequence.in_checkpoint() if loader.sequence is not None else None for loader in loaders]
+        return [loader.iterable.in_checkpoint() if loader.iterable is not None else None for loader in loaders]
 
     @property
     def orders(self) -> list[dict[str, Any]]:
@@ -385,7 +385,7 @@ class TrainLoaders:
         for number, loader in enumerate(self.all):
             loader.cursor = cursor
             if self.saved:
-                loader.resume(*(_saved_at(self.saved.get(name, ()), number) for name in ("orders", "streams", "sequences")))
+                loader.resume(*(_saved_at(self.saved.get(name, ()), number) for name in ("orders", "streams", "iterables")))
         self.saved = {}
         lightning_adapter.fetcher_of(self._trainer.fit_loop).fetched = cursor
 
@@ -393,7 +393,7 @@ class TrainLoaders:
         """Bring Lightning's fetcher to the loaders' position."""
         fetcher, loader = lightning_adapter.fetcher_of(self._trainer.fit_loop), self.first
         fetcher.fetched = loader.cursor
-        if loader.sequence is not None:
+        if loader.iterable is not None:
             fetcher.length = None if loader.split.num_samples == UNKNOWN else loader.num_epoch_batches
         fetcher.done = loader.cursor >= loader.num_epoch_batches  # a received state may be from an epoch's end
 

@@ -470,7 +470,7 @@ class UsersLoaders:
                 before_next=live.boundary if training else None,
                 peers=peers,
                 max_workers=job.lane_workers,
-                sequence=settings_for(trainer, training, global_batch, self._max_catch_up_s, self._compare_data),
+                iterable=settings_for(trainer, training, global_batch, self._max_catch_up_s, self._compare_data),
             )
         except UnsupportedLoaderError as error:
             if fitting:

@@ -57,9 +57,9 @@ from lightning_dlrover.rdzv.membership import rounds
 from lightning_dlrover.rdzv.membership.rounds import JobView, read_view
 from lightning_dlrover.report.streams import (
     described,
-    described_sequence,
+    described_iterable,
     described_skipped,
-    read_sequences,
+    read_iterables,
     read_streams,
     skipped_rows,
 )
@@ -592,7 +592,7 @@ def show_status(
         "progress": dataclasses.asdict(found.progress) if found.progress else None,
         "streams": [
             *([_show_stream(each, events) for each in streams.streams] if (streams := read_streams(events)) else []),
-            *map(described_sequence, read_sequences(events)),
+            *map(described_iterable, read_iterables(events)),
         ],
         "snapshot": _show_snapshot(found.snapshot, events, now),
         "values_lost": [record.text for record, _ in events_of(events, ValuesLost)][-MAX_VALUES_LOST:],

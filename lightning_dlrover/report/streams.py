@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from lightning_dlrover.codec import RecordError, from_fields
 from lightning_dlrover.output import counted
-from lightning_dlrover.rdzv.job.events import FitFinished, RowsSkipped, SequenceOpened, StreamOpened, WindowMeasured, events_of
+from lightning_dlrover.rdzv.job.events import FitFinished, IterableOpened, RowsSkipped, StreamOpened, WindowMeasured, events_of
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.tuning.samples import StepProfile
 
@@ -263,15 +263,15 @@ def described(stream: StreamOpened) -> str:
     return f"{stream.source:.100}, {files}, {counted(stream.num_rows, 'row')}{where}: {guarantee(stream)}"
 
 
-def read_sequences(events: Sequence[EventRecord]) -> list[SequenceOpened]:
+def read_iterables(events: Sequence[EventRecord]) -> list[IterableOpened]:
     """Return the loaders of an `IterableDataset` in the newest fit that has any."""
-    found = [opened for _, opened in events_of(events, SequenceOpened)]
+    found = [opened for _, opened in events_of(events, IterableOpened)]
     newest = max((opened.fit for opened in found), default=0)
     by_number = {opened.number: opened for opened in found if opened.fit == newest}
     return [by_number[number] for number in sorted(by_number)]
 
 
-def described_sequence(opened: SequenceOpened) -> str:
+def described_iterable(opened: IterableOpened) -> str:
     """Return the guarantee for an `IterableDataset` in one line."""
     if opened.is_stateful:
         how = "stateful: joiners and checkpoints get its state"

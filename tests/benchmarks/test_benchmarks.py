@@ -16,9 +16,10 @@ from typing import Any
 
 import psutil
 import pytest
-from benchmark_figures import BENCHMARKS, DEADLINE_S, figures_of
 from slurm_cluster import missing_packages
-from waiting import eventually
+
+from tests.support.benchmark_figures import BENCHMARKS, DEADLINE_S, figures_of
+from tests.support.waiting import eventually
 
 Figures = dict[str, float]
 Bounds = dict[str, tuple[float, float]]

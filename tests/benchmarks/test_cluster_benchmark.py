@@ -9,15 +9,15 @@ from typing import Any
 
 import cluster_workloads
 import pytest
-from benchmark_figures import ONE_THREAD, figures_of
 from cluster_policies import compare
 from jobs import BenchmarkError
-from measured_clusters import write_speeds, write_trace
 
 from lightning_dlrover.lab.simulate import simulator, traces
 from lightning_dlrover.lab.simulate.simulator import Cluster
 from lightning_dlrover.lab.simulate.study import read_inputs
 from lightning_dlrover.lab.simulate.traces import TraceError
+from tests.support.benchmark_figures import ONE_THREAD, figures_of
+from tests.support.measured_clusters import write_speeds, write_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEEDS = Path(os.environ.get("DLROVER_SHARED_DATA", ROOT.parent / "shared" / "data")) / "step_traces"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmark_figures import ONE_THREAD, figures_of
 from colocation_mixes import MIXES
 from colocation_rehearsal import GPU_KINDS, rehearse
 from gavel_traces import TraceError, default_folder, read_pairs
+
+from tests.support.benchmark_figures import ONE_THREAD, figures_of
 
 needs_traces = pytest.mark.skipif(
     not default_folder().is_dir(), reason=f"no traces in {default_folder()}: set DLROVER_SHARED_DATA to the data's folder"

@@ -6,7 +6,6 @@ import argparse
 import random
 
 import pytest
-from benchmark_figures import DEADLINE_S, figures_of
 from etcd_load import parts_of
 from etcd_load_bytes import Load, Moment, Revision, cost_of, revisions_of
 from jobs import BenchmarkError
@@ -16,6 +15,7 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import Keys
 from lightning_dlrover.tuning.profile_log import FIRST_WINDOWS, PROFILES, WINDOWS
+from tests.support.benchmark_figures import DEADLINE_S, figures_of
 
 DAY_S = 86_400.0
 MB = 10**6

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import perf_model
 import pytest
-from benchmark_figures import ONE_THREAD, figures_of
+
+from tests.support.benchmark_figures import ONE_THREAD, figures_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("DLROVER_SHARED_DATA", ROOT.parent / "shared" / "data"))

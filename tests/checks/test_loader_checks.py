@@ -202,7 +202,7 @@ def test_own_sampler_needs_the_trainers_consent() -> None:
         check_data_loader(loader, is_split_by_user=True, hook="train_dataloader")
 
 
-@pytest.mark.parametrize("loader, name", [([[1], [2]], "list"), (range(3), "range"), (Stream(), "test_loader_checks.Stream")])
+@pytest.mark.parametrize("loader, name", [([[1], [2]], "list"), (range(3), "range"), (Stream(), f"{__name__}.Stream")])
 def test_object_that_is_no_data_loader_is_refused_by_name(loader: object, name: str) -> None:
     with pytest.raises(UnsupportedLoaderError, match=f"val_dataloader holds a {name}, .*map-style dataset"):
         check_data_loader(loader, is_split_by_user=False, hook="val_dataloader")

@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
-from history_rows import decision, entry, window
-from run_cli import RunCli
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, PlanRecord, RoundRecord, WorkerRecord, encode
 from lightning_dlrover.tuning.history import JobHistory
+from tests.support.history_rows import decision, entry, window
+from tests.support.run_cli import RunCli
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import fcntl
 from pathlib import Path
 
 import pytest
-from run_cli import RunCli
 
 from lightning_dlrover.pool.admission import PoolTicket, TicketError
 from lightning_dlrover.pool.view import MemberRecord, PoolKeys
@@ -17,6 +16,7 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError
 from lightning_dlrover.rdzv.job.records import ControllerRecord, JobRecord, Keys, NodesRecord, decode, encode
 from lightning_dlrover.report.status import JobPlace
+from tests.support.run_cli import RunCli
 
 
 def test_job_without_a_controller_is_marked_as_cancelled(

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from colocated_jobs import SEATED
-from waiting import eventually
 
 from lightning_dlrover import variables
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.colocate import plugin, policies
 from lightning_dlrover.colocate.devices import marked
+from tests.support.colocated_jobs import SEATED
+from tests.support.waiting import eventually
 
 
 def queue_of(tmp_path: Path, jobs: Sequence[dict[str, object]]) -> Path:

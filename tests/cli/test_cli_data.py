@@ -12,8 +12,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from history_rows import window
-from run_cli import RunCli
 
 from lightning_dlrover.data import parquet, stream
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -21,6 +19,8 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.events import Event, FitFinished, StreamOpened, record_of
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, ProgressRecord, encode
 from lightning_dlrover.report.status import JobPlace
+from tests.support.history_rows import window
+from tests.support.run_cli import RunCli
 
 BEGAN = time.time() - 100
 

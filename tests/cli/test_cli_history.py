@@ -10,10 +10,10 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from run_cli import RunCli
 
 from lightning_dlrover.cli.errors import EXIT_USAGE
 from lightning_dlrover.tuning.samples import StepProfile
+from tests.support.run_cli import RunCli
 
 
 def test_list_shows_all_jobs_newest_first(history: str, dlrover: RunCli) -> None:

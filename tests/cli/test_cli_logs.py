@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_cli import RunCli
 
 from lightning_dlrover.components.targets.target import LogFile
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import ControllerRecord, JobRecord, Keys, PlanRecord, encode
+from tests.support.run_cli import RunCli
 
 
 @pytest.mark.timeout(30)

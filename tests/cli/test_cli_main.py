@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from run_cli import RunCli
 
 from lightning_dlrover.cli import options
 from lightning_dlrover.cli.main import command_function, main
@@ -20,6 +19,7 @@ from lightning_dlrover.cli.plugins import Command
 from lightning_dlrover.components import elastic
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.support.run_cli import RunCli
 
 HEAVY = ("torch", "lightning", "torchx", "numpy", "scipy", "grpc", "psutil", "rich")
 

@@ -10,8 +10,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from pool_jobs import PooledJobs
-from run_cli import RunCli
 
 from lightning_dlrover.pool import commands, plugin, policies
 from lightning_dlrover.pool.brain import Brain, PoolTimeouts
@@ -25,6 +23,8 @@ from lightning_dlrover.rdzv.job.events import SizeGiven, TrainingStalled, record
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import Keys
 from lightning_dlrover.report.timeline import given_sizes, sizes_text
+from tests.support.pool_jobs import PooledJobs
+from tests.support.run_cli import RunCli
 
 CURVED = [10.0, 14.0, 16.0, 17.0]
 

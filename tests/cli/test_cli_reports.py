@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from history_rows import decision
-from run_cli import RunCli
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, PlanRecord, encode
 from lightning_dlrover.report.status import JobPlace
+from tests.support.history_rows import decision
+from tests.support.run_cli import RunCli
 
 
 def test_a_file_that_cannot_be_written_gets_one_line(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import pytest
-from run_cli import RunCli
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -22,6 +21,7 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 from lightning_dlrover.tuning.plan import Candidate, Decision, Settings
+from tests.support.run_cli import RunCli
 
 
 def test_scale_writes_a_binding_plan_and_an_event(dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_cli import RunCli
 
 from lightning_dlrover.cli import run
 from lightning_dlrover.cli.errors import EXIT_USAGE
@@ -24,6 +23,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, encode
 from lightning_dlrover.report.status import EVENTS_FILE, JobPlace
+from tests.support.run_cli import RunCli
 
 
 @pytest.mark.parametrize(

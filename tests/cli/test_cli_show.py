@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from run_cli import RunCli
 
 from lightning_dlrover.cli.run import run_folder
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -27,6 +26,7 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 from lightning_dlrover.report.status import JobPlace, JobSummary, list_jobs
+from tests.support.run_cli import RunCli
 
 
 def test_escape_sequences_of_others_reach_no_terminal(

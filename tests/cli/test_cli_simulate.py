@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from measured_clusters import write_speeds, write_trace
-from waiting import eventually
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.lab import plugin
 from lightning_dlrover.lab.simulate.baselines import ELASTIC_POLICIES
+from tests.support.measured_clusters import write_speeds, write_trace
+from tests.support.waiting import eventually
 
 
 def command(tmp_path: Path, *more: str) -> list[str]:

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_cli import RunCli
-from slurm_commands import SlurmCommands
-from waiting import eventually
 
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError
 from lightning_dlrover.rdzv.job.records import ControllerRecord, Keys, NodeRecord, decode, encode
+from tests.support.run_cli import RunCli
+from tests.support.slurm_commands import SlurmCommands
+from tests.support.waiting import eventually
 
 Run = Callable[..., tuple[int, str]]
 

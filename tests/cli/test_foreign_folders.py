@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_cli import RunCli
 
 from lightning_dlrover.report.status import JobPlace, is_locked
+from tests.support.run_cli import RunCli
 
 NOBODY = 65534
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from run_cli import RunCli
 
 from lightning_dlrover.cli.parser import build_parser
+from tests.support.run_cli import RunCli
 
 BRAIN, WHAT_IF = ("brain", "--budget", "cores=2"), ("what-if", "job")
 COLOCATE, SIMULATE = ("colocate", "jobs.yaml"), ("simulate", "trace.csv", "--speeds", "steps")

@@ -12,11 +12,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from run_cli import RunCli
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 from lightning_dlrover.plugins import PluginError
+from tests.support.run_cli import RunCli
 
 Install = Callable[..., None]
 """Installs a distribution: its name, the source of its only module, and its entry points, as `group.name = object`."""

@@ -11,13 +11,13 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from quiet_trainer import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from waiting import eventually
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy, variables
 from lightning_dlrover.colocate.admission_client import AdmissionReport, Answer, read_reports, write_answer
+from tests.support.quiet_trainer import quiet_trainer
+from tests.support.waiting import eventually
 
 NUM_STEPS = 30
 

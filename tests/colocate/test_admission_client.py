@@ -5,7 +5,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from waiting import eventually
 
 from lightning_dlrover import variables
 from lightning_dlrover.colocate.admission_client import (
@@ -17,6 +16,7 @@ from lightning_dlrover.colocate.admission_client import (
     read_reports,
     write_answer,
 )
+from tests.support.waiting import eventually
 
 
 def test_job_without_a_dispatcher_has_no_seat() -> None:

@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from colocated_jobs import SEATED, dispatcher, place, python, seated
-from waiting import eventually, run_until
 
 from lightning_dlrover import variables
 from lightning_dlrover.colocate import dispatcher as dispatcher_module
@@ -20,11 +18,12 @@ from lightning_dlrover.colocate.devices import families, is_program, marked
 from lightning_dlrover.colocate.dispatcher import Rules
 from lightning_dlrover.colocate.journal import FILE_NAME, Ended, JobSpec, Journal, Profiled, read_records
 from lightning_dlrover.colocate.running import OUTPUT
+from tests.support.colocated_jobs import SEATED, dispatcher, place, python, seated
+from tests.support.waiting import eventually, run_until
 
 TIMEOUT_S = 60.0
 
 HOARDER = "x = bytearray({mib} << 20)\nx[::4096] = b'x' * len(x[::4096])\nimport time\ntime.sleep({seconds})"
-SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def results(folder: Path) -> dict[str, list[str]]:
@@ -209,10 +208,8 @@ def test_job_of_a_measured_kind_needs_no_estimate(tmp_path: Path) -> None:
 
 def test_queue_goes_on_after_its_dispatcher_was_killed(tmp_path: Path) -> None:
     program = f"""
-import sys
-sys.path.insert(0, {str(SUPPORT)!r})
 from pathlib import Path
-from colocated_jobs import dispatcher, python, seated
+from tests.support.colocated_jobs import dispatcher, python, seated
 from lightning_dlrover.colocate.journal import Journal
 folder = Path({str(tmp_path)!r})
 jobs = [seated("quick", 50, 10, steps=5), seated("long", 50, 10, steps=100_000)]
@@ -293,10 +290,8 @@ def test_jobs_start_on_a_device_smaller_than_the_usual_allowance(tmp_path: Path)
 def test_job_that_ended_after_its_dispatcher_was_killed_is_done(tmp_path: Path) -> None:
     marker = tmp_path / "runs"
     program = f"""
-import sys
-sys.path.insert(0, {str(SUPPORT)!r})
 from pathlib import Path
-from colocated_jobs import dispatcher, python
+from tests.support.colocated_jobs import dispatcher, python
 from lightning_dlrover.colocate.journal import Journal
 folder = Path({str(tmp_path)!r})
 ends_in_its_grace = "import time; time.sleep(0.3); open({str(marker)!r}, 'a').write('x')"

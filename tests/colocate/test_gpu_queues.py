@@ -10,9 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from colocated_jobs import on_gpu, python, seated
-from fake_nvml import FakeNvml
-from waiting import eventually
 
 from lightning_dlrover import variables
 from lightning_dlrover.colocate import devices, run_queue
@@ -20,6 +17,9 @@ from lightning_dlrover.colocate import queue as queue_module
 from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules
 from lightning_dlrover.colocate.journal import Ended, JobSpec, Journal, Profiled, Started, read_records
 from lightning_dlrover.colocate.report import summary_text
+from tests.support.colocated_jobs import on_gpu, python, seated
+from tests.support.fake_nvml import FakeNvml
+from tests.support.waiting import eventually
 
 MIB = 1 << 20
 RULES = Rules(probe_s=0.2, grace_s=1.0)

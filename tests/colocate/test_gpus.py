@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_nvml import FakeNvml
-from waiting import eventually
 
 from lightning_dlrover.colocate import devices as gpus_module
 from lightning_dlrover.colocate.devices import GpuSums, GpuUse, GpuWatch, JobOnGpu, bytes_of_jobs, find_gpus
 from lightning_dlrover.tuning.cluster import RESOURCES
+from tests.support.fake_nvml import FakeNvml
+from tests.support.waiting import eventually
 
 GIB = 1 << 30
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from colocated_jobs import MIB, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from lightning_dlrover.colocate.tenants import (
     after,
     memory_actions,
 )
+from tests.support.colocated_jobs import MIB, place
 
 PLACE = place(memory_mib=8000, most_jobs=4)
 

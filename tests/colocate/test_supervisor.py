@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from waiting import eventually
 
 from lightning_dlrover.colocate.devices import families
 from lightning_dlrover.colocate.running import Outcome, SupervisedJob
+from tests.support.waiting import eventually
 
 Keep = Callable[..., SupervisedJob]
 

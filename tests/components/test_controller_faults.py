@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from fake_target import FakeTarget
-from waiting import TooLateError, run_until
 
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.reconcile import CancelNode, FailurePolicy, FinishJob, Limits
@@ -40,6 +38,8 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
+from tests.support.fake_target import FakeTarget
+from tests.support.waiting import TooLateError, run_until
 
 QUICK = FailurePolicy(
     first_backoff_s=0.01,

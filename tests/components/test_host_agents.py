@@ -12,10 +12,10 @@ from typing import Any
 
 import psutil
 import pytest
-from waiting import eventually
 
 from lightning_dlrover.components.host_agents import MAX_KILLS, environments, is_started_again
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.support.waiting import eventually
 
 LOOP = """
 import json, os, sys, time

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from waiting import eventually
 
 from lightning_dlrover import variables as names
 from lightning_dlrover.components.control.nodes import PostMortem, examine
 from lightning_dlrover.components.node import AGENTS_OPTION, notice_file
+from tests.support.waiting import eventually
 
 POLITE = """
 import signal, sys, time

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from places import ALL, FAILING, MARK, POLL_S, POLLED, FailingPlace, Place, PolledPlace
-from waiting import eventually
 
 from lightning_dlrover.components.targets.target import App, NodeSize, NotTakenError, Target, TargetError
+from tests.support.places import ALL, FAILING, MARK, POLL_S, POLLED, FailingPlace, Place, PolledPlace
+from tests.support.waiting import eventually
 
 LIVING = ("pending", "running")
 

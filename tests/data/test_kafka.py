@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("confluent_kafka", reason="needs confluent-kafka, of the extra kafka")
 
-from kafka_brokers import NUM_PARTITIONS, MockCluster, Tansu
 from stream_schedules import SEED, SimulatedJob, Tally, follow, random_schedule
 
 from lightning_dlrover.data import DataError, Skipped, Stream, kafka, kafka_source, locations, stream
@@ -30,6 +29,7 @@ from lightning_dlrover.data.lane_plan import BLOCK_ROWS
 from lightning_dlrover.data.source import Ranges, num_rows
 from lightning_dlrover.live.data_agreement import difference, fingerprint_data
 from lightning_dlrover.live.loader import ElasticLoader
+from tests.support.kafka_brokers import NUM_PARTITIONS, MockCluster, Tansu
 
 
 @pytest.fixture(scope="module")

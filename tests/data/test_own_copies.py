@@ -17,12 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from sequences import SETTINGS
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_dlrover.data import Shard, files, parquet, stream
 from lightning_dlrover.data.rows import own_copies
 from lightning_dlrover.live.loader import ElasticLoader
+from tests.support.iterable_loaders import SETTINGS
 
 NUM_ROWS, GLOBAL_BATCH = 44, 8
 
@@ -229,9 +229,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def makes(data: Any, num_workers: int, collate_fn: Any) -> Callable[..., ElasticLoader]:
     def make(training: bool = True) -> ElasticLoader:
         loader = DataLoader(data, batch_size=GLOBAL_BATCH, num_workers=num_workers, collate_fn=collate_fn)
-        made = ElasticLoader(loader, GLOBAL_BATCH, training, sequence=SETTINGS)
-        if made.sequence is not None:
-            made.sequence.redo_batches = 2
+        made = ElasticLoader(loader, GLOBAL_BATCH, training, iterable=SETTINGS)
+        if made.iterable is not None:
+            made.iterable.redo_batches = 2
         iter(made)
         made.set_epoch(0)
         return made

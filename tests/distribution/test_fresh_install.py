@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkouts import copy_checkout
-from distributions import CUDA, GIVEN, Distributions, build
-from environments import INSTALL_S, Environment
-from small_job import run_small_job
+
+from tests.support.checkouts import copy_checkout
+from tests.support.distributions import CUDA, GIVEN, Distributions, build
+from tests.support.environments import INSTALL_S, Environment
+from tests.support.small_job import run_small_job
 
 pytestmark = [pytest.mark.on_demand, pytest.mark.timeout(1800)]
 

@@ -15,11 +15,12 @@ from pathlib import Path
 import gpu_parts
 import psutil
 import pytest
-from checkouts import REPOSITORY
-from environments import Environment
 from gpu_bundle import BARE, BundleError, download_missing, lacking
 from gpu_parts import Part, last_line, run_parts
 from packaging.requirements import Requirement
+
+from tests.support.checkouts import REPOSITORY
+from tests.support.environments import Environment
 
 # --- wheels -------------------------------------------------------------------------------------------------------------------
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import release
-from checkouts import copy_checkout, git
-from distributions import Distributions
-from waiting import eventually
+
+from tests.support.checkouts import copy_checkout, git
+from tests.support.distributions import Distributions
+from tests.support.waiting import eventually
 
 ENTRY = "## 9.0.0 (unreleased)\nA release for tests.\n\n### Training\n- Something new.\n\n"
 DATED = ENTRY.replace("unreleased", "2026-01-31")

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkouts import REPOSITORY, committable_files, copy_checkout
-from distributions import CUDA, GIVEN, Distributions, build
-from environments import Environment, required_distributions
-from small_job import run_small_job
-from versions import results
 
 from lightning_dlrover import __version__
 from lightning_dlrover.private_names import minor
+from tests.support.checkouts import REPOSITORY, committable_files, copy_checkout
+from tests.support.distributions import CUDA, GIVEN, Distributions, build
+from tests.support.environments import Environment, required_distributions
+from tests.support.small_job import run_small_job
+from tests.versions import results
 
 ONLY_FOR_THE_REPOSITORY = {".gitignore", ".pre-commit-config.yaml", "rdzv", "components"}
 """Tracked files that the source distribution leaves out. The last two are links to folders of the package."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from windows import window
+
+from tests.support.windows import window
 
 FACES = [
     "lightning_dlrover",

@@ -10,9 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from full_etcd import commit, etcd_with
-from secure_etcd import secure_etcd
-from waiting import eventually
 
 from lightning_dlrover.doctor.report import check_clock, check_embedded, check_endpoints
 from lightning_dlrover.output import Finding
@@ -21,6 +18,9 @@ from lightning_dlrover.rdzv.etcd.connection import etcdrpc, grpc
 from lightning_dlrover.rdzv.etcd.health import inspect, judge
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdFullError
+from tests.support.full_etcd import commit, etcd_with
+from tests.support.secure_etcd import secure_etcd
+from tests.support.waiting import eventually
 
 PREFIX = "/dlrover"
 

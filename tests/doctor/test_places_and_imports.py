@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
-from kubernetes_cluster import kubernetes_cluster
 
 from lightning_dlrover.doctor.imports import Imported, check_gpus, check_imports, import_all
 from lightning_dlrover.doctor.report import check_kubernetes, check_slurm
+from tests.support.kubernetes_cluster import kubernetes_cluster
 
 
 def commands(folder: Path, **scripts: str) -> dict[str, str]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-from waiting import eventually
 
 from lightning_dlrover.checks import check_arguments
 from lightning_dlrover.cli.main import main
@@ -24,6 +23,7 @@ from lightning_dlrover.doctor.report import check_script
 from lightning_dlrover.output import Finding
 from lightning_dlrover.rdzv.job.folders import name_of_job, short, users_folder
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, Keys
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 

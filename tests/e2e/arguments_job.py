@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner.tuning import Tuner
 from torch.utils.data import DataLoader
-from toy_job import Recorder, Rows, ToyModel, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
+from tests.e2e.toy_job import Recorder, Rows, ToyModel, make_trainer
 
 NUM_ROWS, BATCH_SIZE = 240, 8
 

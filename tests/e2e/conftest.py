@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dlrover_process import Dlrover
-from forked_jobs import make_job
+
+from tests.e2e.forked_jobs import make_job
+from tests.support.dlrover_process import Dlrover
 
 __all__ = ["dlrover", "make_job"]
 

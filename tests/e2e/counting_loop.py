@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from plain_loop import Count
 
 from lightning_dlrover.rdzv import World
+from tests.e2e.plain_loop import Count
 
 
 def main() -> None:

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from disturbed_writes import STOP_S, Failpoint, disturb_writes
-from harness import Job, Worker
-from nccl_stand_in import NAME, Quirks
-from plain_loop import PlainSettings, run_plain_loop
-from stand_in_jobs import OverStandIn, run_over_stand_in
-from toy_job import Recorder
+from tests.e2e.harness import Job, Worker
+from tests.e2e.plain_loop import PlainSettings, run_plain_loop
+from tests.e2e.stand_in_jobs import OverStandIn, run_over_stand_in
+from tests.e2e.toy_job import Recorder
+from tests.support.disturbed_writes import STOP_S, Failpoint, disturb_writes
+from tests.support.nccl_stand_in import NAME, Quirks
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 from torchmetrics import CatMetric, MeanMetric
-from toy_job import Recorder, Rows, ToyModel, fingerprint, make_trainer
-from waiting import eventually
 
 from lightning_dlrover import DLRoverStrategy, variables
+from tests.e2e.toy_job import Recorder, Rows, ToyModel, fingerprint, make_trainer
+from tests.support.waiting import eventually
 
 NUM_ROWS, BATCH_SIZE = 240, 8
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import harness
 import pytest
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.e2e import harness
 
 MakeJob = Callable[..., harness.Job]
 

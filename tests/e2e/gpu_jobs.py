@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from toy_job import SEED, L, Recorder, Rows, ToyModel, ToySettings, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
+from tests.e2e.toy_job import SEED, L, Recorder, Rows, ToyModel, ToySettings, make_trainer
 
 
 @dataclass(frozen=True)

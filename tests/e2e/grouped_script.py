@@ -14,12 +14,12 @@ from typing import Any
 
 import lightning as L
 import torch
-from quiet_trainer import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from toy_job import Rows
 
 from lightning_dlrover import DLRoverStrategy
+from tests.e2e.toy_job import Rows
+from tests.support.quiet_trainer import quiet_trainer
 
 SLOW_FROM, SLOW_S = 24, 0.5
 NUM_ROWS, BATCH_SIZE, EPOCHS = 160, 8, 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import tiny_script
+from tests.e2e import tiny_script
 
 MIB = 1 << 20
 MIB_PER_STEP = 10

@@ -11,7 +11,6 @@ import itertools
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -22,11 +21,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-from iterables import order_of
-from processes import JsonLines, environment
-from toy_job import SEED, Place, Script, ToySettings, run_worker, streamed, train_toy
-from waiting import eventually
-from warm_tree import PADDING
 
 from lightning_dlrover.data import Stream
 from lightning_dlrover.data.lane_plan import share
@@ -36,6 +30,11 @@ from lightning_dlrover.rdzv.etcd.types import EtcdConfig, Put
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import DrainRecord, EventRecord, Keys, RoundRecord, StacksRecord, decode, encode
 from lightning_dlrover.rdzv.membership.worker_records import read_stacks
+from tests.e2e.iterables import order_of
+from tests.e2e.toy_job import SEED, Place, Script, ToySettings, run_worker, streamed, train_toy
+from tests.support.processes import JsonLines, environment
+from tests.support.waiting import eventually
+from tests.support.warm_tree import PADDING
 
 T = TypeVar("T")
 
@@ -53,12 +52,14 @@ PATIENCE_S = 0.3
 _PROCESSES = threading.Lock()  # multiprocessing polls all processes whenever it starts one, and its polling is not thread-safe
 
 
+OURS = ("tests.e2e.toy_job", "tests.e2e.table_job", "tests.support.warm_tree", "tests.support.frozen_heap")
+"""Modules that the fork server imports last."""
+
+
 def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
     # Planner and history import the first two lazily. The server skips modules that cannot be imported.
-    context.set_forkserver_preload(
-        ["sklearn.ensemble", "sqlalchemy", "torch.distributed.run", "toy_job", "table_job", "warm_tree", "frozen_heap", PADDING]
-    )
+    context.set_forkserver_preload(["sklearn.ensemble", "sqlalchemy", "torch.distributed.run", *OURS, PADDING])
     return context
 
 
@@ -66,12 +67,7 @@ def start_fork_server() -> None:
     """Start the process that forks workers. It must inherit no thread, etcd client or process group."""
     from multiprocessing import forkserver
 
-    changed = {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-        "PADDING": PADDING,
-    }
-    with environment(changed):
+    with environment({"OMP_NUM_THREADS": "1", "PADDING": PADDING}):
         stop_fork_server()  # a server started by a data loader's test has not preloaded our modules
         _fork_server()
         forkserver.ensure_running()

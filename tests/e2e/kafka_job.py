@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from harness import Job, Record
-from kafka_brokers import NUM_PARTITIONS, Broker
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from toy_job import SEED, L, Recorder, Rows, ToyModel, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
 from lightning_dlrover.data import kafka, stream
 from lightning_dlrover.data.lane_plan import share
+from tests.e2e.harness import Job, Record
+from tests.e2e.toy_job import SEED, L, Recorder, Rows, ToyModel, make_trainer
+from tests.support.kafka_brokers import NUM_PARTITIONS, Broker
 
 MAX_ROWS = 2000
 

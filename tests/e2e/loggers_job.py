@@ -9,9 +9,9 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
-from toy_job import Recorder, Rows, ToyModel, ToySettings, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
+from tests.e2e.toy_job import Recorder, Rows, ToyModel, ToySettings, make_trainer
 
 
 class Logged(ToyModel):

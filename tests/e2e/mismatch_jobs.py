@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
-from toy_job import SEED, Recorder, Rows, ToyModel, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
 from lightning_dlrover.rdzv import desync
 from lightning_dlrover.rdzv.desync import MismatchError
+from tests.e2e.toy_job import SEED, Recorder, Rows, ToyModel, make_trainer
 
 STEP = 5
 """Batch at which the last rank does something else than the others."""

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from plain_loop import PlainSettings, run_plain_loop
 from torch import Tensor, nn
-from toy_job import Recorder, ToyModel, ToySettings, train_toy
+
+from tests.e2e.plain_loop import PlainSettings, run_plain_loop
+from tests.e2e.toy_job import Recorder, ToyModel, ToySettings, train_toy
 
 
 class OutgrownError(Exception):

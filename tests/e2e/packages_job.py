@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader
-from toy_job import SEED, Place, Recorder, Rows, ToySettings, ToySteps
-from waiting import eventually
+
+from tests.e2e.toy_job import SEED, Place, Recorder, Rows, ToySettings, ToySteps
+from tests.support.waiting import eventually
 
 
 @dataclass(frozen=True)

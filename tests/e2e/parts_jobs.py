@@ -15,9 +15,9 @@ import torchmetrics
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from toy_job import Recorder, Rows, ToyModel, make_trainer, streamed, write_files
 
 from lightning_dlrover import DLRoverStrategy
+from tests.e2e.toy_job import Recorder, Rows, ToyModel, make_trainer, streamed, write_files
 
 __all__ = ["PartsRun", "run_in_parts", "write_files"]
 

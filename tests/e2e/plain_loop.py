@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from toy_job import Recorder
 
 from lightning_dlrover.rdzv import World
+from tests.e2e.toy_job import Recorder
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import Any
 
 import lightning as L
 import torch
-from table_job import DIM, KINDS, NUM_ROWS, TableModel, TableSettings
 from torch import Tensor
 from torch.utils.data import DataLoader
-from toy_job import SEED, Recorder, Rows, ToyModel, make_trainer
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
+from tests.e2e.table_job import DIM, KINDS, NUM_ROWS, TableModel, TableSettings
+from tests.e2e.toy_job import SEED, Recorder, Rows, ToyModel, make_trainer
 
 LOOKUPS = len(KINDS)
 TABLE_BYTES = 4 * DIM * sum(NUM_ROWS)

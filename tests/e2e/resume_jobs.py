@@ -17,9 +17,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader
-from toy_job import SEED, Recorder, Rows, ToyModel, make_trainer, streamed
 
 from lightning_dlrover import DLRoverStrategy
+from tests.e2e.toy_job import SEED, Recorder, Rows, ToyModel, make_trainer, streamed
 
 NUM_ROWS, BATCH_SIZE = 160, 8
 STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness import Job, Worker
+from tests.e2e.harness import Job, Worker
 
 
 @dataclass(frozen=True)

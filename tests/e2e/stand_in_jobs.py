@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import nccl_stand_in
 import torch
 import torch.distributed as dist
-from nccl_stand_in import Quirks, StandIn
-from toy_job import Recorder, Script, ToyModel, ToySettings, train_toy
 
 from lightning_dlrover.live import recovery
 from lightning_dlrover.rdzv.group import forming, world
 from lightning_dlrover.rdzv.transport import process_groups, torch_names
 from lightning_dlrover.rdzv.transport.process_groups import RoundEnd, RoundSockets
 from lightning_dlrover.rdzv.transport.torch_names import is_in_backward
+from tests.e2e.toy_job import Recorder, Script, ToyModel, ToySettings, train_toy
+from tests.support import nccl_stand_in
+from tests.support.nccl_stand_in import Quirks, StandIn
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Sampler
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.optim import RowWiseAdagrad
-from toy_job import SEED, Recorder, Rows, ToyModel, fingerprint, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
 from lightning_dlrover.live import checkpoints, handover
@@ -25,6 +24,7 @@ from lightning_dlrover.live.order import epoch_order
 from lightning_dlrover.rdzv.job.folders import ROOT
 from lightning_dlrover.tables import elastic, snapshot_store, snapshots
 from lightning_dlrover.tables.snapshots import SnapshotConfig
+from tests.e2e.toy_job import SEED, Recorder, Rows, ToyModel, fingerprint, make_trainer
 
 KINDS = ("row_wise", "table_wise", "column_wise", "data_parallel")
 NUM_ROWS = (41, 30, 7, 19)

@@ -30,9 +30,9 @@ from lightning.pytorch.callbacks import (
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from toy_job import Recorder, Rows, ToyModel, make_trainer
 
 from lightning_dlrover import DLRoverStrategy
+from tests.e2e.toy_job import Recorder, Rows, ToyModel, make_trainer
 
 NUM_ROWS, NUM_VAL_ROWS, BATCH_SIZE = 320, 40, 8  # enough steps to outlast four changes that a busy machine makes slowly
 STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE

@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from harness import Job, Record
-from table_job import NUM_ROWS, TableSettings, train_tables
 from torch import Tensor
-from toy_job import SEED
 
 from lightning_dlrover.live.order import epoch_order
 from lightning_dlrover.rdzv.job.folders import ROOT, short
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
+from tests.e2e.harness import Job, Record
+from tests.e2e.table_job import NUM_ROWS, TableSettings, train_tables
+from tests.e2e.toy_job import SEED
 
 TOLERANCE = 1e-3
 """Relative tolerance of losses. Worlds of different sizes add in a different order."""

@@ -14,13 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from disturbed_writes import ACTIONS, STOP_S, Failpoint
-from elastic_agents import ElasticAgents, Node, Nursery, RunningAgent
-from history import Change, History
-from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import AgentRound, Keys, decode
+from tests.e2e.history import Change, History
+from tests.support.disturbed_writes import ACTIONS, STOP_S, Failpoint
+from tests.support.elastic_agents import ElasticAgents, Node, Nursery, RunningAgent
+from tests.support.waiting import eventually
 
 NUM_AT_ONCE = 4
 DEADLINE_S = 90.0

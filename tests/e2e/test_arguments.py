@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from arguments_job import BATCH_SIZE, NUM_ROWS, Arguments, search_and_train, train_with_devices
-from harness import Job, Record
+
+from tests.e2e.arguments_job import BATCH_SIZE, NUM_ROWS, Arguments, search_and_train, train_with_devices
+from tests.e2e.harness import Job, Record
 
 STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from dlrover_process import REPOSITORY, Dlrover
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import ControllerRecord, JobRecord, Keys, encode
+from tests.support.dlrover_process import REPOSITORY, Dlrover
 
 SECONDS = 30.0
 """Seconds within which an immediate error must appear on a busy machine."""

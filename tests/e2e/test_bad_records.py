@@ -7,11 +7,10 @@ import json
 import time
 from collections.abc import Callable
 
-from harness import Job, violations
-from toy_job import ToySettings
-
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.records import JobRecord, Keys, RoundRecord, decode, encode
+from tests.e2e.harness import Job, violations
+from tests.e2e.toy_job import ToySettings
 
 MakeJob = Callable[..., Job]
 

@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
-from colocated_jobs import MIB, dispatcher, place, seated
-from waiting import eventually, run_until
 
 from lightning_dlrover.colocate.devices import families, tree_use
 from lightning_dlrover.colocate.dispatcher import LOOK_S
 from lightning_dlrover.colocate.journal import Ended, JobSpec, Journal, read_records
 from lightning_dlrover.colocate.running import WatchedJob
+from tests.support.colocated_jobs import MIB, dispatcher, place, seated
+from tests.support.waiting import eventually, run_until
 
 SCRIPT = Path(__file__).with_name("growing_script.py")
 FASTER_WITH_TWO = ("--global-batch", "8", "--sample-s", "0.03", "--step-s", "0.002", "--only-resizes")

@@ -14,19 +14,19 @@ import lightning as L
 import pytest
 import torch
 from faulty_etcd import EtcdProxy
-from harness import Job, Worker
-from history import History, history_violations
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_loop import PlainSettings, run_plain_loop
-from test_plain_loop import assert_everyone_counted_the_same
 from torch.utils.data import DataLoader
-from toy_job import Recorder, Rows
 
 from lightning_dlrover import DLRoverStrategy, variables
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, Keys
+from tests.e2e.harness import Job, Worker
+from tests.e2e.history import History, history_violations
+from tests.e2e.plain_loop import PlainSettings, run_plain_loop
+from tests.e2e.test_plain_loop import assert_everyone_counted_the_same
+from tests.e2e.toy_job import Recorder, Rows
 
 LEASE_S, CUTS_S = (5, [0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0]) if os.environ.get("DLROVER_ALL_FAULTS") else (2, [1.2, 3.2])
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
-from dlrover_process import Dlrover, Run
-from secure_etcd import PASSWORD, secure_etcd
 
 from lightning_dlrover.tuning.samples import AGENT_BYTES
+from tests.support.dlrover_process import Dlrover, Run
+from tests.support.secure_etcd import PASSWORD, secure_etcd
 
 SCRIPT = Path(__file__).with_name("tiny_loop.py")
 LIGHTNING_SCRIPT = Path(__file__).with_name("tiny_script.py")

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from disturbed_writes import ACTIONS, Failpoint
-from failpoints import Scenario, run_with_failpoint
-from harness import Job
-from history import History, history_violations
-from nccl_stand_in import NAME
-from test_plain_loop import assert_everyone_counted_the_same
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.e2e.failpoints import Scenario, run_with_failpoint
+from tests.e2e.harness import Job
+from tests.e2e.history import History, history_violations
+from tests.e2e.test_plain_loop import assert_everyone_counted_the_same
+from tests.support.disturbed_writes import ACTIONS, Failpoint
+from tests.support.nccl_stand_in import NAME
 
 MakeJob = Callable[..., Job]
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 from faulty_etcd import EtcdCluster, EtcdProxy
-from harness import Job
-from history import History, history_violations
-from nccl_stand_in import NAME, Quirks
-from plain_loop import PlainSettings, run_plain_loop
-from stand_in_jobs import OverStandIn, run_over_stand_in
-from test_plain_loop import assert_everyone_counted_the_same
-from toy_job import Recorder
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.e2e.harness import Job
+from tests.e2e.history import History, history_violations
+from tests.e2e.plain_loop import PlainSettings, run_plain_loop
+from tests.e2e.stand_in_jobs import OverStandIn, run_over_stand_in
+from tests.e2e.test_plain_loop import assert_everyone_counted_the_same
+from tests.e2e.toy_job import Recorder
+from tests.support.nccl_stand_in import NAME, Quirks
 
 OUTAGES_S = [1.0, 10.0, 60.0] if os.environ.get("DLROVER_ALL_FAULTS") else [1.0, 10.0]
 

@@ -9,7 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from feature_jobs import (
+
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
+from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.records import Keys, PlanRecord
+from tests.e2e.feature_jobs import (
     BATCH_SIZE,
     NUM_ROWS,
     Drifting,
@@ -30,13 +36,7 @@ from feature_jobs import (
     run_two_trainers,
     run_with_surroundings,
 )
-from harness import Job, Record, Worker
-
-from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.etcd.types import EtcdConfig
-from lightning_dlrover.rdzv.job.journal import Journal
-from lightning_dlrover.rdzv.job.records import Keys, PlanRecord
+from tests.e2e.harness import Job, Record, Worker
 
 STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE
 

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dlrover_process import Dlrover, Run
-from full_etcd import fill, make_room, small_etcd
-from harness import Job, Worker
-from test_dlrover_run import SIZE, wait_for_workers
-from test_faults import Watched, start
-from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.e2e.harness import Job, Worker
+from tests.e2e.test_dlrover_run import SIZE, wait_for_workers
+from tests.e2e.test_faults import Watched, start
+from tests.support.dlrover_process import Dlrover, Run
+from tests.support.full_etcd import fill, make_room, small_etcd
+from tests.support.waiting import eventually
 
 __all__ = ["start"]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 
 import pytest
-from forked_jobs import MakeJob
-from gpu_jobs import DeviceSettings, train_on_device
-from harness import violations
+
+from tests.e2e.forked_jobs import MakeJob
+from tests.e2e.gpu_jobs import DeviceSettings, train_on_device
+from tests.e2e.harness import violations
 
 DEVICES = [("cpu", "cpu"), pytest.param("gpu", "cuda", marks=pytest.mark.gpu)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -15,22 +14,22 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from grouped_script import EPOCHS, NUM_STEPS
-from torchrun_agent import Agent
-from toy_job import Place
-from waiting import eventually
-from warm_process import WarmProcess, run_script
-from warm_tree import run_program
 
 from lightning_dlrover import variables
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, WorkerRecord, decode
 from lightning_dlrover.rdzv.transport.transfer import ROOT
+from tests.e2e.grouped_script import EPOCHS, NUM_STEPS
+from tests.e2e.toy_job import Place
+from tests.support.torchrun_agent import Agent
+from tests.support.waiting import eventually
+from tests.support.warm_process import WarmProcess, run_script
+from tests.support.warm_tree import run_program
 
 SCRIPT = Path(__file__).with_name("grouped_script.py")
 LOOP = SCRIPT.with_name("grouped_loop.py")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path])}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 StartAgent = Callable[..., Agent]
 

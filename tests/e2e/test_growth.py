@@ -6,14 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from forked_jobs import MakeJob
-from harness import Job, violations
-from nccl_stand_in import NAME, Quirks
-from outgrown_jobs import MODELS, train_for_good, train_outgrown, train_plain_outgrown
-from plain_loop import PlainSettings
-from stand_in_jobs import OverStandIn, run_over_stand_in
-from test_plain_loop import assert_everyone_counted_the_same
-from toy_job import ToySettings
+
+from tests.e2e.forked_jobs import MakeJob
+from tests.e2e.harness import Job, violations
+from tests.e2e.outgrown_jobs import MODELS, train_for_good, train_outgrown, train_plain_outgrown
+from tests.e2e.plain_loop import PlainSettings
+from tests.e2e.stand_in_jobs import OverStandIn, run_over_stand_in
+from tests.e2e.test_plain_loop import assert_everyone_counted_the_same
+from tests.e2e.toy_job import ToySettings
+from tests.support.nccl_stand_in import NAME, Quirks
 
 AT_ONCE = 5
 STEPS = 8  # after the failure

@@ -6,12 +6,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from harness import Job, Worker
-from unstable_jobs import UnstableSettings, train_unstable
-
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import EventRecord
+from tests.e2e.harness import Job, Worker
+from tests.e2e.unstable_jobs import UnstableSettings, train_unstable
 
 MakeJob = Callable[..., Job]
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from harness import Job, violations
-from iterables import Opaque, Stateful, order_of
 from torch.utils.data import DataLoader
-from toy_job import SEED, L, Recorder, Rows, ToyModel, ToySettings, make_trainer
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.e2e.harness import Job, violations
+from tests.e2e.iterables import Opaque, Stateful, order_of
+from tests.e2e.toy_job import SEED, L, Recorder, Rows, ToyModel, ToySettings, make_trainer
 
 MakeJob = Callable[..., Job]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from dlrover_process import Dlrover
+
+from tests.support.dlrover_process import Dlrover
 
 SCRIPT = Path(__file__).with_name("unlucky_script.py")
 

@@ -13,12 +13,11 @@ import pytest
 
 pytest.importorskip("confluent_kafka", reason="needs confluent-kafka, of the extra kafka")
 
-from harness import Job
-from kafka_brokers import NUM_PARTITIONS, MockCluster, Tansu
-from kafka_job import KafkaSettings, batches, places, produce, reference, train_kafka, violations
-
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.e2e.harness import Job
+from tests.e2e.kafka_job import KafkaSettings, batches, places, produce, reference, train_kafka, violations
+from tests.support.kafka_brokers import NUM_PARTITIONS, MockCluster, Tansu
 
 MakeJob = Callable[..., Job]
 

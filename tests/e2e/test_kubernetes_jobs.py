@@ -18,11 +18,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from dlrover_process import Dlrover, Run
-from kubernetes_cluster import KubernetesCluster, kubernetes_cluster
-from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
-from test_torchx import COMPONENT, torchx
-from waiting import eventually
 
 from lightning_dlrover.components.targets.kubernetes import PLAIN_JOBS, VOLCANO_JOBS, secret_name
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -30,6 +25,11 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError
 from lightning_dlrover.rdzv.job.records import Keys
 from lightning_dlrover.report.status import JOB_FILE, read_job_file
+from tests.e2e.test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
+from tests.e2e.test_torchx import COMPONENT, torchx
+from tests.support.dlrover_process import Dlrover, Run
+from tests.support.kubernetes_cluster import KubernetesCluster, kubernetes_cluster
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("warm_nodes")  # the kubelet is in this process
 

@@ -7,12 +7,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from dlrover_process import Dlrover
-from test_dlrover_run import wait_for_first_round, wait_for_workers
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.folders import name_of_job, remove_snapshots, short, users_folder
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.e2e.test_dlrover_run import wait_for_first_round, wait_for_workers
+from tests.support.dlrover_process import Dlrover
 
 SCRIPT = Path(__file__).with_name("table_script.py")
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import Job, violations
-from toy_job import ToySettings
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.records import Keys, PlanRecord, encode
+from tests.e2e.harness import Job, violations
+from tests.e2e.toy_job import ToySettings
 
 MakeJob = Callable[..., Job]
 

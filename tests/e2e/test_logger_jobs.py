@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import Job
-from toy_job import ToySettings
+
+from tests.e2e.harness import Job
+from tests.e2e.toy_job import ToySettings
 
 pytest.importorskip("tensorboardX", reason="TensorBoardLogger needs it")
 
-from loggers_job import train_and_log
 from tensorboardX.proto.event_pb2 import Event
+
+from tests.e2e.loggers_job import train_and_log
 
 MakeJob = Callable[..., Job]
 

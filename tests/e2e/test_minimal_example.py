@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from dlrover_process import Dlrover
+
+from tests.support.dlrover_process import Dlrover
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "minimal.py"
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from harness import Job
-from mismatch_jobs import (
+
+from tests.e2e.harness import Job
+from tests.e2e.mismatch_jobs import (
     CHECK_INTERVAL_S,
     STEP,
     STOP_STEP,

@@ -13,13 +13,13 @@ import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
-from harness import Job, Worker
-from history import History, history_violations
-from plain_loop import PlainSettings, run_plain_loop
-from test_plain_loop import assert_everyone_counted_the_same
-from toy_job import Recorder
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.e2e.harness import Job, Worker
+from tests.e2e.history import History, history_violations
+from tests.e2e.plain_loop import PlainSettings, run_plain_loop
+from tests.e2e.test_plain_loop import assert_everyone_counted_the_same
+from tests.e2e.toy_job import Recorder
 
 CLONE_NEWNET = 0x40000000
 NUM_NODES = 3

@@ -14,11 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
-from dlrover_process import Dlrover, Run
-from forked_jobs import MakeJob
-from stranger import STRANGER, Attempts, attempts_of_a_stranger
 from torch._C._distributed_c10d import TCPStore
-from toy_job import ToySettings
+
+from tests.e2e.forked_jobs import MakeJob
+from tests.e2e.toy_job import ToySettings
+from tests.support.dlrover_process import Dlrover, Run
+from tests.support.stranger import STRANGER, Attempts, attempts_of_a_stranger
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from harness import Job, violations
-from packages_job import PackageSettings, gate, train_with
+
+from tests.e2e.harness import Job, violations
+from tests.e2e.packages_job import PackageSettings, gate, train_with
 
 MakeJob = Callable[..., Job]
 
@@ -21,7 +22,7 @@ def environment(folder: Path, package: str, blocked: str = "") -> Mapping[str, s
     """Variables of fresh interpreters that import `package` first and cannot import `blocked`."""
     if blocked:
         (folder / "sitecustomize.py").write_text(BLOCKER.format(name=blocked))
-    paths = [str(folder), str(Path(__file__).parent), *sys.path]
+    paths = [str(folder), *sys.path]
     return {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TOY_PACKAGE": package}
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from harness import Job
-from plain_loop import PlainSettings, run_plain_loop
+
+from tests.e2e.harness import Job
+from tests.e2e.plain_loop import PlainSettings, run_plain_loop
 
 MakeJob = Callable[..., Job]
 

@@ -11,9 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dlrover_process import Dlrover, Run
-from pool_audit import PoolAudit
-from waiting import eventually
 
 from lightning_dlrover.pool.view import GrantRecord, PoolKeys
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -22,6 +19,9 @@ from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.events import DecisionMade, events_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.records import Keys, PlanRecord
+from tests.support.dlrover_process import Dlrover, Run
+from tests.support.pool_audit import PoolAudit
+from tests.support.waiting import eventually
 
 SCRIPT = Path(__file__).with_name("tiny_script.py")
 GROWING = ("--global-batch", 8, "--sample-s", 0.03, "--step-s", 0.002, "--only-resizes")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import signal
 
-from forked_jobs import MakeJob
-from harness import Job, violations
-from nccl_stand_in import Quirks
-from stand_in_jobs import OverStandIn, run_over_stand_in
-from toy_job import ToySettings, train_toy
+from tests.e2e.forked_jobs import MakeJob
+from tests.e2e.harness import Job, violations
+from tests.e2e.stand_in_jobs import OverStandIn, run_over_stand_in
+from tests.e2e.toy_job import ToySettings, train_toy
+from tests.support.nccl_stand_in import Quirks
 
 CREATE_S = 1.0
 

@@ -8,12 +8,11 @@ import pytest
 
 pytest.importorskip("torchrec", reason="one of the two models has sharded tables")
 
-from harness import Job
-from profiled_job import DENSE_FLOPS, LOOKUPS, TABLE_BYTES, Profiled, train_profiled
-
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.records import Keys, decode
 from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
+from tests.e2e.harness import Job
+from tests.e2e.profiled_job import DENSE_FLOPS, LOOKUPS, TABLE_BYTES, Profiled, train_profiled
 
 MakeJob = Callable[..., Job]
 

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 import pytest
-from history import Change, History, history_violations
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.events import Event, RoundFormed, WorkerLost, record_of
 from lightning_dlrover.rdzv.job.records import Keys, RoundRecord, decode, encode
+from tests.e2e.history import Change, History, history_violations
 
 KEYS = Keys("run")
 FIRST = RoundRecord(number=1, members=["a", "b"], reason="start", kind="start", planned=True, convener="a")

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Job, streamed_order
-from resume_jobs import BATCH_SIZE, NUM_ROWS, STEPS_PER_EPOCH, Resumable, run_resumable
-from toy_job import ToySettings, streamed, write_files
-from waiting import eventually
+
+from tests.e2e.harness import Job, streamed_order
+from tests.e2e.resume_jobs import BATCH_SIZE, NUM_ROWS, STEPS_PER_EPOCH, Resumable, run_resumable
+from tests.e2e.toy_job import ToySettings, streamed, write_files
+from tests.support.waiting import eventually
 
 MakeJob = Callable[..., Job]
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
-from harness import Job
-from toy_job import ToySettings
+from tests.e2e.harness import Job
+from tests.e2e.toy_job import ToySettings
 
 SETTINGS = ToySettings(num_rows=2400, batch_size=24, max_epochs=2, step_s=0.02)
 

@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
-from harness import Job, violations
-from scheduled import Action, bad_ends, has_ended, standing
-from toy_job import ToySettings
+
+from tests.e2e.harness import Job, violations
+from tests.e2e.scheduled import Action, bad_ends, has_ended, standing
+from tests.e2e.toy_job import ToySettings
 
 SCHEDULES = 208 if os.environ.get("DLROVER_ALL_FAULTS") else 24
 BATCH = 8  # schedules per test

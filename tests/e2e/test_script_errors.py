@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from dlrover_process import Dlrover
+from tests.support.dlrover_process import Dlrover
 
 SCRIPT = """
 import lightning as L

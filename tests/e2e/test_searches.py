@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from arguments_job import BATCH_SIZE, NUM_ROWS, Arguments, search_and_train
-from forked_jobs import MakeJob
+from tests.e2e.arguments_job import BATCH_SIZE, NUM_ROWS, Arguments, search_and_train
+from tests.e2e.forked_jobs import MakeJob
 
 EPOCHS = 3
 NUM_STEPS = EPOCHS * (NUM_ROWS // BATCH_SIZE)

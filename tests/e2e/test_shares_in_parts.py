@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from harness import Job, Record
-from parts_jobs import NUM_ROWS, PartsRun, run_in_parts, write_files
+
+from tests.e2e.harness import Job, Record
+from tests.e2e.parts_jobs import NUM_ROWS, PartsRun, run_in_parts, write_files
 
 MakeJob = Callable[..., Job]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dlrover_process import Dlrover
+from tests.support.dlrover_process import Dlrover
 
 SCRIPT = """
 import lightning as L

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dlrover_process import Dlrover, Run
 from slurm_cluster import SlurmCluster, missing_packages, slurm_cluster
-from test_dlrover_run import SCRIPT, all_arguments_and_variables, members, wait_for_first_round, wait_for_workers
-from test_torchx import COMPONENT, torchx
-from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.e2e.test_dlrover_run import SCRIPT, all_arguments_and_variables, members, wait_for_first_round, wait_for_workers
+from tests.e2e.test_torchx import COMPONENT, torchx
+from tests.support.dlrover_process import Dlrover, Run
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason=missing_packages())
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from harness import Job
-from plain_loop import PlainSettings, run_plain_loop
-from test_plain_loop import assert_everyone_counted_the_same
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.e2e.harness import Job
+from tests.e2e.plain_loop import PlainSettings, run_plain_loop
+from tests.e2e.test_plain_loop import assert_everyone_counted_the_same
 
 NUM_CHANGES = 1000 if os.environ.get("DLROVER_ALL_FAULTS") else 24
 SETTINGS = PlainSettings(num_steps=1_000_000)  # runs until the test ends it

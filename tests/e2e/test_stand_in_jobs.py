@@ -15,14 +15,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from forked_jobs import MakeJob
-from harness import Job, violations
-from nccl_stand_in import NAME, Quirks
-from plain_loop import PlainSettings, run_plain_loop
-from stand_in_jobs import OnDevice, OverStandIn, run_on_device, run_over_stand_in, train_awaiting, train_counted, train_synced
-from test_plain_loop import assert_everyone_counted_the_same
-from test_schedules import AT_ONCE, MOMENTS, carry_out, random_schedule
-from toy_job import Script, ToySettings, train_toy
+
+from tests.e2e.forked_jobs import MakeJob
+from tests.e2e.harness import Job, violations
+from tests.e2e.plain_loop import PlainSettings, run_plain_loop
+from tests.e2e.stand_in_jobs import (
+    OnDevice,
+    OverStandIn,
+    run_on_device,
+    run_over_stand_in,
+    train_awaiting,
+    train_counted,
+    train_synced,
+)
+from tests.e2e.test_plain_loop import assert_everyone_counted_the_same
+from tests.e2e.test_schedules import AT_ONCE, MOMENTS, carry_out, random_schedule
+from tests.e2e.toy_job import Script, ToySettings, train_toy
+from tests.support.nccl_stand_in import NAME, Quirks
 
 SCHEDULES = 100 if os.environ.get("DLROVER_ALL_FAULTS") else AT_ONCE
 

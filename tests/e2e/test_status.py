@@ -8,16 +8,15 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import DEADLINE_S, Job
-from plain_loop import PlainSettings, run_plain_loop
-from waiting import eventually
-from warm_process import WarmProcess
-from warm_tree import run_program
-
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.e2e.harness import DEADLINE_S, Job
+from tests.e2e.plain_loop import PlainSettings, run_plain_loop
+from tests.support.waiting import eventually
+from tests.support.warm_process import WarmProcess
+from tests.support.warm_tree import run_program
 
 MakeJob = Callable[..., Job]
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Job, violations
-from spoiled_files import spoil_row_group
-from toy_job import ToySettings
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.e2e.harness import Job, violations
+from tests.e2e.toy_job import ToySettings
+from tests.support.spoiled_files import spoil_row_group
 
 MakeJob = Callable[..., Job]
 

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from dlrover_process import Dlrover
+
+from tests.support.dlrover_process import Dlrover
 
 TRAIN = """
 import sys

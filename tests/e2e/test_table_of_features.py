@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
-from harness import Job, Record
 from lightning.pytorch import callbacks
-from nccl_stand_in import NAME
-from stand_in_jobs import OverStandIn, run_over_stand_in
-from table_of_features import FEATURES, STEPS_PER_EPOCH, Run, run_feature_of_table
+
+from tests.e2e.harness import Job, Record
+from tests.e2e.stand_in_jobs import OverStandIn, run_over_stand_in
+from tests.e2e.table_of_features import FEATURES, STEPS_PER_EPOCH, Run, run_feature_of_table
+from tests.support.nccl_stand_in import NAME
 
 MakeJob = Callable[..., Job]
 

@@ -13,12 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
-from harness import Job
-from scheduled import Action, bad_ends, has_ended, standing
+
+from tests.e2e.harness import Job
+from tests.e2e.scheduled import Action, bad_ends, has_ended, standing
 
 pytest.importorskip("torchrec", reason="sharded tables need torchrec")
-from table_job import KINDS, TableSettings, train_tables
-from table_verdict import judge, lose_shared_memory_of, shared_memory_of, undisturbed
+from tests.e2e.table_job import KINDS, TableSettings, train_tables
+from tests.e2e.table_verdict import judge, lose_shared_memory_of, shared_memory_of, undisturbed
 
 SCHEDULES = 100 if os.environ.get("DLROVER_ALL_FAULTS") else 4
 BATCH = 4  # schedules per test

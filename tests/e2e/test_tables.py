@@ -14,16 +14,24 @@ from itertools import product
 from typing import Any, TypeVar
 
 import pytest
-from dlrover_process import Dlrover
-from harness import Job, Worker
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.membership.member import EXIT_ALL_DRAINED
+from tests.e2e.harness import Job, Worker
+from tests.support.dlrover_process import Dlrover
 
 pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 import torch
-from table_job import KINDS, TableSettings, train_stock, train_tables, train_tables_then_another_model, train_tables_twice
-from table_verdict import assembled, judge, lose_shared_memory_of, shared_memory_of, steps_that_count, undisturbed
+
+from tests.e2e.table_job import (
+    KINDS,
+    TableSettings,
+    train_stock,
+    train_tables,
+    train_tables_then_another_model,
+    train_tables_twice,
+)
+from tests.e2e.table_verdict import assembled, judge, lose_shared_memory_of, shared_memory_of, steps_that_count, undisturbed
 
 MakeJob = Callable[..., Job]
 T = TypeVar("T")

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from dlrover_process import Dlrover, Run
-from test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
 
 from lightning_dlrover.components import elastic
+from tests.e2e.test_dlrover_run import SCRIPT, wait_for_first_round, wait_for_workers
+from tests.support.dlrover_process import Dlrover, Run
 
 COMPONENT = Path(elastic.__file__)
 

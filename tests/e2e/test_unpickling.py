@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import pytest
-from forked_jobs import MakeJob
-from table_job import TableSettings
-from toy_job import ToySettings
+
+from tests.e2e.forked_jobs import MakeJob
+from tests.e2e.table_job import TableSettings
+from tests.e2e.toy_job import ToySettings
 
 pytest.importorskip("tensorboardX", reason="TensorBoardLogger needs it")
 
-from unpickling_jobs import train_tables_without_pickle, train_without_pickle
+from tests.e2e.unpickling_jobs import train_tables_without_pickle, train_without_pickle
 
 
 def test_a_live_fit_with_its_callbacks_and_loggers_unpickles_nothing(make_job: MakeJob) -> None:

@@ -9,18 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dlrover_process import Dlrover
-
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.report.status import read_event_file
+from tests.support.dlrover_process import Dlrover
 
 SCRIPT = Path(__file__).with_name("tiny_loop.py")
 LIMIT = 4  # KiB
 
-TALKATIVE = f"""
-import sys
-sys.path.insert(0, {str(SCRIPT.parent)!r})
-import tiny_script
+TALKATIVE = """
+from tests.e2e import tiny_script
 quiet = tiny_script.TinyModel.training_step
 def training_step(self, batch, batch_idx):
     print("x" * 200, flush=True)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dlrover_process import Dlrover, Run
-from kubernetes_cluster import KubernetesCluster, kubernetes_cluster
-from test_dlrover_run import SCRIPT, wait_for_workers
-from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.e2e.test_dlrover_run import SCRIPT, wait_for_workers
+from tests.support.dlrover_process import Dlrover, Run
+from tests.support.kubernetes_cluster import KubernetesCluster, kubernetes_cluster
+from tests.support.waiting import eventually
 
 TIMEOUT_S = 2.0
 """Timeout of nodes and of workers; each wait of the tests is several times longer."""

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dlrover_process import Dlrover, Run
-from test_dlrover_run import wait_for_workers
+
+from tests.e2e.test_dlrover_run import wait_for_workers
+from tests.support.dlrover_process import Dlrover, Run
 
 LOOP = """
 import json, os, sys, time

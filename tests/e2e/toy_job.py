@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from iterables import ITERABLES
-from quiet_trainer import lightning, quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 from lightning_dlrover.data import Stream, parquet, stream
 from lightning_dlrover.live.training import LiveTraining
+from tests.e2e.iterables import ITERABLES
+from tests.support.quiet_trainer import lightning, quiet_trainer
 
 torch.set_num_threads(1)
 

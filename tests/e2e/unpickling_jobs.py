@@ -12,13 +12,13 @@ import lightning as L
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from table_job import TableSettings, train_tables
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
-from toy_job import Recorder, Rows, ToyModel, ToySettings, make_trainer
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
+from tests.e2e.table_job import TableSettings, train_tables
+from tests.e2e.toy_job import Recorder, Rows, ToyModel, ToySettings, make_trainer
 
 
 class UnpickledError(Exception):

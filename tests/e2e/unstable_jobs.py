@@ -15,10 +15,10 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
-from toy_job import SEED, Recorder, Rows, ToyModel, make_trainer
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy, watchdog
 from lightning_dlrover.variables import UNSAFE_STACKS
+from tests.e2e.toy_job import SEED, Recorder, Rows, ToyModel, make_trainer
 
 
 @dataclass(frozen=True)

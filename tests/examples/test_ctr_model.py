@@ -9,9 +9,10 @@ import pytest
 import torch
 from ctr_data import ClickData, collate, load
 from ctr_model import WideAndDeep, auc_of_counts, count_scores, measure_auc
-from quiet_trainer import quiet_trainer
 from sklearn.metrics import roc_auc_score
 from torch.utils.data import DataLoader
+
+from tests.support.quiet_trainer import quiet_trainer
 
 ADULT = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data")) / "adult"
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from waiting import eventually
-from warm_process import WarmProcess, run_warm
-from warm_tree import run_program
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.support.waiting import eventually
+from tests.support.warm_process import WarmProcess, run_warm
+from tests.support.warm_tree import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "plain_pytorch.py"

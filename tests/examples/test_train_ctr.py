@@ -10,7 +10,8 @@ import ctr_data
 import numpy as np
 import pytest
 import train_ctr
-from warm_process import run_warm
+
+from tests.support.warm_process import run_warm
 
 SCRIPT = Path(ctr_data.__file__).with_name("train_ctr.py")
 

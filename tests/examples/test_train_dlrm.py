@@ -18,13 +18,13 @@ import train_dlrm
 from criteo_to_parquet import Layout, convert, write_generated
 from ctr_data import ClickData, collate, load
 from ctr_parquet import ClickStreams, load_streams
-from quiet_trainer import quiet_trainer
 from sklearn.metrics import roc_auc_score
 from torch.utils.data import DataLoader
-from warm_process import run_warm
 
 from lightning_dlrover.tables.sharded import ShardedTables
 from lightning_dlrover.tables.torchrec_adapter import check_torchrec
+from tests.support.quiet_trainer import quiet_trainer
+from tests.support.warm_process import run_warm
 
 torchrec = pytest.importorskip("torchrec")
 

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from characterize_points import SCOPE, visit
-
 from lightning_dlrover.lab.characterize.points import Point, Visit, all_studies
 from lightning_dlrover.lab.characterize.run import Aim, in_order, next_point, seconds_left
+from tests.support.characterize_points import SCOPE, visit
 
 AIM = Aim(min_visits=2, max_visits=4, spread=0.1)
 POINTS = [Point("p", batch=n) for n in (1, 2, 3)]

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from elastic_jobs import Amdahl, Table, cluster, job, numbers, running
 
 from lightning_dlrover.lab.simulate.baselines import THRESHOLD_DEVICE_S, hesrpt_shares, make_elastic
 from lightning_dlrover.tuning.cluster import Job, PolicySettings, Running, State
+from tests.support.elastic_jobs import Amdahl, Table, cluster, job, numbers, running
 
 NODE = [device.name for device in cluster(1)]
 LINEAR = Table(tuple(float(n) for n in range(1, 65)))

@@ -7,13 +7,13 @@ import random
 from typing import Any
 
 import pytest
-from elastic_jobs import GB, Amdahl, check_allocation, cluster, job, numbers, running, spread_speed
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from lightning_dlrover.lab.simulate.baselines import ELASTIC_POLICIES, make_elastic
 from lightning_dlrover.lab.simulate.simulator import Arrival, simulate
 from lightning_dlrover.tuning.cluster import Job, PolicySettings, Profile, Running, State
+from tests.support.elastic_jobs import GB, Amdahl, check_allocation, cluster, job, numbers, running, spread_speed
 
 PREEMPTING = [name for name, policy in ELASTIC_POLICIES.items() if policy.preempts]
 

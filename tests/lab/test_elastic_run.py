@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from measured_clusters import write_speeds
 
 from lightning_dlrover.lab.simulate.knowledge import GUESS_SPREAD, NOISE, fairness_ratios, run_elastic
 from lightning_dlrover.lab.simulate.simulator import Cluster, ElasticWorkload, Lengths, elastic_workload
 from lightning_dlrover.lab.simulate.traces import Submission, WorkloadError, read_applications
 from lightning_dlrover.tuning.cluster import Allocation, Scaling, Speeds, State
+from tests.support.measured_clusters import write_speeds
 
 WORK = {"toy": 64 * 200}
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from elastic_jobs import GB, Amdahl, cluster, job, numbers, running
 from numpy.typing import NDArray
 
 from lightning_dlrover.lab.simulate.baselines import make_elastic
 from lightning_dlrover.pool.allocation import SpeedTables
 from lightning_dlrover.tuning.cluster import Profile, Speeds, State
 from lightning_dlrover.tuning.plan import ALL_SIZES_UP_TO, sizes_to_consider
+from tests.support.elastic_jobs import GB, Amdahl, cluster, job, numbers, running
 
 TWO_KINDS = {"gpu": Profile(GB, 2.0), "old": Profile(GB, 1.0)}
 

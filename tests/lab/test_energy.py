@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_nvml import FakeNvml, use_gpu
 
 from lightning_dlrover.lab.characterize import measure
 from lightning_dlrover.lab.characterize.measure import EnergyMeter
+from tests.support.fake_nvml import FakeNvml, use_gpu
 
 
 def test_energy_is_that_of_the_gpu_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

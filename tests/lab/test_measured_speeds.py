@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from measured_clusters import COMPUTE_S, toy_time_s, write_speeds
 
 from lightning_dlrover.lab.simulate.traces import MeasuredApplication, TraceError, even_placement, read_applications
+from tests.support.measured_clusters import COMPUTE_S, toy_time_s, write_speeds
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "step_traces"
 

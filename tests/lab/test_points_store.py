@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from characterize_points import visit
 
 from lightning_dlrover.lab.characterize import results as store_module
 from lightning_dlrover.lab.characterize.points import Limit, Machine, Point
 from lightning_dlrover.lab.characterize.results import FILE_NAME, Store, StoreError, read_store
+from tests.support.characterize_points import visit
 
 MACHINE = Machine("host", "a processor", 2.0, 24, "", "2.13")
 VISIT = visit(Point("p"), 1.0, 2.0)

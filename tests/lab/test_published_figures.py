@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from elastic_jobs import Table, cluster, job
 
 from lightning_dlrover.lab.simulate.baselines import EXPONENT, make_elastic
 from lightning_dlrover.lab.simulate.knowledge import run_elastic
 from lightning_dlrover.lab.simulate.simulator import Arrival, Cluster, elastic_workload, simulate
 from lightning_dlrover.lab.simulate.traces import read_applications, read_submissions
 from lightning_dlrover.tuning.cluster import PolicySettings
+from tests.support.elastic_jobs import Table, cluster, job
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("DLROVER_SHARED_DATA", ROOT.parent / "shared" / "data"))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from characterize_points import SCOPE, visit
 
 from lightning_dlrover.lab.characterize.findings import Evidence, findings
 from lightning_dlrover.lab.characterize.measure import EnergyMeter
@@ -25,6 +24,7 @@ from lightning_dlrover.tuning.candidates import nearest, suggest
 from lightning_dlrover.tuning.history import JobHistory
 from lightning_dlrover.tuning.plan import Limits, Settings
 from lightning_dlrover.tuning.samples import STEP_PARTS, impossible_figure
+from tests.support.characterize_points import SCOPE, visit
 
 POINT = Point("p", batch=100)
 MACHINE = Machine("host", "a processor", 2.0, 24, "", "2.13")

@@ -3,7 +3,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from characterize_points import SCOPE
 
 from lightning_dlrover.lab.characterize.points import (
     STUDIES,
@@ -14,6 +13,7 @@ from lightning_dlrover.lab.characterize.points import (
     mlp_flops,
     table_bytes,
 )
+from tests.support.characterize_points import SCOPE
 
 
 @pytest.mark.parametrize("size", ["quick", "full"])

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from measured_clusters import write_speeds, write_trace
-from waiting import eventually
 
 from lightning_dlrover.lab.simulate import study
 from lightning_dlrover.lab.simulate.simulator import Cluster
@@ -37,6 +35,8 @@ from lightning_dlrover.lab.simulate.study import (
 )
 from lightning_dlrover.lab.simulate.traces import WorkloadError
 from lightning_dlrover.tuning.cluster import Job, Policy, Profile, State
+from tests.support.measured_clusters import write_speeds, write_trace
+from tests.support.waiting import eventually
 
 CLUSTER = Cluster(2, 2)
 SAMPLES = {"toy": 64 * 100}

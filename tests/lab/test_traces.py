@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 
 import pytest
-from windows import window, written
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.lab.simulate.traces import TraceError, read_trace
 from lightning_dlrover.tuning import configuration_of
+from tests.support.windows import window, written
 
 
 def test_a_placement_is_workers_on_each_node(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from live_parts import a_worker
 from torch import nn
 
 from lightning_dlrover.live.recovery import Before
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.rdzv.transport.transfer import BufferCopies
+from tests.support.live_parts import a_worker
 
 
 class Model(nn.Module):

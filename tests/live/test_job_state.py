@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from live_parts import JOINER, a_formation, a_worker, hellos
 
 from lightning_dlrover.rdzv.membership.member import LeftOutError
 from lightning_dlrover.rdzv.transport import transfer
+from tests.support.live_parts import JOINER, a_formation, a_worker, hellos
 
 
 @pytest.mark.parametrize("name, is_closed", [("w0", True), ("w1", False)])

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import pytest
 from torch.utils.data import DataLoader
-from waiting import eventually
 
 from lightning_dlrover.data import Shard, stream
 from lightning_dlrover.data.source import DataError
@@ -20,6 +19,7 @@ from lightning_dlrover.live import fit_parts
 from lightning_dlrover.live.fit_parts import LanePrefetcher
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.ports import Batches, Job, Round
+from tests.support.waiting import eventually
 
 NUM_ROWS = 4000
 

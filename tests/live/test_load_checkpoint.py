@@ -8,20 +8,23 @@ from typing import Any
 import pytest
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from live_parts import Wrapping, a_trainer
+
+from tests.support.live_parts import Wrapping, a_trainer
 
 START = {
     "start_workers": 2,
     "lane_workers": 2,
     "streams": [{"stream": "rows", "epoch": 1}],
-    "sequences": [{"row": 3}],
+    "iterables": [{"row": 3}],
     "random": {"seed": "1"},
 }
 
 
+@pytest.mark.parametrize("key", ["iterables", "sequences"])  # the second one is of earlier commits
 @pytest.mark.parametrize("fn", [TrainerFn.FITTING, TrainerFn.VALIDATING, TrainerFn.TESTING, TrainerFn.PREDICTING])
-def test_only_a_fit_goes_back_to_a_checkpoints_rows(fn: TrainerFn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Strategy, "load_checkpoint", lambda *args: {"dlrover": START})
+def test_only_a_fit_goes_back_to_a_checkpoints_rows(fn: TrainerFn, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = {name if name != "iterables" else key: value for name, value in START.items()}
+    monkeypatch.setattr(Strategy, "load_checkpoint", lambda *args: {"dlrover": saved})
     trainer = a_trainer()
     trainer.state = SimpleNamespace(fn=fn)
     resumed: list[Any] = []

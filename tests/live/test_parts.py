@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from live_parts import a_worker
 
 from lightning_dlrover.rdzv.membership.member import RoundEndedError
 from lightning_dlrover.watchdog import HangPatience
+from tests.support.live_parts import a_worker
 
 
 def automatic_worker() -> Any:

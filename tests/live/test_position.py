@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from live_parts import BETWEEN, INSIDE, JOINER, hellos
 
 from lightning_dlrover.live.order import Position, can_meet
+from tests.support.live_parts import BETWEEN, INSIDE, JOINER, hellos
 
 
 @pytest.mark.parametrize("position", [BETWEEN, INSIDE, replace(INSIDE, collective=7, validation=2)])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from live_parts import a_formation, a_worker, hellos
 
 from lightning_dlrover.live.order import Position
+from tests.support.live_parts import a_formation, a_worker, hellos
 
 TWO = hellos(Position(5, 5, False, 0, 0, True), Position(5, 5, False, 0, 0, True))
 

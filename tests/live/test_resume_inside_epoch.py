@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 from stream_schedules import Numbered, rows_of
-from test_sampler import Numbers
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_dlrover.data import DataError, stream
 from lightning_dlrover.live.loader import ElasticLoader
+from tests.live.test_sampler import Numbers
 
 NUM_ROWS, BATCH, DONE = 600, 8, 20
 
 Make = Callable[..., Any]
 
 
-class Sequence(IterableDataset[int]):
+class OneByOne(IterableDataset[int]):
     def __init__(self, length: int) -> None:
         self.length = length
 
@@ -38,7 +38,7 @@ def loader(data: Any, batch_size: int = BATCH, seed: int = 0) -> ElasticLoader:
 def stop(made: ElasticLoader) -> dict[str, Any]:
     """Train 20 batches. Return the rows, and what the checkpoint holds."""
     trained = [int(row) for _ in range(DONE) for row in rows(made.refetch())]
-    saved = made.order_in_checkpoint, made.position_in_stream, made.sequence and made.sequence.in_checkpoint()
+    saved = made.order_in_checkpoint, made.position_in_stream, made.iterable and made.iterable.in_checkpoint()
     file = io.BytesIO()
     torch.save(saved, file)
     file.seek(0)
@@ -74,7 +74,7 @@ def streamed(num_rows: int = NUM_ROWS, **options: Any) -> Any:
         (loader(streamed()), loader(streamed(shuffle_rows=300))),
         (loader(streamed(shuffle_rows=0)), loader(streamed(shuffle_rows=0, keep_order=True))),
         (loader(Numbers(NUM_ROWS), seed=1), loader(Numbers(NUM_ROWS), seed=2)),
-        (loader(Sequence(NUM_ROWS)), loader(Sequence(NUM_ROWS))),
+        (loader(OneByOne(NUM_ROWS)), loader(OneByOne(NUM_ROWS))),
     ],
     ids=["stream", "seed of a stream", "shuffle_rows", "keep_order", "seed of a sampler", "iterable"],
 )
@@ -90,12 +90,12 @@ def test_no_sample_is_lost_or_twice_after_a_resume(before: ElasticLoader, after:
     [
         (streamed, lambda: loader(streamed(), 16), "global_batch_size=8, and the training loader has global_batch_size=16 now"),
         (lambda: Numbers(NUM_ROWS), lambda: loader(Numbers(NUM_ROWS), 16), "has global_batch_size=16 now"),
-        (lambda: Sequence(NUM_ROWS), lambda: loader(Sequence(NUM_ROWS), 16), "has global_batch_size=16 now"),
+        (lambda: OneByOne(NUM_ROWS), lambda: loader(OneByOne(NUM_ROWS), 16), "has global_batch_size=16 now"),
         (streamed, lambda: loader(streamed(NUM_ROWS + 8)), "files came, went or changed their number of rows"),
         (streamed, lambda: loader(streamed(shuffle_rows=0)), "shuffle_rows=0 does not shuffle, unlike before"),
         (lambda: Numbers(NUM_ROWS), lambda: loader(Numbers(NUM_ROWS + 1)), "num_samples=600, and .* num_samples=601 now"),
         (streamed, lambda: loader(Numbers(NUM_ROWS)), "kind=stream, and the training loader has kind=map-style dataset now"),
-        (lambda: Numbers(NUM_ROWS), lambda: loader(Sequence(NUM_ROWS)), "has kind=IterableDataset now"),
+        (lambda: Numbers(NUM_ROWS), lambda: loader(OneByOne(NUM_ROWS)), "has kind=IterableDataset now"),
     ],
 )
 def test_resume_with_other_samples_is_refused(before: Make, after: Make, message: str) -> None:

@@ -9,11 +9,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
-from quiet_trainer import quiet_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlrover import DLRoverStrategy
 from lightning_dlrover.live.state import resume, trained_parameters
+from tests.support.quiet_trainer import quiet_trainer
 
 Groups = list[list[float]]
 

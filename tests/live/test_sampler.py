@@ -38,7 +38,6 @@ from torch.utils.data import (
     get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
-from waiting import eventually
 
 from lightning_dlrover.checks import UnsupportedLoaderError
 from lightning_dlrover.data.lane_plan import share
@@ -46,6 +45,7 @@ from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.loader_workers import open_handle
 from lightning_dlrover.live.order import FitPosition, Unconnected, epoch_order
 from lightning_dlrover.live.train_loaders import TrainLoaders
+from tests.support.waiting import eventually
 
 
 class Numbers(Dataset[int]):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.loops.progress import _OptimizerProgress
-from live_parts import a_worker
 
 from lightning_dlrover.live import steps as module
 from lightning_dlrover.rdzv.membership.member import RoundEndedError
+from tests.support.live_parts import a_worker
 
 
 def test_redone_batches_are_not_counted_for_the_closing_step(

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from live_parts import BETWEEN, a_formation, a_worker, hellos
 
 from lightning_dlrover.live import handover
 from lightning_dlrover.rdzv.membership.member import RoundEndedError
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.rdzv.transport.transfer import HostStateCache
+from tests.support.live_parts import BETWEEN, a_formation, a_worker, hellos
 
 
 @pytest.mark.parametrize("error, is_kept", [(KeyError("best"), False), (RoundEndedError("a worker was lost"), True)])

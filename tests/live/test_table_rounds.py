@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from live_parts import a_worker
 
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.tables.snapshot_store import SnapshotError
+from tests.support.live_parts import a_worker
 
 
 class Own:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from live_parts import BETWEEN, INSIDE, JOINER, a_formation, a_worker, hellos
 
 from lightning_dlrover.live.order import Position
 from lightning_dlrover.live.replica import send_buffers
 from lightning_dlrover.rdzv.transport import transfer
+from tests.support.live_parts import BETWEEN, INSIDE, JOINER, a_formation, a_worker, hellos
 
 THREE = hellos(BETWEEN, BETWEEN, BETWEEN)
 

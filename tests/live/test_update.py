@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from live_parts import a_trainer
 
 from lightning_dlrover.live.recovery import ManualWindow, apply, capture
+from tests.support.live_parts import a_trainer
 
 
 @pytest.mark.parametrize("is_in_next_step", [False, True])

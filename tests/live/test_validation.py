@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from live_parts import BETWEEN, a_formation, a_worker, hellos
 
 from lightning_dlrover.live.validation import Positions, deal
+from tests.support.live_parts import BETWEEN, a_formation, a_worker, hellos
 
 
 def dealt(missing: list[int], started: list[int], samples_per_batch: int, in_step: bool) -> list[list[Positions]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from live_parts import BETWEEN, a_formation, a_worker, hellos
+
+from tests.support.live_parts import BETWEEN, a_formation, a_worker, hellos
 
 
 @pytest.mark.parametrize("fit_of_vote, stops", [(1, False), (2, True)])

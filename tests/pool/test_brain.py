@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from counted_requests import counted
-from pool_jobs import PooledJobs, decision
-from waiting import run_until
 
 from lightning_dlrover.pool import view as outsiders
 from lightning_dlrover.pool.brain import Brain, BrainBusyError, PoolTimeouts, snapshot_of
@@ -23,6 +20,9 @@ from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdUnavailableError
 from lightning_dlrover.rdzv.job.events import DecisionMade, SizeGiven, events_of, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, encode
+from tests.support.counted_requests import counted
+from tests.support.pool_jobs import PooledJobs, decision
+from tests.support.waiting import run_until
 
 QUICK = PoolTimeouts(lease_s=5.0, settle_s=0.05, gone_s=0.1)
 CORES = 4

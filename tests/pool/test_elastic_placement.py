@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_jobs import Amdahl, cluster, job
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dlrover.pool.placement import place
 from lightning_dlrover.tuning.cluster import Job
+from tests.support.elastic_jobs import Amdahl, cluster, job
 
 NODES = {device.name: device.node for device in cluster(8)}
 

@@ -7,7 +7,6 @@ import socket
 import time
 
 import pytest
-from waiting import eventually
 
 from lightning_dlrover.components.targets.machine import MachineShares
 from lightning_dlrover.components.targets.target import NodeSize, NotTakenError
@@ -15,6 +14,7 @@ from lightning_dlrover.pool.admission import GpuClaims, PoolTicket
 from lightning_dlrover.pool.view import MemberRecord, PoolKeys
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.support.waiting import eventually
 
 
 @pytest.fixture

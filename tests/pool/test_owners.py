@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_of_owners import Flood, PoolOfOwners
 
 from lightning_dlrover.pool.budget import Owners, PoolJob, Rate, Resources, queue_in_order, weighed
 from lightning_dlrover.pool.decisions import Rules, choose
+from tests.support.pool_of_owners import Flood, PoolOfOwners
 
 CORE = Resources(1.0)
 LONGEST_S = 10

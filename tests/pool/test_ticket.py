@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from waiting import eventually
 
 from lightning_dlrover.pool.admission import PoolTicket, TicketError, member_key
 from lightning_dlrover.pool.brain import Brain, PoolTimeouts
@@ -21,6 +20,7 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.journal import readable
 from lightning_dlrover.rdzv.job.records import AgentRecord, Keys, NodesRecord, PlanRecord, encode
+from tests.support.waiting import eventually
 
 QUICK = PoolTimeouts(settle_s=0.0, gone_s=0.1)
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from elastic_agents import ElasticAgents, Nursery
-from torchrun_agent import Agent
-from warm_process import WarmProcess
-from warm_tree import run_program
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.support.elastic_agents import ElasticAgents, Nursery
+from tests.support.torchrun_agent import Agent
+from tests.support.warm_process import WarmProcess
+from tests.support.warm_tree import run_program
 
 StartAgent = Callable[..., Agent]
 

@@ -1,9 +1,9 @@
 """Play seeds of the simulated membership protocol and report every invariant that is violated.
 
-python tests/rdzv/simulate.py                        2,000 seeds, as in CI
-python tests/rdzv/simulate.py --seeds 100000 --processes 8
-python tests/rdzv/simulate.py --seed 1234 --trace    one seed, with all that happened
-python tests/rdzv/simulate.py --bug "fence removed" --seed 12 --trace
+python -m tests.rdzv.simulate                        2,000 seeds, as in CI
+python -m tests.rdzv.simulate --seeds 100000 --processes 8
+python -m tests.rdzv.simulate --seed 1234 --trace    one seed, with all that happened
+python -m tests.rdzv.simulate --bug "fence removed" --seed 12 --trace
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import multiprocessing
 import sys
 import time
 
-from simulation.planted import BUGS, planted
-from simulation.run import Outcome, play
+from tests.rdzv.simulation.planted import BUGS, planted
+from tests.rdzv.simulation.run import Outcome, play
 
 
 def _play(seed: int) -> Outcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from torchrun_agent import Agent
+from tests.support.torchrun_agent import Agent
 
 SOURCE = """
 import dataclasses, os, time

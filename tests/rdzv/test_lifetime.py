@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 
 import pytest
-from torchrun_agent import Agent
-from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, Put
 from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, Keys
+from tests.support.torchrun_agent import Agent
+from tests.support.waiting import eventually
 
 StartAgent = Callable[..., Agent]
 

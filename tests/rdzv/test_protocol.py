@@ -6,21 +6,20 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from simulation.invariants import INVARIANTS
-from simulation.planted import BUGS, planted
-from simulation.run import Outcome, play
+
+from tests.rdzv.simulation.invariants import INVARIANTS
+from tests.rdzv.simulation.planted import BUGS, planted
+from tests.rdzv.simulation.run import Outcome, play
 
 SEEDS = int(os.environ.get("DLROVER_SEEDS", "2000"))
 CHUNK = min(SEEDS, 250)
-SIMULATE = Path(__file__).parent / "simulate.py"
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_no_invariant_is_violated_under_faults(first: int) -> None:
-    """100,000 seeds: `python tests/rdzv/simulate.py --seeds 100000 --processes 8`."""
+    """100,000 seeds: `python -m tests.rdzv.simulate --seeds 100000 --processes 8`."""
     outcomes = [play(seed) for seed in range(first, first + CHUNK)]
     failed = [outcome for outcome in outcomes if outcome.invariant]
     assert not failed, "\n".join([*map(str, failed), "", *failed[0].trace])
@@ -48,7 +47,7 @@ def test_every_invariant_has_a_name_and_at_least_ten_bugs_are_planted() -> None:
 
 def simulate(*arguments: str, hash_seed: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-    command = [sys.executable, str(SIMULATE), *arguments]
+    command = [sys.executable, "-m", "tests.rdzv.simulate", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -71,4 +70,4 @@ def test_failure_names_the_invariant_and_its_seed() -> None:
     assert done.returncode == 1
     assert found.trace[-1] in done.stdout
     assert re.search(rf"^seed {found.seed}: one-number: \w+ wrote round \d+ where \d+ was next$", done.stdout, re.MULTILINE)
-    assert f"replay: python tests/rdzv/simulate.py --seed {found.seed} --trace" in done.stdout
+    assert f"replay: python -m tests.rdzv.simulate --seed {found.seed} --trace" in done.stdout

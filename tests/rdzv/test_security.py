@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from secure_etcd import PASSWORD, SecureEtcd, secure_etcd
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
-from torchrun_agent import Agent
-from waiting import eventually
 
 from lightning_dlrover.rdzv.agents.rendezvous import create_backend
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -21,6 +18,9 @@ from lightning_dlrover.rdzv.etcd.connection import etcdrpc
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.support.secure_etcd import PASSWORD, SecureEtcd, secure_etcd
+from tests.support.torchrun_agent import Agent
+from tests.support.waiting import eventually
 
 StartAgent = Callable[..., Agent]
 

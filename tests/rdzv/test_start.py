@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from test_lifetime import LIVE
-from torchrun_agent import Agent
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.rdzv.test_lifetime import LIVE
+from tests.support.torchrun_agent import Agent
 
 StartAgent = Callable[..., Agent]
 

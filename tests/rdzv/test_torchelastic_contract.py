@@ -16,23 +16,23 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import elastic_functions
 import psutil
 import pytest
 import torch
-from elastic_agents import ElasticAgents, Node, Nursery, Outcome, RunningAgent, Started
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousHandler,
     RendezvousParameters,
 )
-from waiting import eventually
 
 from lightning_dlrover.rdzv.agents.rendezvous import create_backend
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.support import elastic_functions
+from tests.support.elastic_agents import ElasticAgents, Node, Nursery, Outcome, RunningAgent, Started
+from tests.support.waiting import eventually
 
 SOON_S = 30.0
 """Seconds: far longer than an immediate event takes under load, far shorter than a timeout that must not be awaited."""

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from waiting import eventually
 
 from lightning_dlrover.cli.run import run_folder
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -36,6 +35,7 @@ from lightning_dlrover.report.status import (
     read_nodes,
     show_status,
 )
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 import pytest
-from history_rows import window
 
 from lightning_dlrover.rdzv.job.events import Event, FitFinished, StreamOpened, WindowMeasured, record_of
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.streams import described, guarantee, read_streams, standing
+from tests.support.history_rows import window
 
 OPENED = StreamOpened(1, 0, "parquet('a')", "/", 2, 100, "x", 13, 13, False, 0, 0, 0, 2, 8, 4, 12, 4096)
 

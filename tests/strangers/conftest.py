@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from forked_jobs import make_job
+from tests.e2e.forked_jobs import make_job
 
 __all__ = ["make_job"]

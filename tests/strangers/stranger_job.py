@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from toy_job import Place, Recorder
+
+from tests.e2e.toy_job import Place, Recorder
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

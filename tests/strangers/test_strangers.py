@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Job
-from stranger_job import SCRIPTS, StrangerSettings, result_path, run_stranger, work_folder
+
+from tests.e2e.harness import Job
+from tests.strangers.stranger_job import SCRIPTS, StrangerSettings, result_path, run_stranger, work_folder
 
 MakeJob = Callable[..., Job]
 

@@ -19,14 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from processes import start_logged
-from waiting import eventually
-from warm_process import WarmProcess
-from warm_tree import run_program
-
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.status import read_event_file
+from tests.support.processes import start_logged
+from tests.support.waiting import eventually
+from tests.support.warm_process import WarmProcess
+from tests.support.warm_tree import run_program
 
 T = TypeVar("T")
 

@@ -26,23 +26,23 @@ from typing import Any
 
 import psutil
 import torch.distributed.rpc  # noqa: F401 - imported here once, not by every worker
-from disturbed_writes import Failpoint, disturb_writes
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-from waiting import eventually
 
 import lightning_dlrover.rdzv.agents.rendezvous  # noqa: F401 - as above
+from tests.support.disturbed_writes import Failpoint, disturb_writes
+from tests.support.waiting import eventually
 
-_NURSE = "import elastic_agents, frozen_heap; elastic_agents._nurse"
+_NURSE = "from tests.support import elastic_agents, frozen_heap; elastic_agents._nurse"
 
 # Prepended to every script.
 PREAMBLE = """
 import os, signal, sys, time
-from elastic_worker import Worker
+from tests.support.elastic_worker import Worker
 me = Worker.started()
 """
 
@@ -134,10 +134,9 @@ class Nursery:
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair()
         command = f"{_NURSE}({theirs.fileno()})"
-        paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             [sys.executable, "-c", command],
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
         )

@@ -10,7 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
-from elastic_worker import Worker
+
+from tests.support.elastic_worker import Worker
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from waiting import eventually
+from tests.support.waiting import eventually
 
 GATE_TIMEOUT_S = 120.0
 

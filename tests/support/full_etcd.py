@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from waiting import eventually
-
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.connection import etcdrpc
 from lightning_dlrover.rdzv.etcd.health import alarms_of
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, find_binary
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdFullError
+from tests.support.waiting import eventually
 
 OTHERS = "/others/"
 """Folder of keys that fill an etcd."""

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from waiting import eventually
+from tests.support.waiting import eventually
 
 NUM_PARTITIONS = 4
 """Partitions of each topic of a mock cluster."""

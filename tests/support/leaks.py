@@ -14,7 +14,7 @@ from pathlib import Path
 GRACE_S = 5.0
 """Grace period in seconds for threads and processes to end on their own after a test."""
 
-SHARED_PROCESSES = ("resource_tracker", "forkserver", "compile_worker", "elastic_agents", "warm_tree.serve")
+SHARED_PROCESSES = ("resource_tracker", "forkserver", "compile_worker", "elastic_agents", "warm_tree import serve")
 """Parts of the command lines of helpers that this process starts once and keeps. Processes forked from them belong to tests."""
 
 STARTED_BY = "TEST_PROCESS"

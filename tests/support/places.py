@@ -12,10 +12,6 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 import pytest
-from fake_target import FakeTarget
-from kubernetes_cluster import Answer, KubernetesCluster
-from manual_clock import ManualClock
-from slurm_commands import SlurmCommands
 
 from lightning_dlrover.components import elastic
 from lightning_dlrover.components.targets.kubernetes import KubernetesOptions, KubernetesTarget
@@ -23,6 +19,10 @@ from lightning_dlrover.components.targets.kubernetes_api import KubernetesApi
 from lightning_dlrover.components.targets.local import LocalTarget
 from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
 from lightning_dlrover.components.targets.target import NodeSpec, Target
+from tests.support.fake_target import FakeTarget
+from tests.support.kubernetes_cluster import Answer, KubernetesCluster
+from tests.support.manual_clock import ManualClock
+from tests.support.slurm_commands import SlurmCommands
 
 MARK = "0123456789"
 POLL_S = 2.0

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import trustme
-from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.server import find_binary
+from tests.support.waiting import eventually
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "security.md"
 

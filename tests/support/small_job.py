@@ -6,9 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
-from checkouts import REPOSITORY
-from dlrover_process import Dlrover
-from environments import Environment
+from tests.support.checkouts import REPOSITORY
+from tests.support.dlrover_process import Dlrover
+from tests.support.environments import Environment
 
 SCRIPT = Path(__file__).with_name("small_script.py")
 STEPS = 30

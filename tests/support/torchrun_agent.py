@@ -6,8 +6,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import kill_all
-from warm_process import WarmProcess
+from tests.support.processes import kill_all
+from tests.support.warm_process import WarmProcess
 
 
 @dataclass

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from warm_tree import run_program
+from tests.support.warm_tree import run_program
 
 
 class WarmProcess:

@@ -267,9 +267,10 @@ class FreshNursery(_Nursery):
     same = tuple(name for name in SAME if name != "OMP_NUM_THREADS")
 
     def _start(self, theirs: socket.socket) -> int:
-        code = f"import {', '.join(IMPORTS)}; import warm_tree; warm_tree.serve({theirs.fileno()}, {self._owner})"
-        folders = [os.path.dirname(os.path.abspath(__file__)), *_folders()]
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "PADDING": PADDING, "OMP_NUM_THREADS": "1"}
+        code = (
+            f"import {', '.join(IMPORTS)}; from tests.support.warm_tree import serve; serve({theirs.fileno()}, {self._owner})"
+        )
+        environ = {**os.environ, "PADDING": PADDING, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen([sys.executable, "-c", code, PADDING], env=environ, pass_fds=[theirs.fileno()])
         return self._process.pid
 
@@ -281,7 +282,8 @@ class FreshNursery(_Nursery):
 
 def serve(requests: int, owner: int) -> NoReturn:
     """Fork programs for the process that has started this one with a socket, until that ends."""
-    import frozen_heap  # noqa: F401 - collects the garbage of the imports, and keeps the rest out of later collections
+    # Collects the garbage of the imports, and keeps the rest out of later collections.
+    from tests.support import frozen_heap  # noqa: F401
 
     _serve(socket.socket(fileno=requests), owner)
 

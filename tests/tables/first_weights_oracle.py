@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from resharding_oracle import (
+from torch import nn
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+from lightning_dlrover.tables.exchange import exchange
+from lightning_dlrover.tables.layout import Plan, layout_of, plan_from_dict, plan_moves, plan_to_dict, replan
+from lightning_dlrover.tables.sharded import ShardedTables
+from lightning_dlrover.tables.snapshots import SnapshotConfig
+from tests.tables.resharding_oracle import (
     CPU,
     RATE,
     Case,
@@ -24,14 +31,7 @@ from resharding_oracle import (
     gather,
     train_step,
 )
-from torch import nn
-from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
-from worker_pool import Worker
-
-from lightning_dlrover.tables.exchange import exchange
-from lightning_dlrover.tables.layout import Plan, layout_of, plan_from_dict, plan_moves, plan_to_dict, replan
-from lightning_dlrover.tables.sharded import ShardedTables
-from lightning_dlrover.tables.snapshots import SnapshotConfig
+from tests.tables.worker_pool import Worker
 
 TABLES = [
     Table("rows", 5000, 8, "row_wise"),  # more rows than are drawn from one seed

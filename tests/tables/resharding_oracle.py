@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
-from worker_pool import WORKERS, Worker
 
 from lightning_dlrover.tables import exchange as exchange_module
 from lightning_dlrover.tables import torchrec_adapter as parts_module
@@ -37,6 +36,7 @@ from lightning_dlrover.tables.layout import (
     replan,
 )
 from lightning_dlrover.tables.sharded import ShardedTables
+from tests.tables.worker_pool import WORKERS, Worker
 
 CPU = torch.device("cpu")
 LOCAL_BATCH_SIZE = 4

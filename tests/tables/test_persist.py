@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from waiting import eventually
 
 from lightning_dlrover.tables import elastic as elastic_module
 from lightning_dlrover.tables import persist as module
@@ -25,6 +24,7 @@ from lightning_dlrover.tables.layout import Region
 from lightning_dlrover.tables.persist import NUM_KEPT, Persister, keep_newest, persist
 from lightning_dlrover.tables.snapshot_store import SnapshotStore, newest_complete, part_header
 from lightning_dlrover.tables.snapshots import SnapshotConfig, Snapshots
+from tests.support.waiting import eventually
 
 
 def write_part(store: SnapshotStore, batch: int, value: float, members: tuple[str, ...] = ("a",)) -> tuple[Path, Path]:

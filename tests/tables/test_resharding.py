@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from first_weights_oracle import WAYS, WeightsCase, play_first_weights, play_outside_of_a_job
-from resharding_oracle import (
+
+from tests.tables.first_weights_oracle import WAYS, WeightsCase, play_first_weights, play_outside_of_a_job
+from tests.tables.resharding_oracle import (
     BAG_KINDS,
     CHANGING_BAGS,
     SHIFTS,
@@ -19,7 +20,7 @@ from resharding_oracle import (
     first_values,
     play,
 )
-from worker_pool import WORKERS, WorkerPool
+from tests.tables.worker_pool import WORKERS, WorkerPool
 
 SIZES = [1, 1, 2, 2, 3, 3, 4, 4, 1, 3, 1, 4, 2, 4, 3, 2, 1]
 OPTIMIZERS = ["sgd", "rowwise_adagrad", "adagrad"]

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quiet_trainer import quiet_trainer
+
+from tests.support.quiet_trainer import quiet_trainer
 
 pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 

@@ -12,8 +12,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from simulated_jobs import Truth, input_bound, window
-from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -24,6 +22,8 @@ from lightning_dlrover.tuning import StepTimeModel
 from lightning_dlrover.tuning.analyst import PATIENCE_WITH_A_PLAN_S, Analyst
 from lightning_dlrover.tuning.autotuner import WINDOWS_PER_DECISION, TuningConfig
 from lightning_dlrover.tuning.plan import Decision, Objective, Prices, Settings
+from tests.support.simulated_jobs import Truth, input_bound, window
+from tests.support.waiting import eventually
 
 START = Settings(1, 0, 1, 0)
 TRUTH = input_bound(4)

@@ -14,19 +14,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_jobs import (
-    KINDS,
-    SimulatedJob,
-    Truth,
-    dense_heavy,
-    embedding_heavy,
-    input_bound,
-    limits_of,
-    storage_bound,
-    throughput_share,
-    traced_steps,
-    window,
-)
 
 from lightning_dlrover.tuning import MemoryModel, StepTimeModel
 from lightning_dlrover.tuning.autoscale import expected_improvement, give_up_above_s, has_failed, plan
@@ -44,6 +31,19 @@ from lightning_dlrover.tuning.plan import (
     why_not,
 )
 from lightning_dlrover.tuning.samples import StepProfile
+from tests.support.simulated_jobs import (
+    KINDS,
+    SimulatedJob,
+    Truth,
+    dense_heavy,
+    embedding_heavy,
+    input_bound,
+    limits_of,
+    storage_bound,
+    throughput_share,
+    traced_steps,
+    window,
+)
 
 ONE = Settings(1, 0, 1, 0)
 TRACES = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data")) / "step_traces"

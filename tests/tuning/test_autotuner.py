@@ -7,7 +7,6 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from simulated_jobs import Truth, input_bound, window
 
 from lightning_dlrover.rdzv.job.records import JobRecord, NodesRecord, PlanRecord
 from lightning_dlrover.tuning.analyst import merged_plan, proposed_plan
@@ -15,6 +14,7 @@ from lightning_dlrover.tuning.autotuner import WINDOWS_PER_DECISION, Autotuner, 
 from lightning_dlrover.tuning.candidates import PastJob, descriptor_of
 from lightning_dlrover.tuning.history import JobMemory
 from lightning_dlrover.tuning.plan import Decision, Objective, Outcome, Prices, Settings
+from tests.support.simulated_jobs import Truth, input_bound, window
 
 START = Settings(1, 0, 1, 0)
 TRUTH = input_bound(4)

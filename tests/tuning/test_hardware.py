@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from windows import TRACES, needs_traces, window, written
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.lab.evaluate import evaluate
@@ -17,6 +16,7 @@ from lightning_dlrover.lab.simulate.traces import read_trace
 from lightning_dlrover.tuning import Columns, Population, StepTimeModel, configuration_of, population_of, prior
 from lightning_dlrover.tuning.prior import EXPOSED, PhysicalPrior
 from lightning_dlrover.tuning.samples import Measured, StepProfile, windows_by_configuration
+from tests.support.windows import TRACES, needs_traces, window, written
 
 NAMES = ("ncf", "cifar10", "deepspeech2", "bert", "imagenet", "yolov3")
 

@@ -6,7 +6,6 @@ import contextlib
 import csv
 import io
 import json
-import os
 import random
 import signal
 import sqlite3
@@ -17,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from history_rows import DESCRIPTOR, decision, entry, window
 from sqlalchemy.event import listen
 
 from lightning_dlrover.tuning import Population, StepTimeModel, configuration_of
@@ -25,6 +23,7 @@ from lightning_dlrover.tuning.candidates import suggest
 from lightning_dlrover.tuning.history import HistoryAccess, HistoryError, JobHistory, export_windows, history_url
 from lightning_dlrover.tuning.plan import Limits, Outcome, outcome
 from lightning_dlrover.tuning.samples import StepProfile
+from tests.support.history_rows import DESCRIPTOR, decision, entry, window
 
 
 @pytest.fixture
@@ -94,8 +93,7 @@ def test_similar_jobs_are_found_nearest_first_and_others_are_not(history: JobHis
 WRITER = """
 import sys
 from pathlib import Path
-sys.path.insert(0, {folder!r})
-from history_rows import entry, window, decision
+from tests.support.history_rows import entry, window, decision
 from lightning_dlrover.tuning.history import JobHistory
 history = JobHistory({url!r})
 name = sys.argv[1]
@@ -111,12 +109,11 @@ for job in range(200 if name == "endless" else 8):
 def test_killed_writer_leaves_nothing_half_written(tmp_path: Path) -> None:
     file = tmp_path / "history.sqlite"
     script = tmp_path / "writer.py"
-    script.write_text(WRITER.format(folder=str(Path(__file__).parents[1] / "support"), url=f"sqlite:///{file}"))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    script.write_text(WRITER.format(url=f"sqlite:///{file}"))
 
     def start(name: str) -> subprocess.Popen[str]:
         command = [sys.executable, str(script), name]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     writers = [start(name) for name in ("a", "b", "c", "endless")]
     killed = writers.pop()

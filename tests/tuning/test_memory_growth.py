@@ -6,8 +6,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from windows import MIB
-from windows import memory_window as window
 
 from lightning_dlrover.tuning.memory import (
     LEADS,
@@ -19,6 +17,8 @@ from lightning_dlrover.tuning.memory import (
     least_workers,
 )
 from lightning_dlrover.tuning.samples import StepProfile
+from tests.support.windows import MIB
+from tests.support.windows import memory_window as window
 
 
 def growing(per_step_mib: float, num: int = 12, noise_mib: float = 3.0, seed: int = 0) -> list[StepProfile]:

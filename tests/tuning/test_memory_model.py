@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from windows import window
 
 from lightning_dlrover.tuning import MemoryModel, StepProfile, configuration_of
+from tests.support.windows import window
 
 MIB = 1 << 20
 TABLES = 768 * MIB

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from windows import TRACES, needs_traces, window
 
 from lightning_dlrover.tuning.prior import PhysicalPrior
 from lightning_dlrover.tuning.samples import Columns, StepProfile, configuration_of
 from lightning_dlrover.tuning.step_time import StepTimeModel
+from tests.support.windows import TRACES, needs_traces, window
 
 
 def traced(name: str) -> list[StepProfile]:
@@ -384,7 +384,7 @@ def test_fit_and_prediction_stay_within_their_times() -> None:
     # because neighbouring processes also take caches.
     program = """
 import time
-import test_model
+from tests.tuning import test_model
 from lightning_dlrover.tuning import Columns, StepTimeModel, configuration_of
 samples = test_model.two_thousand_windows()
 StepTimeModel.fit(samples[:100])  # pays for the imports

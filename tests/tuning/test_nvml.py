@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_nvml import FakeNvml, NVMLError_NotFound, use_gpu
 
 from lightning_dlrover.tuning import nvml as nvml_module
 from lightning_dlrover.tuning.nvml import BusyTime, handle_of, load_nvml
+from tests.support.fake_nvml import FakeNvml, NVMLError_NotFound, use_gpu
 
 GPU = torch.device("cuda")
 MIB = 1 << 20

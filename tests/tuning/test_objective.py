@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from simulated_jobs import dense_heavy, window
 
 from lightning_dlrover.tuning import configuration_of
 from lightning_dlrover.tuning.plan import Objective, Prices, Resources, Settings, objective_from, parse_prices, resources_of
+from tests.support.simulated_jobs import dense_heavy, window
 
 PROFILE = window(dense_heavy(8), Settings(3, 1, 2, 2), random.Random(0), 0.0)
 

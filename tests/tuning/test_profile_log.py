@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from windows import WINDOW
 
 from lightning_dlrover.codec import to_json
 from lightning_dlrover.tuning.profile_log import (
@@ -25,6 +24,7 @@ from lightning_dlrover.tuning.profile_log import (
     stored_bytes,
 )
 from lightning_dlrover.tuning.samples import StepProfile
+from tests.support.windows import WINDOW
 
 
 def windows(count: int, **changes: float) -> list[StepProfile]:

@@ -6,11 +6,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from windows import window
 
 from lightning_dlrover.tuning import Columns, configuration_of
 from lightning_dlrover.tuning.population import MAX_CONFIGURATIONS, JobResidualGP, ResidualGP, Residuals, variances_of
 from lightning_dlrover.tuning.samples import Floats
+from tests.support.windows import window
 
 NONE = 1e-8
 BATCH_ERRORS = ResidualGP(np.array([0.1**2, NONE, NONE, NONE, NONE, NONE, NONE, 0.02**2, 0.02**2]))

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from waiting import eventually
 
 from lightning_dlrover.tuning import resources
 from lightning_dlrover.tuning.resources import (
@@ -29,6 +28,7 @@ from lightning_dlrover.tuning.resources import (
     own_memory_limit_bytes,
 )
 from lightning_dlrover.tuning.samples import AGENT_BYTES
+from tests.support.waiting import eventually
 
 MIB = 1 << 20
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_jobs import dense_heavy, limits_of, window
 
 from lightning_dlrover.tuning.plan import (
     Limits,
@@ -23,6 +22,7 @@ from lightning_dlrover.tuning.plan import (
     tunable_axes,
     why_not,
 )
+from tests.support.simulated_jobs import dense_heavy, limits_of, window
 
 ONE = Settings(1, 0, 1, 0)
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_profiler import MODEL, PLACE
 
 from lightning_dlrover.tuning import profiler
 from lightning_dlrover.tuning.health import OwnClock
 from lightning_dlrover.tuning.profiler import CudaMark, StepProfiler, StepTimes, marks_of
 from lightning_dlrover.tuning.samples import Measured, StepProfile
+from tests.tuning.test_profiler import MODEL, PLACE
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

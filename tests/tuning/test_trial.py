@@ -13,12 +13,12 @@ from math import fsum
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_jobs import dense_heavy, limits_of, slowed, window
-from test_autoscale import ONE, ours
 
 from lightning_dlrover.tuning.autoscale import TrialWatch, give_up_above_s, has_failed, retreat
 from lightning_dlrover.tuning.candidates import PlanRequest
 from lightning_dlrover.tuning.plan import Candidate, Decision, Settings
+from tests.support.simulated_jobs import dense_heavy, limits_of, slowed, window
+from tests.tuning.test_autoscale import ONE, ours
 
 TWO_THREADS = Settings(1, 2, 2, 2)
 CANDIDATE = Candidate(TWO_THREADS, 0.05, 0.03, 0.06, 1600.0, 30.0, measured=False, feasible=True)

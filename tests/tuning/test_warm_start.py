@@ -7,7 +7,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from simulated_jobs import KINDS, SimulatedJob, Truth, dense_heavy, input_bound, limits_of, throughput_share, window
 
 from lightning_dlrover.tuning import StepProfile, StepTimeModel
 from lightning_dlrover.tuning.autoscale import plan
@@ -22,6 +21,16 @@ from lightning_dlrover.tuning.candidates import (
     suggest,
 )
 from lightning_dlrover.tuning.plan import Decision, Limits, Objective, Prices, Settings, all_settings
+from tests.support.simulated_jobs import (
+    KINDS,
+    SimulatedJob,
+    Truth,
+    dense_heavy,
+    input_bound,
+    limits_of,
+    throughput_share,
+    window,
+)
 
 ONE = Settings(1, 0, 1, 0)
 TWO = Settings(2, 1, 1, 2)

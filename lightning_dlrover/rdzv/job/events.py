@@ -342,7 +342,7 @@ class StreamOpened(Event):
 
 @dataclass(frozen=True)
 class RowsSkipped(Event):
-    """Rows that a worker's batches of a stream leave out. Several workers, and each epoch, may find the same rows."""
+    """Rows that a worker's batches of a stream skip. Several workers, and each epoch, may find the same rows."""
 
     KIND = "skipped"
     fit: int
@@ -354,10 +354,10 @@ class RowsSkipped(Event):
 
 
 @dataclass(frozen=True)
-class SequenceOpened(Event):
+class IterableOpened(Event):
     """A training loader of a `fit` that reads an `IterableDataset`. Written once per fit."""
 
-    KIND = "sequence"
+    KIND = "iterable"
     fit: int
     number: int  # number of the training loader, from 0
     dataset: str  # its class
@@ -421,6 +421,7 @@ def _by_kind() -> dict[str, list[type[Event]]]:
 
 
 _TYPES = _by_kind()
+_TYPES["sequence"] = _TYPES[IterableOpened.KIND]  # the kind's name in histories of earlier commits
 
 
 def record_of(event: Event, text: str, at: float | None = None) -> EventRecord:

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_target import FakeTarget
-from waiting import run_until
 
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.nodes import MAX_REFUSED, ControllerBusyError
@@ -37,6 +35,8 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
+from tests.support.fake_target import FakeTarget
+from tests.support.waiting import run_until
 
 QUICK = FailurePolicy(
     first_backoff_s=0.01,

@@ -18,12 +18,8 @@ import trustme
 import yaml
 from kubernetes import client, config
 from kubernetes.config import incluster_config, kube_config
-from kubernetes_cluster import Answer, KubernetesCluster, kubernetes_cluster
-from kubernetes_models import problems
-from manual_clock import ShiftedClock
 from torchx.schedulers.kubernetes_scheduler import KubernetesScheduler
 from torchx.specs import AppDef, AppState, Role
-from waiting import eventually
 
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.reconcile import FailurePolicy, Limits
@@ -42,6 +38,10 @@ from lightning_dlrover.components.targets.kubernetes_api import KubernetesApi
 from lightning_dlrover.components.targets.target import ANY_SIZE, App, NodeSize, NodeSpec, NotTakenError, TargetError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.support.kubernetes_cluster import Answer, KubernetesCluster, kubernetes_cluster
+from tests.support.kubernetes_models import problems
+from tests.support.manual_clock import ShiftedClock
+from tests.support.waiting import eventually
 
 MARK = "0123456789"
 HANDLE = f"run-node1-{MARK}/node1"

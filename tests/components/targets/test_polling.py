@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from manual_clock import ManualClock
 
 from lightning_dlrover.components.targets.target import Polling, TargetError
+from tests.support.manual_clock import ManualClock
 
 
 class Scheduler:

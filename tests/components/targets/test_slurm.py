@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slurm_commands import SlurmCommands
-from waiting import eventually
 
 from lightning_dlrover.components.control.nodes import examine
 from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
 from lightning_dlrover.components.targets.target import App, NodeSize, NodeSpec, NotTakenError, TargetError
+from tests.support.slurm_commands import SlurmCommands
+from tests.support.waiting import eventually
 
 MARK = "0123456789"
 PLAIN = SlurmOptions()

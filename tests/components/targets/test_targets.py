@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 from torchx.specs import AppDef, Role
-from waiting import eventually
 
 from lightning_dlrover.components import elastic
 from lightning_dlrover.components.control.nodes import examine
@@ -23,6 +22,7 @@ from lightning_dlrover.components.targets.local import LocalTarget, TorchXRunner
 from lightning_dlrover.components.targets.machine import MemoryGroups, NoMemoryGroupsError
 from lightning_dlrover.components.targets.target import NodeSize, NodeSpec, NotTakenError
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.support.waiting import eventually
 
 MakeTarget = Callable[..., LocalTarget]
 

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_agents import ElasticAgents, Node
 from faulty_etcd import EtcdProxy
-from full_etcd import fill, full, make_room, small_etcd
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -27,9 +25,6 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from torchrun_agent import Agent
-from waiting import eventually
-from warm_process import WarmProcess, run_code
 
 from lightning_dlrover import variables
 from lightning_dlrover._version import __version__
@@ -53,6 +48,11 @@ from lightning_dlrover.rdzv.job.records import (
     worker_name_of,
 )
 from lightning_dlrover.rdzv.transport import transfer
+from tests.support.elastic_agents import ElasticAgents, Node
+from tests.support.full_etcd import fill, full, make_room, small_etcd
+from tests.support.torchrun_agent import Agent
+from tests.support.waiting import eventually
+from tests.support.warm_process import WarmProcess, run_code
 
 StartAgent = Callable[..., Agent]
 MakeHandler = Callable[..., EtcdRendezvousHandler]

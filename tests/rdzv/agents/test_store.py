@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from waiting import eventually
-from warm_process import WarmProcess, run_code
 
 from lightning_dlrover.rdzv.agents.store import MAX_VALUE_BYTES, EtcdStore
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.support.waiting import eventually
+from tests.support.warm_process import WarmProcess, run_code
 
 MakeStore = Callable[[], Any]
 RunAll = Callable[..., list[str]]

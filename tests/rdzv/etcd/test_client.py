@@ -7,9 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
-from counted_requests import counted
-from full_etcd import full
-from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import KEYS_PER_PAGE, MOST_RANGES, EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
@@ -30,6 +27,9 @@ from lightning_dlrover.rdzv.etcd.types import (
     none_under,
 )
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.support.counted_requests import counted
+from tests.support.full_etcd import full
+from tests.support.waiting import eventually
 
 # -- keys and transactions
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from faulty_etcd import EtcdProxy
-from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.connection import Connection, grpc
@@ -23,6 +22,7 @@ from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdUnavailableError
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.support.waiting import eventually
 
 
 def _fails_clearly(endpoint: str, timeout_s: float = 1.0) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.connection import etcdrpc
@@ -19,6 +18,7 @@ from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError, EtcdUnavailableError, KeyValue, Put
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.support.waiting import eventually
 
 
 def test_mirror_shows_existing_and_later_keys(client: EtcdClient, keys: Keys) -> None:

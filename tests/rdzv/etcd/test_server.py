@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from waiting import eventually
 
 from lightning_dlrover.host import free_port
 from lightning_dlrover.rdzv.etcd import server
@@ -21,6 +20,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.health import inspect
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError, find_binary
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
+from tests.support.waiting import eventually
 
 
 def _is_alive(pid: int) -> bool:

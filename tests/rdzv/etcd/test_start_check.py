@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from full_etcd import fill, small_etcd
-from secure_etcd import secure_etcd
 
 from lightning_dlrover.rdzv.etcd import health
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -20,6 +18,8 @@ from lightning_dlrover.rdzv.etcd.connection import etcdrpc, grpc
 from lightning_dlrover.rdzv.etcd.health import troubles_of, warn_of_troubles
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
+from tests.support.full_etcd import fill, small_etcd
+from tests.support.secure_etcd import secure_etcd
 
 
 def checks(text: str) -> set[str]:

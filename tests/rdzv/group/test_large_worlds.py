@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
-from waiting import eventually
-from warm_process import WarmProcess, run_code
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.group.forming import FEW
 from lightning_dlrover.rdzv.job.records import AgentRecord, EventRecord, Keys, decode, encode
+from tests.support.waiting import eventually
+from tests.support.warm_process import WarmProcess, run_code
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 

@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from full_etcd import full
-from waiting import eventually
-from warm_process import WarmProcess, run_code
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -24,6 +21,9 @@ from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.records import AgentRecord, ControllerRecord, JobRecord, Keys, decode, encode
 from lightning_dlrover.rdzv.membership.member import TooLateError
 from lightning_dlrover.rdzv.transport.process_groups import RoundEnd
+from tests.support.full_etcd import full
+from tests.support.waiting import eventually
+from tests.support.warm_process import WarmProcess, run_code
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 

@@ -18,6 +18,7 @@ from lightning_dlrover.rdzv.job.events import (
     FitResumed,
     GrowthFailed,
     HangFound,
+    IterableOpened,
     JobFailed,
     MemoryShort,
     NodeMemoryShort,
@@ -27,7 +28,6 @@ from lightning_dlrover.rdzv.job.events import (
     ReplicaDrifted,
     RoundFormed,
     RowsSkipped,
-    SequenceOpened,
     SettingsApplied,
     SizeGiven,
     SizeRequested,
@@ -117,8 +117,8 @@ LINES: dict[str, Event] = {
     '"drift" {"batch":70,"name":"parameter a","rank":1,"repaired":true}': ReplicaDrifted(70, "parameter a", 1, True),
     '"finished" {"global_step":100}': FitFinished(100),
     '"stream" {' + STREAM + "}": OPENED,
-    '"sequence" {"fit":1,"number":0,"dataset":"Numbers","is_stateful":true,"max_catch_up_s":60.0}': (
-        SequenceOpened(1, 0, "Numbers", True, 60.0)
+    '"iterable" {"fit":1,"number":0,"dataset":"Numbers","is_stateful":true,"max_catch_up_s":60.0}': (
+        IterableOpened(1, 0, "Numbers", True, 60.0)
     ),
     '"skipped" {"fit":1,"number":0,"shard":2,"file":"b.parquet","ranges":[[3,9]],"reason":"it is corrupt"}': (
         RowsSkipped(1, 0, 2, "b.parquet", [[3, 9]], "it is corrupt")
@@ -145,6 +145,12 @@ def stored(line: str) -> bytes:
 def test_each_event_is_read_and_written_as_ever(line: str) -> None:
     assert content_of(decode(EventRecord, stored(line), "k")) == LINES[line]
     assert encode(record_of(LINES[line], "a sentence", 5.0)) == stored(line)
+
+
+def test_iterable_datasets_of_earlier_histories_are_read() -> None:
+    opened = IterableOpened(1, 0, "Numbers", True, 60.0)
+    record = EventRecord("sequence", 5.0, "", opened.data)
+    assert list(events_of([record], IterableOpened)) == [(record, opened)]
 
 
 def test_every_event_is_among_the_lines_above() -> None:

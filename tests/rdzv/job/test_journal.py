@@ -7,8 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from counted_requests import counted
-from full_etcd import full
 
 from lightning_dlrover.codec import RecordError
 from lightning_dlrover.rdzv.etcd.client import Election, EtcdClient
@@ -28,6 +26,8 @@ from lightning_dlrover.rdzv.etcd.types import (
 from lightning_dlrover.rdzv.job import journal as journal_module
 from lightning_dlrover.rdzv.job.journal import ContentionError, FenceLostError, Found, Journal, readable
 from lightning_dlrover.rdzv.job.records import CheckpointRequest, EventRecord, Keys, PlanRecord, encode
+from tests.support.counted_requests import counted
+from tests.support.full_etcd import full
 
 
 def next_request(now: CheckpointRequest | None) -> CheckpointRequest:

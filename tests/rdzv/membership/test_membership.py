@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from full_etcd import fill, full, small_etcd
-from waiting import eventually
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -34,6 +32,8 @@ from lightning_dlrover.rdzv.membership import coordinator
 from lightning_dlrover.rdzv.membership.member import EvictedError, MembershipError
 from lightning_dlrover.rdzv.membership.membership import JobClosedError, Membership, MembershipConfig
 from lightning_dlrover.rdzv.membership.rounds import JobView, RoundTimeouts, WorkerView, read_view
+from tests.support.full_etcd import fill, full, small_etcd
+from tests.support.waiting import eventually
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ class Outcome:
         return hashlib.sha256("\n".join(self.trace).encode()).hexdigest()
 
     def __str__(self) -> str:
-        return f"seed {self.seed}: {self.text}\nreplay: python tests/rdzv/simulate.py --seed {self.seed} --trace"
+        return f"seed {self.seed}: {self.text}\nreplay: python -m tests.rdzv.simulate --seed {self.seed} --trace"
 
 
 def play(seed: int) -> Outcome:

@@ -8,17 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
-import nccl_stand_in
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_stand_in import NAME, Quirks
-from waiting import eventually
 
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.transport import process_groups, torch_names
 from lightning_dlrover.rdzv.transport.process_groups import CommunicatorError, Communicators
 from lightning_dlrover.rdzv.transport.torch_names import HashStore, Store
+from tests.support import nccl_stand_in
+from tests.support.nccl_stand_in import NAME, Quirks
+from tests.support.waiting import eventually
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ import socket
 from pathlib import Path
 
 import pytest
-from warm_process import WarmProcess, run_script
 
 from lightning_dlrover.rdzv.transport.waits import silence
+from tests.support.warm_process import WarmProcess, run_script
 
 SCRIPT = Path(__file__).with_name("failed_beside_a_message.py")
 

@@ -8,10 +8,10 @@ import weakref
 from typing import Any
 
 import pytest
-from waiting import eventually
 
 from lightning_dlrover.rdzv.transport import process_groups
 from lightning_dlrover.rdzv.transport.process_groups import EXIT_STUCK, GroupStuckError, RoundEnd
+from tests.support.waiting import eventually
 
 
 class Group:

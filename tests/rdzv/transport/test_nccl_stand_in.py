@@ -14,17 +14,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
-import nccl_stand_in
 import pytest
 import torch
 import torch._dynamo  # DDP imports it, which takes seconds: not in each of the processes
 import torch.distributed as dist
-from nccl_stand_in import Quirks, StandIn, Stream
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from waiting import eventually
 
 from lightning_dlrover.rdzv.transport.torch_names import HashStore, TCPStore
+from tests.support import nccl_stand_in
+from tests.support.nccl_stand_in import Quirks, StandIn, Stream
+from tests.support.waiting import eventually
 
 REMOTE_ERROR = "ncclRemoteError: A call failed possibly due to a network error"
 CPU = torch.device("cpu")

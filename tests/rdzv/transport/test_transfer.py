@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from warm_process import WarmProcess, run_code
 
 from lightning_dlrover.rdzv.transport.transfer import INLINE_BYTES, TransferError, _packed, _unpacked
+from tests.support.warm_process import WarmProcess, run_code
 
 BOTH = """
 import sys
@@ -22,8 +22,7 @@ import torch, torch.distributed as dist
 from lightning_dlrover.rdzv.transport import data_unpickler, transfer
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
-sys.path.insert(0, sys.argv[3])
-import test_transfer
+from tests.rdzv.transport import test_transfer
 
 store = dist.FileStore(folder + "/store", 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
@@ -171,8 +170,7 @@ def test_training_state_arrives_as_it_was_sent(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     outputs = [tmp_path / f"{rank}.out" for rank in range(2)]
     processes = [
-        WarmProcess(run_code, [BOTH, str(rank), str(tmp_path), str(Path(__file__).parent)], environment, output)
-        for rank, output in enumerate(outputs)
+        WarmProcess(run_code, [BOTH, str(rank), str(tmp_path)], environment, output) for rank, output in enumerate(outputs)
     ]
     try:
         codes = [process.wait(120) for process in processes]
@@ -189,7 +187,7 @@ def test_training_state_arrives_as_it_was_sent(tmp_path: Path) -> None:
     # The sender and the receivers learn the class and the next move.
     for text in texts:
         told = [line for line in text.splitlines() if line.startswith("broadcast refused: rank 1")]
-        assert "holds test_transfer.Same, which is not taken from other workers; if it is harmless, allow it" in told[-1]
+        assert f"holds {__name__}.Same, which is not taken from other workers; if it is harmless, allow it" in told[-1]
         assert "add_safe_globals([Same])" in told[-1]
 
 

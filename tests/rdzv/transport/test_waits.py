@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_process import WarmProcess, run_script
+
+from tests.support.warm_process import WarmProcess, run_script
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 

@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from spoiled_files import spoil_row_group
 from torch.utils.data import DataLoader
 
 from lightning_dlrover.data import Shard, Skipped, parquet, stream
-from lightning_dlrover.data.source import LeftOut
+from lightning_dlrover.data.source import SkippedRange
 from lightning_dlrover.live.loader import MAX_LISTED, ElasticLoader, SkippedRows
+from tests.support.spoiled_files import spoil_row_group
 
 
 class Gappy:
@@ -79,8 +79,8 @@ def test_numbers_without_data_are_not_named() -> None:
     data = stream(Gappy(), keep_order=True)
     rows = [row for batch in DataLoader(data, batch_size=340, collate_fn=list) for row in batch]
     assert rows == [*range(40), *(n for n in range(200) if n < 100 or n % 3)]
-    assert data.take_left_out() == (LeftOut(1, "gappy", 200, 300, "broken"),)
-    assert data.take_left_out() == ()
+    assert data.take_skipped() == (SkippedRange(1, "gappy", 200, 300, "broken"),)
+    assert data.take_skipped() == ()
 
 
 class Telling:
@@ -99,19 +99,21 @@ def test_rows_with_reasons_of_their_own_are_one_range_and_one_line(caplog: pytes
     data = stream(Telling(), keep_order=True)
     (rows,) = DataLoader(data, batch_size=200, collate_fn=list)
     assert rows == [*range(100)]
-    assert data.take_left_out() == (LeftOut(0, "telling", 100, 200, "cannot decode 100"),)
+    assert data.take_skipped() == (SkippedRange(0, "telling", 100, 200, "cannot decode 100"),)
     assert [record.getMessage() for record in caplog.records] == ["telling: 100 rows are skipped so far: cannot decode 100"]
 
 
 def test_only_rows_that_are_not_on_record_are_news() -> None:
     rows = SkippedRows()
-    rows.add([LeftOut(0, "a", 10, 20, "broken"), LeftOut(1, "b", 0, 5, "gone"), LeftOut(0, "a", 10, 20, "broken")])
+    rows.add(
+        [SkippedRange(0, "a", 10, 20, "broken"), SkippedRange(1, "b", 0, 5, "gone"), SkippedRange(0, "a", 10, 20, "broken")]
+    )
     first, second = rows.take_news(1, 0)
     assert (first.shard, first.file, first.ranges, first.reason) == (0, "a", [[10, 20]], "broken")
     assert (second.shard, second.ranges) == (1, [[0, 5]])
-    rows.add([LeftOut(0, "a", 12, 20, "broken"), LeftOut(1, "b", 1, 2, "gone")])
+    rows.add([SkippedRange(0, "a", 12, 20, "broken"), SkippedRange(1, "b", 1, 2, "gone")])
     assert not rows.has_news
-    rows.add([LeftOut(0, "a", 15, 30, "broken"), LeftOut(0, "a", 30, 40, "broken")])
+    rows.add([SkippedRange(0, "a", 15, 30, "broken"), SkippedRange(0, "a", 30, 40, "broken")])
     (only,) = rows.take_news(1, 0)
     assert only.ranges == [[15, 40]]
 
@@ -121,7 +123,7 @@ def test_rows_are_news_once_in_any_order(found: list[tuple[int, int]]) -> None:
     rows, named = SkippedRows(), set[int]()
     for first, length in found:
         is_new = not {*range(first, first + length)} <= named
-        rows.add([LeftOut(0, "a", first, first + length, "broken")])
+        rows.add([SkippedRange(0, "a", first, first + length, "broken")])
         assert rows.has_news == is_new
         for record in rows.take_news(1, 0):
             named.update(row for begin, stop in record.ranges for row in range(begin, stop))
@@ -131,15 +133,15 @@ def test_rows_are_news_once_in_any_order(found: list[tuple[int, int]]) -> None:
 def test_time_per_row_does_not_grow_with_the_rows_before() -> None:
     rows = SkippedRows()
     began = time.process_time()
-    rows.add([LeftOut(0, "a", 2 * n, 2 * n + 1, "broken") for n in range(10_000)])
+    rows.add([SkippedRange(0, "a", 2 * n, 2 * n + 1, "broken") for n in range(10_000)])
     assert time.process_time() - began < 2.0  # 0.05 s; 6 s if each row is compared with all
 
 
 def test_records_end_with_one_that_names_no_rows() -> None:
     rows = SkippedRows()
-    rows.add([LeftOut(0, "a", 2 * n, 2 * n + 1, "broken") for n in range(MAX_LISTED + 5)])
+    rows.add([SkippedRange(0, "a", 2 * n, 2 * n + 1, "broken") for n in range(MAX_LISTED + 5)])
     listed, rest = rows.take_news(1, 0)
     assert len(listed.ranges) == MAX_LISTED
     assert rest.ranges == []
-    rows.add([LeftOut(0, "a", 9000, 9001, "broken"), LeftOut(0, "a", 9100, 9100, "broken")])
+    rows.add([SkippedRange(0, "a", 9000, 9001, "broken"), SkippedRange(0, "a", 9100, 9100, "broken")])
     assert rows.take_news(1, 0) == []

@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sequences import (
+from torch.utils.data import DataLoader, TensorDataset, get_worker_info
+
+from lightning_dlrover.checks import UnsupportedLoaderError
+from lightning_dlrover.data import iterable
+from lightning_dlrover.data.source import DataError
+from lightning_dlrover.live.data_agreement import settings_for
+from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.order import UNKNOWN, IterableSettings
+from lightning_dlrover.rdzv.transport import transfer
+from tests.support.iterable_loaders import (
     SETTINGS,
     GoesOn,
     GoesOnElsewhere,
@@ -33,15 +42,6 @@ from sequences import (
     rest,
     shares,
 )
-from torch.utils.data import DataLoader, TensorDataset, get_worker_info
-
-from lightning_dlrover.checks import UnsupportedLoaderError
-from lightning_dlrover.data import iterable
-from lightning_dlrover.data.source import DataError
-from lightning_dlrover.live.data_agreement import settings_for
-from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.order import UNKNOWN, SequenceSettings
-from lightning_dlrover.rdzv.transport import transfer
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_loader_worker_reads_the_same_as_this_process(world: int) -> None:
 
 def test_last_batch_is_known_to_be_the_last_when_it_is_handed_out() -> None:
     ends: list[int] = []
-    loader = make(Opaque(16), settings=SequenceSettings(at_end=lambda: ends.append(loader.cursor)))
+    loader = make(Opaque(16), settings=IterableSettings(at_end=lambda: ends.append(loader.cursor)))
     next(loader)
     assert ends == []
     assert loader.num_epoch_batches == UNKNOWN // 8
@@ -207,8 +207,8 @@ def test_last_batch_is_given_again_after_the_end() -> None:
 def test_accumulated_batches_are_kept() -> None:
     dataset = Opaque(100)
     loader = make(dataset)
-    assert loader.sequence is not None
-    loader.sequence.redo_batches = 5
+    assert loader.iterable is not None
+    loader.iterable.redo_batches = 5
     for _ in range(8):
         next(loader)
     loader.reshard(0, 1, rewind=4)
@@ -347,14 +347,14 @@ def test_checkpoint_resumes_in_another_world() -> None:
     for kind in (Opaque, Stateful, GoesOn, NumpyState):
         old = make(kind(100))
         before = shares(old, 7)
-        assert old.sequence is not None
-        saved = torch.load(_bytes(old.sequence.in_checkpoint()), weights_only=True)
+        assert old.iterable is not None
+        saved = torch.load(_bytes(old.iterable.in_checkpoint()), weights_only=True)
         datasets = [kind(100) for _ in range(3)]
         resumed = [make(dataset, rank, 3) for rank, dataset in enumerate(datasets)]
         for loader in resumed:
             loader.cursor = 7
-            assert loader.sequence is not None
-            loader.sequence.resume_from(saved)
+            assert loader.iterable is not None
+            loader.iterable.resume_from(saved)
         assert before + global_batches([shares(loader) for loader in resumed]) == chunks(100)
         assert all(dataset.num_read == 44 for dataset in datasets if kind is NumpyState)  # rows after the state
 
@@ -373,10 +373,10 @@ def test_order_that_depends_on_the_number_of_passes_is_refused_after_a_checkpoin
         iter(loader)
         loader.set_epoch(1)
     shares(old, 7)
-    assert old.sequence is not None
-    assert resumed.sequence is not None
+    assert old.iterable is not None
+    assert resumed.iterable is not None
     resumed.cursor = 7
-    resumed.sequence.resume_from(torch.load(_bytes(old.sequence.in_checkpoint()), weights_only=True))
+    resumed.iterable.resume_from(torch.load(_bytes(old.iterable.in_checkpoint()), weights_only=True))
     with pytest.raises(DataError, match=r"Counts gives other rows than before: row 0 of epoch 1.* set_epoch\(epoch\)"):
         next(resumed)
 
@@ -395,10 +395,10 @@ def test_joiner_that_reads_too_slowly_is_refused_early_and_in_words() -> None:
                 time.sleep(0.001)
                 yield row
 
-    joiner = make(Slow(None), 1, 2, settings=SequenceSettings(max_catch_up_s=0.5))
+    joiner = make(Slow(None), 1, 2, settings=IterableSettings(max_catch_up_s=0.5))
     joiner.cursor = 10_000
-    assert joiner.sequence is not None
-    joiner.sequence.is_catching_up = True
+    assert joiner.iterable is not None
+    joiner.iterable.is_catching_up = True
     began = time.monotonic()
     with pytest.raises(DataError, match=r"80000 rows .* limit of 0.5 s. Give Slow the methods state_dict\(\)"):
         joiner.peek()
@@ -412,10 +412,10 @@ def test_few_slow_rows_end_with_the_limit() -> None:
                 time.sleep(0.02)
                 yield row
 
-    joiner = make(Slow(None), 1, 2, settings=SequenceSettings(max_catch_up_s=0.2))
+    joiner = make(Slow(None), 1, 2, settings=IterableSettings(max_catch_up_s=0.2))
     joiner.cursor = 6
-    assert joiner.sequence is not None
-    joiner.sequence.is_catching_up = True
+    assert joiner.iterable is not None
+    joiner.iterable.is_catching_up = True
     with pytest.raises(DataError, match="48 rows"):
         joiner.peek()
 
@@ -430,8 +430,8 @@ def test_time_that_a_state_takes_counts_for_the_limit() -> None:
     shares(old, 6)
     joiner = make(SlowState(100), settings=replace(SETTINGS, max_catch_up_s=0.2))
     joiner.load_state(old.state())
-    assert joiner.sequence is not None
-    joiner.sequence.is_catching_up = True
+    assert joiner.iterable is not None
+    joiner.iterable.is_catching_up = True
     with pytest.raises(DataError, match="0 of them in 0"):
         joiner.peek()
 
@@ -442,10 +442,10 @@ def test_slow_first_row_does_not_show_the_speed() -> None:
             time.sleep(0.1)
             yield from super().__iter__()
 
-    joiner = make(SlowStart(1000), settings=SequenceSettings(max_catch_up_s=0.5))
+    joiner = make(SlowStart(1000), settings=IterableSettings(max_catch_up_s=0.5))
     joiner.cursor = 100
-    assert joiner.sequence is not None
-    joiner.sequence.is_catching_up = True
+    assert joiner.iterable is not None
+    joiner.iterable.is_catching_up = True
     assert shares(joiner) == chunks(1000)[100:]
 
 
@@ -492,7 +492,7 @@ def test_shuffled_validation_is_split_though_each_worker_has_its_own_seed(
 
 
 def test_endless_validation_is_counted_up_to_its_limit() -> None:
-    loader = make(Opaque(None), training=False, settings=SequenceSettings(max_rows=24))
+    loader = make(Opaque(None), training=False, settings=IterableSettings(max_rows=24))
     assert len(loader) == 3
 
 
@@ -516,7 +516,7 @@ def test_epoch_ends_before_a_length_that_is_too_large() -> None:
             return 100
 
     ends: list[int] = []
-    loader = make(Sized(20), settings=SequenceSettings(at_end=lambda: ends.append(loader.cursor)))
+    loader = make(Sized(20), settings=IterableSettings(at_end=lambda: ends.append(loader.cursor)))
     loader.keep_step(len(loader), cycles=True)
     assert shares(loader) == chunks(20)
     assert ends == [3]
@@ -526,11 +526,11 @@ def test_epoch_ends_before_a_length_that_is_too_large() -> None:
 def test_forked_process_has_an_iterator_of_its_own() -> None:
     loader = make(Opaque(100))
     next(loader)
-    assert loader.sequence is not None
-    reader: Any = loader.sequence.reading_loader.dataset
+    assert loader.iterable is not None
+    reader: Any = loader.iterable.reading_loader.dataset
     child = os.fork()
     if not child:
-        request = next(loader.sequence.requests(1))
+        request = next(loader.iterable.requests(1))
         rows = reader.__getitems__(request)
         os._exit(0 if list(rows) == list(range(8, 16)) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -553,8 +553,8 @@ def test_loaders_that_make_batches_themselves_are_refused() -> None:
 @pytest.mark.parametrize("accumulated", [1, 4])
 def test_reader_keeps_as_many_rows_as_documented(accumulated: int, drop_last: bool) -> None:
     loader = ElasticLoader(DataLoader(Opaque(400), 8, drop_last=drop_last), 8, training=True)
-    assert loader.sequence is not None
-    loader.sequence.redo_batches = accumulated + 1  # as the loaders of a Trainer that accumulates so many batches
+    assert loader.iterable is not None
+    loader.iterable.redo_batches = accumulated + 1  # as the loaders of a Trainer that accumulates so many batches
     iter(loader)
     for _ in range(20):
         loader.refetch()
@@ -564,8 +564,8 @@ def test_reader_keeps_as_many_rows_as_documented(accumulated: int, drop_last: bo
 
 def test_reader_keeps_batches_that_are_prepared_ahead_too() -> None:
     loader = ElasticLoader(DataLoader(Opaque(400), 8, num_workers=1, prefetch_factor=3), 8, training=True)
-    assert loader.sequence is not None
-    loader.sequence.redo_batches = 2
+    assert loader.iterable is not None
+    loader.iterable.redo_batches = 2
     iter(loader)
     try:
         for _ in range(20):

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_dlrover.live.data_agreement import are_same_row, described_row
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.order import SequenceSettings, Unconnected
+from lightning_dlrover.live.order import IterableSettings, Unconnected
 
-SETTINGS = SequenceSettings(describe=described_row, are_alike=are_same_row)
+SETTINGS = IterableSettings(describe=described_row, are_alike=are_same_row)
 
 
 class Opaque(IterableDataset[int]):
@@ -135,12 +135,12 @@ def make(
     rank: int = 0,
     world: int = 1,
     batch_size: int = 8,
-    settings: SequenceSettings = SETTINGS,
+    settings: IterableSettings = SETTINGS,
     training: bool = True,
     **options: Any,
 ) -> ElasticLoader:
     loader = DataLoader(dataset, batch_size=3, **options)
-    made = ElasticLoader(loader, batch_size, training, peers=Unconnected((rank, world)), sequence=settings)
+    made = ElasticLoader(loader, batch_size, training, peers=Unconnected((rank, world)), iterable=settings)
     iter(made)
     made.set_epoch(0)
     return made
