@@ -39,19 +39,30 @@ import sysconfig
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Literal, NoReturn
 
 from lightning_dlrover import variables
-from lightning_dlrover.files import atomic_write
+from lightning_dlrover.files import FileStamps, atomic_write
+from lightning_dlrover.host import (
+    ForkedProcess,
+    as_subreaper,
+    fits_in_proc,
+    memory_regions,
+    own_children,
+    parent_of,
+    pss_bytes,
+    show_in_proc,
+)
 
 # Records of the first worker that has trained. They are in a folder of the process that starts the workers.
 
 RECIPE_FILE = "modules.json"
 STEPPED_FILE = "stepped-"
-MEMORY_FILE = "memory"
+MEMORY_FILE = "memory-"
+"""Beginning of a file's name, before the process id of a template's owner. It holds the template's memory in bytes."""
 OFF_FILE = "off"
 """File with the reason why no program of this folder is forked any more."""
 
@@ -62,7 +73,6 @@ class Recipe:
 
     modules: list[tuple[str, str]]  # name and file, in the order in which their imports ended
     path: list[str]  # `sys.path` of the worker
-    excluded: dict[str, str] = field(default_factory=dict)  # modules that must not be imported in advance, with reasons
 
     @classmethod
     def read(cls, file: Path) -> Recipe:
@@ -186,7 +196,7 @@ class _Imports:
     def _problem(self) -> str:
         if len(os.listdir("/proc/self/task")) > 1:
             return "its import starts a thread"
-        if _children():
+        if own_children():
             return "its import starts a process"
         if self._has_gpu:
             for number in os.listdir("/proc/self/fd"):
@@ -241,13 +251,6 @@ class _Imports:
         return call
 
 
-def _children() -> list[int]:
-    """Return the process ids of this process's children, where the kernel shows them."""
-    with contextlib.suppress(OSError):
-        return [int(text) for text in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-    return []
-
-
 def _watched_environ(base: type, imports: _Imports) -> type:
     class Environ(base):  # type: ignore[misc]
         def __iter__(self) -> Iterator[str]:
@@ -268,36 +271,12 @@ def _watched_environ(base: type, imports: _Imports) -> type:
     return Environ
 
 
-class _Sources:
-    """Files of the imported modules that may change while a job runs: all but those of installed packages."""
-
-    def __init__(self) -> None:
-        installed = tuple(
-            os.path.join(os.path.realpath(folder), "")
-            for name in ("stdlib", "platstdlib", "purelib", "platlib")
-            if (folder := sysconfig.get_path(name))
-        )
-        self._stamps: dict[str, tuple[int, int]] = {}
-        for module in list(sys.modules.values()):
-            file = getattr(module, "__file__", None)
-            if isinstance(file, str) and not os.path.realpath(file).startswith(installed):
-                with contextlib.suppress(OSError):
-                    self._stamps[file] = _stamp(file)
-
-    def changed(self) -> str:
-        """Return a file that is not as it was imported, empty if there is none."""
-        for file, stamp in self._stamps.items():
-            try:
-                if _stamp(file) != stamp:
-                    return file
-            except OSError:
-                return file
-        return ""
-
-
-def _stamp(file: str) -> tuple[int, int]:
-    found = os.stat(file)
-    return found.st_mtime_ns, found.st_size
+def _own_sources() -> list[str]:
+    """Return the files of the imported modules that may change while a job runs: all but those of installed packages."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    installed = tuple(os.path.join(os.path.realpath(path), "") for name in names if (path := sysconfig.get_path(name)))
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    return [file for file in files if isinstance(file, str) and not os.path.realpath(file).startswith(installed)]
 
 
 # The template's process. It is started by `Template`, as `python -c "...serve()" FD RECIPE EXCLUDED PADDING`.
@@ -318,10 +297,6 @@ PADDING_BYTES = 96 * 1024
 """Room for the arguments and the variables of programs, which `/proc` shows."""
 
 PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
-
-_STAT_ADDRESSES = slice(45, 49)
-"""Fields of /proc/self/stat, after the command's name, with the limits of the arguments and of the environment in memory."""
 
 TITLE = "lightning-dlrover: modules imported in advance"
 """Argument of a template's command line."""
@@ -342,7 +317,7 @@ def serve() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != owner:
         os._exit(0)
-    _show([sys.executable, "-c", TITLE], dict(os.environ))
+    show_in_proc([sys.executable, "-c", TITLE], dict(os.environ))
     with contextlib.suppress(OSError):  # imports must not slow the job down; each program starts a session with another group
         Path("/proc/self/autogroup").write_text("10")
     imports = _Imports(excluded)
@@ -379,18 +354,15 @@ def serve() -> None:
     sys.path[:] = ["", *initial_path]
     gc.collect()
     gc.freeze()  # programs would copy the pages of all objects that their collections visit
-    server = _Server(connection, owner, given, imports.read, _Sources(), initial_path)
-    _tell(
-        connection,
-        {"state": "ready", "modules": len(sys.modules), "excluded": imports.excluded},
-    )
+    server = _Server(connection, owner, given, imports.read, initial_path)
+    _tell(connection, {"state": "ready", "modules": len(sys.modules), "excluded": imports.excluded})
     _become(server.serve())
 
 
 def _start_again(connection: socket.socket, imports: _Imports, num_modules: int) -> NoReturn:
     """Replace this process by a template without the modules that are not safe."""
     attempt = int(sys.argv[5]) + 1
-    for pid in _children():
+    for pid in own_children():
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     excluded = {**imports.excluded, **imports.new}
@@ -415,20 +387,14 @@ class _Server:
     """Forks programs for its owner."""
 
     def __init__(
-        self,
-        connection: socket.socket,
-        owner: int,
-        environ: Mapping[str, str],
-        read: set[str],
-        sources: _Sources,
-        path: Sequence[str],
+        self, connection: socket.socket, owner: int, environ: Mapping[str, str], read: set[str], path: Sequence[str]
     ) -> None:
         self._connection = connection
         self._owner = owner
         self._environ = environ  # before the imports
         self._set_by_imports = {name: value for name, value in os.environ.items() if environ.get(name) != value}
         self._read = read
-        self._sources = sources
+        self._sources = FileStamps(_own_sources())
         self._path = path
         self._cores = sorted(os.sched_getaffinity(0))
 
@@ -456,9 +422,6 @@ class _Server:
         self._connection.close()
         self._connection, self._owner = connection, owner
 
-    def close(self) -> None:
-        self._connection.close()
-
     def _refusal(self, program: Program) -> dict[str, Any]:
         """Return why a program cannot be forked; empty if it can."""
         if len(os.listdir("/proc/self/task")) > 1:
@@ -472,7 +435,7 @@ class _Server:
                 return {"state": "differs", "reason": f"{name} is {value!r}, and it was {before!r} for its imports"}
         if program.cores != self._cores and "OMP_NUM_THREADS" not in program.environ:
             return {"state": "differs", "reason": "it has other cores, and OMP_NUM_THREADS is not set"}
-        if not _fits([sys.executable, *program.arguments], program.environ):
+        if not fits_in_proc([sys.executable, *program.arguments], program.environ):
             return {"state": "differs", "reason": f"its arguments and variables have more than {PADDING_BYTES} bytes"}
         return {}
 
@@ -534,7 +497,7 @@ def _prepare(program: Program, streams: Sequence[int], path: Sequence[str]) -> N
     os.chdir(program.cwd)
     for number, given in enumerate(streams):
         os.dup2(given, number)
-    _show([sys.executable, *program.arguments], program.environ)
+    show_in_proc([sys.executable, *program.arguments], program.environ)
     sys.path[:] = ["", *path]
     random.seed()
     if (numbers := sys.modules.get("numpy.random")) is not None:
@@ -620,38 +583,6 @@ def _of_program(found: TracebackType | None) -> TracebackType | None:
     return found
 
 
-def _regions() -> tuple[int, int, int, int]:
-    """Return the addresses in memory of the arguments and the variables that `/proc` shows: start and end of each."""
-    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
-        start, end, first, last = map(int, file.read().rpartition(")")[2].split()[_STAT_ADDRESSES])
-    return start, end, first, last
-
-
-def _fits(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
-    start, end, first, last = _regions()
-    return len(_joined(arguments)) <= end - start and len(_joined(_lines(environ))) <= last - first
-
-
-def _show(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Take over the environment, and let `/proc` show it and the arguments.
-
-    Other processes find a job's processes by them.
-    """
-    start, end, first, last = _regions()
-    os.environ.clear()  # the C library must not point into the memory that is written next
-    for begin, limit, texts in ((start, end, arguments), (first, last, _lines(environ))):
-        ctypes.memmove(begin, _joined(texts).ljust(limit - begin, b"\0"), limit - begin)
-    os.environ.update(environ)
-
-
-def _lines(environ: Mapping[str, str]) -> list[str]:
-    return [f"{name}={value}" for name, value in environ.items()]
-
-
-def _joined(texts: Sequence[str]) -> bytes:
-    return b"".join(os.fsencode(text) + b"\0" for text in texts)
-
-
 def is_forked() -> bool:
     """Whether this program was forked from a template. It then continues in the same process instead of `exec`."""
     return _is_forked
@@ -676,7 +607,7 @@ def keep_template() -> None:
         if os.getppid() != owner:
             os._exit(0)
         server.of_descendant(theirs, owner)
-        _show([sys.executable, "-c", TITLE], dict(os.environ))
+        show_in_proc([sys.executable, "-c", TITLE], dict(os.environ))
         raise _Forked(server.serve())
     theirs.close()
     _own = Template.of_child(ours, pid)
@@ -702,10 +633,18 @@ FORK_S = 10.0
 MAX_DEATHS = 3
 """Templates that may die before programs start as usual for good."""
 
+MAX_DIFFERENCES = 3
+"""Programs in a row that do not fit the template before it is given up."""
+
+IMPORT_S = 600.0
+"""Seconds that the imports of a template may take. They have a low priority."""
+
 MEMORY_S = 60.0
 """Seconds between two measurements of a template's memory."""
 
 _CRASHES = {-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
+
+Process = subprocess.Popen[bytes] | ForkedProcess
 
 State = Literal["importing", "ready", "refused", "stale", "dead"]
 
@@ -729,77 +668,18 @@ def check_platform() -> None:
         problem = f"the system is {sys.platform}, not Linux"
     else:
         try:
-            start, end, first, last = _regions()
+            start, end, first, last = memory_regions()
             if not (0 < start < end and 0 < first < last):
                 problem = "/proc/self/stat hides the addresses of arguments, as some sandboxes do"
             elif not os.path.isdir("/proc/self/task"):
                 problem = "/proc/self/task is missing"
             else:
-                with _as_subreaper():
+                with as_subreaper():
                     pass
         except (OSError, ValueError) as error:
             problem = str(error)
     if problem:
         raise SparesError(f"no spare process can be kept here: {problem}; leave out --spares, or set it to 0")
-
-
-@contextlib.contextmanager
-def _as_subreaper() -> Iterator[None]:
-    """Make orphans below this process its children for a while."""
-    library = ctypes.CDLL(None, use_errno=True)
-    before = ctypes.c_int()
-    library.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
-    if library.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) is refused")
-    try:
-        yield
-    finally:
-        library.prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
-
-
-class ForkedProcess:
-    """A forked child of this process, with the methods of `subprocess.Popen` that its users call."""
-
-    def __init__(self, pid: int, args: Sequence[str]) -> None:
-        self.pid = pid
-        self.args = list(args)
-        self.returncode: int | None = None
-        self.stdin = self.stdout = self.stderr = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # somebody else has reaped it
-                self.returncode = 255
-            else:
-                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        pause_s = 0.0005
-        while (code := self.poll()) is None:
-            left_s = float("inf") if deadline is None else deadline - time.monotonic()
-            if timeout is not None and left_s <= 0:
-                raise subprocess.TimeoutExpired(self.args, timeout)
-            pause_s = min(2 * pause_s, left_s, 0.05)
-            time.sleep(pause_s)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-Process = subprocess.Popen[bytes] | ForkedProcess
 
 
 class Template:
@@ -812,6 +692,7 @@ class Template:
         self.excluded: dict[str, str] = {}
         self._connection = connection
         self._process = process
+        self._started_at = time.monotonic()
 
     @classmethod
     def start(cls, recipe: Path, environ: Mapping[str, str], is_unbuffered: bool) -> Template:
@@ -864,6 +745,8 @@ class Template:
             except (OSError, EOFError, ValueError):
                 code = self._process.poll()
                 self.state, self.reason = "dead", "it has ended" + (f" with {code}" if code is not None else "")
+        if self.state == "importing" and time.monotonic() - self._started_at > IMPORT_S:
+            self.state, self.reason = "refused", f"its imports have taken {IMPORT_S:.0f} s"
 
     def fork(self, program: Program, streams: Sequence[int]) -> int:
         """Fork a program as a child of this process; return its process id.
@@ -876,8 +759,9 @@ class Template:
         """
         reading, writing = os.pipe()
         pid = 0
+        is_permitted = False
         try:
-            with _as_subreaper():
+            with as_subreaper():
                 self._connection.settimeout(FORK_S)
                 data = json.dumps(dataclasses.asdict(program)).encode()
                 fds = array.array("i", [*streams, reading])
@@ -887,10 +771,11 @@ class Template:
                 self._note(answer)
                 pid = int(answer.get("pid", 0))
                 if answer["state"] != "forked":
-                    raise NotForkedError(answer["reason"])
-                if _parent_of(pid) != os.getpid():
+                    raise NotForkedError(answer.get("reason", "it has ended at once"))
+                if parent_of(pid) != os.getpid():
                     raise NotForkedError("its process is not a child of this one: the kernel lacks child subreapers")
                 os.write(writing, b"y")
+                is_permitted = True
             return pid
         except (OSError, EOFError, ValueError) as error:
             self.state, self.reason = "dead", f"it does not answer: {error}"
@@ -898,6 +783,9 @@ class Template:
         finally:
             os.close(reading)
             os.close(writing)
+            if pid and not is_permitted:  # it ends at once
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
 
     def _message(self) -> dict[str, Any]:
         found = json.loads(_receive(self._connection, *struct.unpack("I", _receive(self._connection, 4))))
@@ -911,23 +799,11 @@ class Template:
         if message["state"] in ("ready", "refused", "stale"):
             self.state, self.reason = message["state"], str(message.get("reason", ""))
 
-    def memory_bytes(self) -> int:
-        """Return its memory, where pages shared by n processes count as 1 / n; 0 if it has ended."""
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines():
-                if line.startswith("Pss:"):
-                    return int(line.split()[1]) * 1024
-        return 0
-
     def close(self) -> None:
         """End the process."""
         self._connection.close()
         self._process.kill()
         self._process.wait()
-
-
-def _parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
 
 
 class Spares:
@@ -946,6 +822,7 @@ class Spares:
         self.memory_bytes = 0  # of the template
         self.off = ""  # reason why no program is forked any more
         self._folder = Path(folder)
+        self._memory_file = self._folder / f"{MEMORY_FILE}{os.getpid()}"
         self._say = say
         self._owner = owner
         self._template = kept_template() if owner == "node" else None
@@ -954,7 +831,7 @@ class Spares:
         self._started: set[int] = set()  # process ids of programs
         self._forked: list[ForkedProcess] = []
         self._said: set[str] = set()
-        self._num_deaths = 0
+        self._num_deaths = self._num_differences = 0
         self._measured_at = -MEMORY_S
 
     @property
@@ -986,8 +863,10 @@ class Spares:
             try:
                 process = ForkedProcess(self._template.fork(program, streams), args)
                 self._forked.append(process)
+                self._num_differences = 0
             except NotForkedError as error:
                 self._say_once(f"a process was started without its spare, so its start takes longer: {error}")
+                self._num_differences += 1
                 self._settle()
         if process is None:
             if program is not None:
@@ -1012,9 +891,9 @@ class Spares:
         if self._template is not None and self._template.state == "ready":
             if before == "importing" or time.monotonic() - self._measured_at >= MEMORY_S:
                 self._measured_at = time.monotonic()
-                self.memory_bytes = self._template.memory_bytes()
+                self.memory_bytes = pss_bytes(self._template.pid)
                 with contextlib.suppress(OSError):
-                    atomic_write(self._folder / MEMORY_FILE, str(self.memory_bytes))
+                    atomic_write(self._memory_file, str(self.memory_bytes))
             if before == "importing":
                 without = f", without {len(self._template.excluded)} that are not safe" if self._template.excluded else ""
                 self._say(
@@ -1032,6 +911,8 @@ class Spares:
     def _settle(self) -> None:
         """Part with a template that cannot be used."""
         template = self._template
+        if self._num_differences >= MAX_DIFFERENCES:
+            self._turn_off(f"{MAX_DIFFERENCES} processes in a row could not be forked")
         if template is None or template.state in ("importing", "ready"):
             return
         self._drop()
@@ -1076,7 +957,7 @@ class Spares:
         template, self._template = self._template, None
         self.memory_bytes = 0
         with contextlib.suppress(OSError):
-            (self._folder / MEMORY_FILE).unlink(missing_ok=True)
+            self._memory_file.unlink(missing_ok=True)
         if template is not None:
             template.close()
 
@@ -1101,9 +982,13 @@ def _program(args: Sequence[str], environ: Mapping[str, str], cwd: str | None) -
     return Program(list(args[1:]), dict(environ), cwd or os.getcwd(), sorted(os.sched_getaffinity(0)), umask)
 
 
-def memory_bytes(environ: Mapping[str, str]) -> int:
-    """Return the memory of the template of this worker's node; 0 if there is none."""
-    folder = environ.get(variables.SPARES, "")
-    with contextlib.suppress(OSError, ValueError):
-        return int(Path(folder, MEMORY_FILE).read_text()) if folder else 0
-    return 0
+def memory_bytes(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return the memory of the template of this worker's agent, and of all templates of its folder; 0 for none."""
+    folder, agent = environ.get(variables.SPARES, ""), environ.get(variables.AGENT_PID, "")
+    own = total = 0
+    for file in Path(folder).glob(f"{MEMORY_FILE}*") if folder else ():
+        with contextlib.suppress(OSError, ValueError):
+            of_one = int(file.read_text())
+            total += of_one
+            own += of_one if file.name == f"{MEMORY_FILE}{agent}" else 0
+    return own, total

@@ -8,6 +8,7 @@ Each kind of process reads its variables in one place and passes values on:
 | agent | `rdzv/agents/rendezvous.py`, which also writes what its workers read |
 | node | `components/node.py` |
 | command | `rdzv/job/folders.py`: the etcd to use |
+| all that are forked from a spare process | `spares.py`: the folder of its records |
 
 Settings of the user hold for several kinds: `tuning/plan.py`, `tuning/history.py` and `watchdog.py` read their own.
 """

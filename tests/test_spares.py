@@ -14,10 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
-from waiting import eventually
 
 from lightning_dlrover import spares, variables
-from lightning_dlrover.spares import ForkedProcess, Spares
+from lightning_dlrover.host import ForkedProcess
+from lightning_dlrover.spares import Spares
+from tests.support.waiting import eventually
 
 START_S = 30.0
 
@@ -356,7 +357,9 @@ def test_forked_program_forks_others_from_a_template_of_its_own(place: Place) ->
     place.write(RECORDING)
     place.make_ready()
     place.write(NODE, "node")
-    place.write(RECORDING + "import os, sys; print(sys.argv[1:], __name__, len(os.listdir('/proc/self/task')), flush=True); sys.exit(6)")
+    place.write(
+        RECORDING + "import os, sys; print(sys.argv[1:], __name__, len(os.listdir('/proc/self/task')), flush=True); sys.exit(6)"
+    )
     code, out, err = place.run("-m", "node", str(place.records), str(place.script))
     assert (code, err) == (0, "")
     assert out.splitlines() == ["node True", "['x'] __main__ 1", "worker ForkedProcess 6"]
@@ -365,14 +368,17 @@ def test_forked_program_forks_others_from_a_template_of_its_own(place: Place) ->
 def test_memory_of_the_template_is_known_to_workers(place: Place) -> None:
     place.write(RECORDING)
     place.make_ready()
-    assert place.spares.memory_bytes > 2**20
-    assert spares.memory_bytes({variables.SPARES: str(place.records)}) == place.spares.memory_bytes
-    assert spares.memory_bytes({}) == 0
+    (place.records / f"{spares.MEMORY_FILE}1").write_text("1000")  # another owner's
+    worker = {variables.SPARES: str(place.records), variables.AGENT_PID: str(os.getpid())}
+    own, total = spares.memory_bytes(worker)
+    assert own == place.spares.memory_bytes > 2**20
+    assert total == own + 1000
+    assert spares.memory_bytes({}) == (0, 0)
     place.spares.close()
-    assert spares.memory_bytes({variables.SPARES: str(place.records)}) == 0
+    assert spares.memory_bytes(worker) == (0, 1000)
 
 
-@pytest.mark.parametrize("command", [["other-python", "x.py"], [sys.executable, "-c", "print()"], [sys.executable, "missing.py"]])
+@pytest.mark.parametrize("command", [["python3", __file__], [sys.executable, "-c", "print()"], [sys.executable, "missing.py"]])
 def test_other_programs_are_not_forked(command: Sequence[str]) -> None:
     assert spares._program(command, {}, None) is None
 
@@ -380,13 +386,13 @@ def test_other_programs_are_not_forked(command: Sequence[str]) -> None:
 def test_platform_without_proc_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     spares.check_platform()
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(spares.SparesError, match="darwin, not Linux.*--spares"):
+    with pytest.raises(spares.SparesError, match=r"darwin, not Linux.*--spares"):
         spares.check_platform()
 
 
 def test_sandbox_that_hides_addresses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden: Callable[[], tuple[int, int, int, int]] = lambda: (0, 0, 0, 0)  # noqa: E731
-    monkeypatch.setattr(spares, "_regions", hidden)
+    monkeypatch.setattr(spares, "memory_regions", hidden)
     with pytest.raises(spares.SparesError, match="hides the addresses"):
         spares.check_platform()
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
-from lightning_dlrover.cli.lookup import connected_job, find_place, tell_problems
-from lightning_dlrover.cli.options import COUNTED, counted_field, option_of
+from lightning_dlrover.cli.options import COUNTED, connected_job, counted_field, find_place, option_of, tell_problems
 from lightning_dlrover.cli.plugins import ticket_key
 from lightning_dlrover.components.targets.kubernetes_api import ApiError
 from lightning_dlrover.components.targets.target import NodeSpec

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
-from lightning_dlrover.cli.lookup import find_place
+from lightning_dlrover.cli.options import find_place
 from lightning_dlrover.output import counted, show
 from lightning_dlrover.rdzv.etcd.types import EtcdError
 from lightning_dlrover.rdzv.job.journal import Journal, readable_folder

@@ -1,18 +1,24 @@
-"""Options that several commands share, and the types of their values. Loads nothing slow."""
+"""Options that several commands share, the types of their values, and the job that they name. Loads nothing slow."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lightning_dlrover.cli.errors import UsageError
 from lightning_dlrover.cli.plugins import add_renamed_option
-from lightning_dlrover.output import counted
+from lightning_dlrover.output import complain, counted
 from lightning_dlrover.rdzv.job.folders import DEFAULT_RUN_DIR
+
+if TYPE_CHECKING:
+    from lightning_dlrover.rdzv.etcd.client import EtcdClient
+    from lightning_dlrover.report.status import JobPlace
 
 # Argument types of the command line: each parses a text into a value, or refuses it.
 
@@ -355,3 +361,49 @@ def add_kubernetes_options(parser: argparse.ArgumentParser) -> None:
 def _add_texts(group: Any, options: Mapping[str, tuple[str, str]]) -> None:
     for name, (value, text) in options.items():
         group.add_argument(flag(name), default="", metavar=value, help=text)
+
+
+# Find the job that a command is about, and connect to its etcd.
+
+
+def find_place(run_id: str, options: argparse.Namespace) -> JobPlace:
+    """Find a job's place in etcd from the options or its run folder.
+
+    Raises:
+        JobNotFoundError: neither names the job.
+        UsageError: a file named by the options cannot be read.
+    """
+    from lightning_dlrover.report.status import find_job
+
+    return find_job(run_id, options.endpoint, options.key_prefix, options.run_dir, etcd_access(options))
+
+
+@contextlib.contextmanager
+def connected_job(options: argparse.Namespace) -> Iterator[tuple[JobPlace, EtcdClient]]:
+    """Yield the place of the command's job, and a client of its etcd."""
+    from lightning_dlrover.report.status import connect_to_job
+
+    place = find_place(options.job, options)
+    with connect_to_job(place, options.run_dir) as client:
+        yield place, client
+
+
+def etcd_access(options: argparse.Namespace) -> dict[str, str]:
+    """Return the options for authentication, keyed by the field names of `EtcdConfig`.
+
+    Raises:
+        UsageError: a file does not exist or cannot be read.
+    """
+    access = {name: getattr(options, name) for name in ("user", "password_file", "ca_cert", "cert", "cert_key")}
+    for name in set(access) - {"user"}:
+        if access[name] is not None:
+            access[name] = os.path.abspath(access[name])  # nodes may run in another folder
+            if not os.access(access[name], os.R_OK):
+                raise UsageError(f"{flag(name)} {access[name]!r} does not exist or cannot be read")
+    return {name: value for name, value in access.items() if value is not None}
+
+
+def tell_problems(problems: list[str]) -> None:
+    """Report the records of a job that could not be read."""
+    for problem in problems:
+        complain(f"ignored a record: {problem}")

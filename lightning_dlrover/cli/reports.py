@@ -10,7 +10,7 @@ import webbrowser
 from typing import TYPE_CHECKING
 
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
-from lightning_dlrover.cli.lookup import find_place
+from lightning_dlrover.cli.options import find_place
 from lightning_dlrover.output import complain, counted, show, text_table
 from lightning_dlrover.rdzv.etcd.types import EtcdError
 from lightning_dlrover.rdzv.job.journal import Journal

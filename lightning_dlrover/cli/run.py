@@ -22,8 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from lightning_dlrover import variables
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_LOST, Interrupted, UsageError, signals_as_exceptions
-from lightning_dlrover.cli.lookup import etcd_access
-from lightning_dlrover.cli.options import NODE_OPTIONS, SLURM_OPTIONS, TIMEOUTS, flag
+from lightning_dlrover.cli.options import NODE_OPTIONS, SLURM_OPTIONS, TIMEOUTS, etcd_access, flag
 from lightning_dlrover.cli.plugins import requested_ticket
 from lightning_dlrover.cli.run_options import (
     check_target,

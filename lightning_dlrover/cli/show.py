@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, UsageError
-from lightning_dlrover.cli.lookup import connected_job, etcd_access, find_place, tell_problems
-from lightning_dlrover.cli.options import COUNTED, counted_field
+from lightning_dlrover.cli.options import COUNTED, connected_job, counted_field, etcd_access, find_place, tell_problems
 from lightning_dlrover.components.control.nodes import SignalFilter
 from lightning_dlrover.components.targets.target import LogFile, NodeSpec, TargetError, log_files
 from lightning_dlrover.output import complain, counted, has_terminal, show, text_table
@@ -173,6 +172,9 @@ def _status_text(status: dict[str, Any]) -> str:
             f"controller: none; nodes on {status['target']} train on, the same `dlrover run` adopts them, "
             f"`dlrover cancel {status['run_id']}` ends them"
         )
+    for spare in status["spares"]:
+        memory = f", {spare['memory_bytes'] / 2**20:.0f} MiB" if spare["memory_bytes"] else ""
+        lines.append(f"spare process of {spare['owner']}: {spare['state']}{memory}")
     for agent in status["agents"]:
         if agent["waits"]:
             gives_up = agent["gives_up_in_s"]

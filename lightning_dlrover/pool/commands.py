@@ -16,8 +16,7 @@ import numpy as np
 
 from lightning_dlrover.cli.control import check_can_be_planned, plan_by_hand, wanted_text
 from lightning_dlrover.cli.errors import EXIT_OK, Interrupted, UsageError, signals_as_exceptions
-from lightning_dlrover.cli.lookup import connected_job, etcd_access, find_place
-from lightning_dlrover.cli.options import SETTINGS
+from lightning_dlrover.cli.options import SETTINGS, connected_job, etcd_access, find_place
 from lightning_dlrover.output import complain, counted, number_text, say, show, text_table, time_text
 from lightning_dlrover.pool.admission import wait_text
 from lightning_dlrover.pool.brain import PoolTimeouts, rules_of, run_brain, snapshot_of

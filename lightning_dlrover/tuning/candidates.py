@@ -346,7 +346,8 @@ class CandidateTable:
         used = [resources_of(c, peaks[i].peak_bytes if peaks else 0.0) for i, c in enumerate(where)]
         notes = [why_not(s, where[now], c, current.global_batch, limits) for s, c in zip(settings, where, strict=True)]
         limit = current.memory_limit_bytes
-        most = max(limit, limits.max_memory_bytes - AGENT_BYTES)
+        spare = request.windows[-1].spare_bytes if request.windows else 0
+        most = max(limit, limits.max_memory_bytes - AGENT_BYTES - spare)
         for index, peak in enumerate(peaks):
             if limit and peak.high_bytes > most and settings[index] not in measured and not notes[index]:
                 notes[index] = f"needs up to {peak.high_bytes / 2**20:,.0f} MiB of {most / 2**20:,.0f} MiB of memory"
@@ -380,7 +381,7 @@ class CandidateTable:
             drift=_drift(visits, noise),
             notes=notes,
             node_cores=np.array([c.cores for c in where]),
-            node_memory_bytes=_larger_nodes(settings, peaks, measured, limit, limits.max_memory_bytes),
+            node_memory_bytes=_larger_nodes(settings, peaks, measured, limit, limits.max_memory_bytes, spare),
             cores=np.array([u.cores for u in used]),
             gpus=np.array([u.gpus for u in used]),
             cost_per_hour=prices,
@@ -555,9 +556,12 @@ def _larger_nodes(
     measured: Mapping[Settings, Floats],
     limit: float,
     max_bytes: int,
+    spare_bytes: int,
 ) -> list[int]:
     """Return the memory that nodes need beyond their present limit for each of the settings; 0: no more."""
     return [
-        node_memory_bytes(p.high_bytes, max_bytes) if limit and max_bytes and p.high_bytes > limit and s not in measured else 0
+        node_memory_bytes(p.high_bytes, max_bytes, spare_bytes)
+        if limit and max_bytes and p.high_bytes > limit and s not in measured
+        else 0
         for s, p in zip(settings, peaks, strict=False)
     ] or [0] * len(settings)

@@ -319,6 +319,7 @@ class KubernetesTarget:
     """
 
     outlives_controller = True
+    spares = None
 
     def __init__(
         self,

@@ -26,6 +26,8 @@ from lightning_dlrover import variables
 from lightning_dlrover.components import elastic
 from lightning_dlrover.components.targets.machine import Claims, MachineShares
 from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NodeSpec
+from lightning_dlrover.host import PR_SET_CHILD_SUBREAPER
+from lightning_dlrover.output import say
 from lightning_dlrover.rdzv.etcd.server import OwnedFolder
 from lightning_dlrover.spares import Spares
 
@@ -137,8 +139,6 @@ class TorchXRunner:
 
 # Nodes on this machine.
 
-PR_SET_CHILD_SUBREAPER = 36
-
 _LOOKS = 10
 """Maximum number of passes over the processes of a node that moves to other cores."""
 
@@ -205,13 +205,13 @@ class LocalTarget:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._runner = TorchXRunner("local_cwd", {"log_dir": str(log_dir)})
         self._spares_folder: OwnedFolder | None = None
-        self._spares: Spares | None = None
+        self.spares: Spares | None = None
         # Of several agents of a node, each keeps a spare process of its own.
         if spec.has_spares and spec.workers_per_node == 1:
             self._spec = dataclasses.replace(spec, has_spares=False)
             self._spares_folder = OwnedFolder("dlrover-spares-")
-            self._spares = Spares(self._spares_folder.name, log.warning, "controller")
-            self._runner.start_from(self._spares)
+            self.spares = Spares(self._spares_folder.name, say, "controller")
+            self._runner.start_from(self.spares)
 
     def open(self, mark: str) -> None:
         pass  # nodes of another process have ended with it
@@ -220,8 +220,8 @@ class LocalTarget:
         return self._nodes.get(handle) == node
 
     def apps(self) -> Sequence[App]:
-        if self._spares is not None:
-            self._spares.look()
+        if self.spares is not None:
+            self.spares.look()
         self._settle()
         return [App(node, handle, True) for handle, node in self._nodes.items()]
 
@@ -295,8 +295,8 @@ class LocalTarget:
     def close(self) -> None:
         self._end([*self._agents.values(), *self._orphans()])
         self._runner.close()
-        if self._spares is not None and self._spares_folder is not None:
-            self._spares.close()
+        if self.spares is not None and self._spares_folder is not None:
+            self.spares.close()
             self._spares_folder.cleanup()
         for app_id in self._apps:
             # TorchX writes a file SUCCESS once it has closed an app's output, also if the app failed or was cancelled.

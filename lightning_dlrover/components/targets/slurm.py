@@ -138,6 +138,7 @@ class SlurmTarget:
 
     name = "slurm"
     outlives_controller = True
+    spares = None
 
     def __init__(
         self,

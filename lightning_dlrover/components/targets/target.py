@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar
 
+from lightning_dlrover.spares import Spares
+
 AppStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "gone"]
 
 
@@ -79,6 +81,7 @@ class Target(Protocol):
 
     name: str
     outlives_controller: bool  # nodes survive the end of the process that started them
+    spares: Spares | None  # if nodes are forked from a process of this host
 
     def open(self, mark: str) -> None:
         """Select a job's nodes: `mark` is part of each one's name and of no other job's. Must be called first."""

@@ -387,6 +387,8 @@ class ControllerRecord:
     apps: dict[str, str] = field(default_factory=dict)  # node name -> TorchX app handle
     run_dir: str = ""
     held_up: str = ""  # readable reason why planned nodes are not added
+    spare: str = ""  # state of the process that nodes on this machine are forked from; empty: it keeps none
+    spare_bytes: int = 0  # memory of that process
 
 
 @dataclass(frozen=True)
