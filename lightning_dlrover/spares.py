@@ -179,9 +179,9 @@ class _Imports:
                     raise
                 except BaseException as error:  # a module may raise anything, SystemExit too
                     errors[name] = error
-            for name, error in errors.items():
+            for name, failure in errors.items():
                 if name not in sys.modules:  # part of a circle can be imported by another module only
-                    self._blame(f"its import fails in advance ({type(error).__name__}: {error})", name)
+                    self._blame(f"its import fails in advance ({type(failure).__name__}: {failure})", name)
 
     def check(self) -> None:
         """Check that this process can be forked.
@@ -521,8 +521,7 @@ def _set_blas_threads(environ: Mapping[str, str]) -> None:
     given = [int(text) for name in names if (text := environ.get(name, "")).isdecimal() and int(text)]
     number = min([*given[:1], len(os.sched_getaffinity(0))])
     if number > 1:
-        import threadpoolctl
-
+        threadpoolctl = importlib.import_module("threadpoolctl")
         threadpoolctl.ThreadpoolController().select(internal_api="openblas").limit(limits=number)
 
 
@@ -866,7 +865,7 @@ class Spares:
                 self._num_differences = 0
             except NotForkedError as error:
                 self._say_once(f"a process was started without its spare, so its start takes longer: {error}")
-                self._num_differences += 1
+                self._num_differences += self._template.state == "ready"
                 self._settle()
         if process is None:
             if program is not None:

@@ -29,6 +29,7 @@ import psutil
 from lightning_dlrover import variables
 from lightning_dlrover.components import LEAVE_SIGNAL
 from lightning_dlrover.files import atomic_write
+from lightning_dlrover.host import show_in_proc
 from lightning_dlrover.spares import is_forked, keep_template
 
 AGENTS_OPTION = "--agents="
@@ -90,6 +91,7 @@ def main() -> None:
             raise SystemExit(f"this node cannot enter control group {group}, which limits its memory: {error}") from error
     if is_forked() and not has_several:
         keep_template()
+        show_in_proc([*agent, *arguments], dict(os.environ))
         sys.argv[1:] = arguments
         runpy.run_module(agent[-1], run_name="__main__", alter_sys=True)
         return

@@ -319,7 +319,7 @@ class KubernetesTarget:
     """
 
     outlives_controller = True
-    spares = None
+    spares: None = None
 
     def __init__(
         self,

@@ -138,7 +138,7 @@ class SlurmTarget:
 
     name = "slurm"
     outlives_controller = True
-    spares = None
+    spares: None = None
 
     def __init__(
         self,

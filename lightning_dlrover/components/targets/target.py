@@ -81,7 +81,10 @@ class Target(Protocol):
 
     name: str
     outlives_controller: bool  # nodes survive the end of the process that started them
-    spares: Spares | None  # if nodes are forked from a process of this host
+
+    @property
+    def spares(self) -> Spares | None:
+        """The spare process of this host that nodes are forked from; None if there is none."""
 
     def open(self, mark: str) -> None:
         """Select a job's nodes: `mark` is part of each one's name and of no other job's. Must be called first."""

@@ -75,7 +75,7 @@ def start_workers_from(spares: Spares) -> None:
     def popen(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
         return spares.start(args, env, stdout=handler._stdout, stderr=handler._stderr)
 
-    SubprocessHandler._popen = popen  # type: ignore[method-assign]
+    SubprocessHandler._popen = popen  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":
