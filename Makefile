@@ -37,13 +37,13 @@ lint: setup
 	nice $(BIN)/mypy
 	nice $(BIN)/lint-imports
 
-# The inner loop: pure code, the simulation with fewer seeds, a real etcd; no process that trains. Not quite two minutes on two idle cores.
-QUICK := $(addprefix tests/,checks components/control doctor tuning report test_watchdog.py test_straggler_reports.py \
+# The inner loop: pure code, the simulation with fewer seeds, a real etcd; no process that trains, and no test that waits for seconds.
+QUICK := $(addprefix tests/,checks components/control doctor tuning report test_watchdog.py \
 	rdzv/etcd rdzv/job rdzv/membership rdzv/agents/test_agent_rounds.py rdzv/test_protocol.py tables/test_arena.py \
 	tables/test_layout.py tables/test_placement.py)
 
 quick: setup
-	DLROVER_SEEDS=200 $(BIN)/python -m pytest -q -n 4 -m "not slow" $(ARGS) $(QUICK)
+	DLROVER_SEEDS=200 $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not slow" $(ARGS) $(QUICK)
 
 # Tests of jobs wait for processes half of the time. Three at a time run; four break deadlines. Beside them, one process runs tests
 # that hardly need a core, and one those that only compute. Long tests start first; those with a costly fixture in common run in

@@ -194,7 +194,16 @@ def simulated_times(inputs: Inputs) -> tuple[dict[str, float], int]:
     devices = tuple(Device(f"core-{number}", "core", "here", 1, places=1) for number in range(CORES))
     arrivals = [
         simulated.Arrival(
-            Job(job.name, {"core": Profile(0, inputs.steps_per_s[0])}, job.steps, job.at_s, min_devices=1, max_devices=CORES),
+            Job(
+                job.name,
+                {"core": Profile(0, inputs.steps_per_s[0])},
+                job.steps,
+                job.at_s,
+                min_devices=1,
+                max_devices=CORES,
+                start_s=inputs.start_s,
+                change_s=inputs.pause_s,
+            ),
             job.steps,
         )
         for job in JOBS
@@ -204,8 +213,7 @@ def simulated_times(inputs: Inputs) -> tuple[dict[str, float], int]:
         arrivals,
         devices,
         policy,
-        lambda job, given, beside: inputs.steps_per_s[len(given) - 1],
-        costs=simulated.Costs(start_s=inputs.start_s, change_s=inputs.pause_s),
+        lambda job, given, others: inputs.steps_per_s[len(given) - 1],
         every_s=1.0,
     )
     return {ended.job.name: ended.completion_s for ended in outcome.finished}, policy.num_changes

@@ -93,9 +93,9 @@ def main() -> None:
         dense, ids = batch
         return nn.functional.binary_cross_entropy_with_logits(model(dense, ids), dense.new_zeros(len(dense), 1))
 
-    seat = AdmissionClient.from_environment(os.environ, 0)
-    if seat is not None:
-        if seat.needs_no_estimate:
+    client = AdmissionClient.from_environment(os.environ, 0)
+    if client is not None:
+        if client.needs_no_estimate:
             report = AdmissionReport(os.getpid(), time.monotonic())
         else:
             from lightning_dlrover.colocate.peak_memory import estimate_peak, report_of
@@ -104,7 +104,7 @@ def main() -> None:
             report = report_of(
                 estimate_peak(model, [optimizer], batch(), step, device=device.type), on_gpu=device.type == "cuda"
             )
-        answer = seat.ask(report)
+        answer = client.ask(report)
         torch.set_num_threads(answer.threads or torch.get_num_threads())
     model.to(device)
     started = time.monotonic()
@@ -122,11 +122,11 @@ def main() -> None:
                     if parameter.grad is not None:
                         parameter.add_(parameter.grad, alpha=-LEARNING_RATE)
                         parameter.grad = None
-        if seat is not None:
-            seat.step_ended(waited_s)
-            if seat.is_due:
-                seat.report(steps - done, torch.get_num_threads(), gpu_bytes=gpu_bytes(device))
-                if (threads := seat.answer().threads) and threads != torch.get_num_threads():
+        if client is not None:
+            client.step_ended(waited_s)
+            if client.is_due:
+                client.report(steps - done, torch.get_num_threads(), gpu_bytes=gpu_bytes(device))
+                if (threads := client.answer().threads) and threads != torch.get_num_threads():
                     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.synchronize()

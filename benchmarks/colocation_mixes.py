@@ -263,7 +263,7 @@ def _slowdown_errors(queue: Path, learned: Path | None, shares: Shares) -> list[
     """Return errors of predicted speeds of sets of jobs, each predicted before the set was first seen."""
     knowledge = Knowledge(shares)
     if learned is not None:
-        knowledge.read(learned)
+        knowledge.recall(read_records(learned))
     errors: list[float] = []
     seen: set[tuple[str, ...]] = set()
     device = Device("cpu", "cpu", "cpu", 1 << 40, {"cores": float(NUM_CORES)}, 8)

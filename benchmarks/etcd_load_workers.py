@@ -9,7 +9,7 @@ trains nothing and connects to no other worker: it enters each round as soon as 
 - idle: requests to etcd per second and worker while nothing happens, as `rendezvous_scale.py` counts them. Keys elsewhere in
   etcd change meanwhile (`--writes` per second), as on a shared etcd.
 - grow: a worker is ready to join; until all N + 1 know the round that takes it in, on the machine's monotonic clock.
-- loss: a worker dies and is buried by a neighbour; until the other N know the round without it.
+- loss: a worker dies and is evicted by a neighbour; until the other N know the round without it.
 - settled: after the grow, until the coordinator has seen all workers enter.
 - requests, notices and kilobytes per worker: what each change costs, by etcd's own count, without the requests of an idle job.
   A notice is one event of a watch. Kilobytes (10^3 bytes) are those from and to all clients, an idle job's among them.
@@ -36,7 +36,7 @@ from lightning_dlrover.rdzv.etcd.types import EtcdConfig, KeyValue
 from lightning_dlrover.rdzv.job.records import Keys, RoundRecord
 from lightning_dlrover.rdzv.membership import membership as membership_module
 from lightning_dlrover.rdzv.membership.membership import Membership, MembershipConfig
-from lightning_dlrover.rdzv.membership.rounds import Decoder, WorkerView
+from lightning_dlrover.rdzv.membership.rounds import Decoder, WorkerView, dead_workers
 from tests.support.waiting import eventually
 
 WORKERS_PER_PROCESS = 25
@@ -122,7 +122,8 @@ class _Host:
 
     def bury(self, worker_id: str) -> None:
         """Let a worker probe another one, as its neighbour does."""
-        self._workers[0].membership.bury_the_dead([worker_id])
+        membership = self._workers[0].membership
+        membership.evict(dead_workers(membership.whose_refusal_counts([worker_id])))
 
     def saw(self, number: int) -> float:
         """Time at which the last worker knew of a round."""

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from lightning_dlrover.rdzv import World, WorldConfig
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
+from lightning_dlrover.rdzv.membership.rounds import RoundTimeouts
 
 MAX_FILES = 1024
 """Open files that a worker may have, as with `ulimit -n 1024`."""
@@ -47,8 +48,9 @@ PR_SET_PDEATHSIG = 1
 def live_worker(write: Callable[..., None], endpoint: str, run_id: str, index: int, pause_s: float, most: int) -> None:
     """Train in a live job: one small reduction and a pause for each step."""
     etcd = EtcdConfig(endpoint, timeout_s=ETCD_TIMEOUT_S)
+    timeouts = RoundTimeouts(start_s=300.0, return_s=2 * LEASE_TTL_S)
     config = WorldConfig(
-        etcd, run_id, DEFAULT_PREFIX, f"a{index}", 0, 1, most, "1", lease_ttl_s=LEASE_TTL_S, start_timeout_s=300.0
+        *(run_id, DEFAULT_PREFIX, f"a{index}", 0, 1, most, "1"), etcd=etcd, lease_ttl_s=LEASE_TTL_S, timeouts=timeouts
     )
     model = torch.nn.Linear(4, 4)
     with World(config) as world:

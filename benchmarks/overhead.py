@@ -180,7 +180,7 @@ def drift_check_s(step_s: float, device: str) -> float:
     position: Any = SimpleNamespace(size=2, formation=SimpleNamespace(round=SimpleNamespace(number=1)))
     batches: Any = loaders
     nobody: Any = None  # neither events nor collectives are needed while the workers agree
-    check, every, took_s = DriftCheck(nobody, nobody, batches, trainer, position), max(1, round(CHECK_INTERVAL_S / step_s)), 0.0
+    check, every, took_s = DriftCheck(nobody, batches, trainer, position), max(1, round(CHECK_INTERVAL_S / step_s)), 0.0
     num_votes = 20 * PERIOD_STEPS // every
     for vote in range(10 + num_votes):
         loaders.batch_number += every

@@ -24,7 +24,7 @@ from lightning_dlrover.tuning import (
     configuration_of,
 )
 from lightning_dlrover.tuning.autoscale import describe_change, plan
-from lightning_dlrover.tuning.candidates import INTERVAL_SIGMAS, PlanRequest
+from lightning_dlrover.tuning.candidates import PlanRequest
 from lightning_dlrover.tuning.plan import (
     Candidate,
     Decision,
@@ -36,6 +36,7 @@ from lightning_dlrover.tuning.plan import (
     settings_of,
     why_not,
 )
+from lightning_dlrover.tuning.samples import NORMAL_WIDTH
 
 Planner = Callable[[PlanRequest, Limits, Objective, int, float], Decision]
 """Function from request, limits, objective, decision id and seconds since the epoch to a decision."""
@@ -88,7 +89,7 @@ def _features(c: Configuration) -> tuple[float, ...]:
 
 
 def _with_interval(step_time_s: float, c: Configuration) -> Prediction:
-    wide = math.exp(INTERVAL_SIGMAS * SIGMA)
+    wide = math.exp(NORMAL_WIDTH * SIGMA)
     rate = c.num_workers * c.local_batch / step_time_s
     return Prediction(step_time_s, step_time_s / wide, step_time_s * wide, rate)
 

@@ -44,6 +44,7 @@ class Options:
     backend: str  # of process groups; empty: the strategy's choice for the device
     profiled: bool  # add DLRoverCallback
     on_drift: str
+    shares: str
     plan_every_s: float
     records: Path
     width: int
@@ -57,6 +58,7 @@ class Options:
     digests: bool
     losses: bool
     step_floor_s: float  # minimum duration of a step's forward pass
+    sample_s: float  # additional duration of it per sample, in which no core is used
     gate: str  # socket at which `overhead.py` waits
     parquet: Path | None  # folder of rows by `write_rows`, read as a stream
 
@@ -67,6 +69,7 @@ class Options:
         add_device_options(parser)
         parser.add_argument("--profiled", action="store_true")
         parser.add_argument("--on-drift", default="end")
+        parser.add_argument("--shares", default="by-speed")
         parser.add_argument("--plan-every-s", type=float, default=10.0)
         parser.add_argument("--records", type=Path, required=True)
         parser.add_argument("--width", type=int, default=64)
@@ -80,6 +83,7 @@ class Options:
         parser.add_argument("--digests", action="store_true")
         parser.add_argument("--losses", action="store_true")
         parser.add_argument("--step-floor-s", type=float, default=0.0)
+        parser.add_argument("--sample-s", type=float, default=0.0)
         parser.add_argument("--gate", default="")
         parser.add_argument("--parquet", type=Path)
         return Options(**vars(parser.parse_args()))
@@ -143,13 +147,16 @@ def make_loader(options: Options) -> DataLoader[Any]:
 
 
 class Perceptron(L.LightningModule):
-    def __init__(self, width: int, num_layers: int, step_floor_s: float = 0.0, hurry: Path | None = None) -> None:
+    def __init__(
+        self, width: int, num_layers: int, step_floor_s: float = 0.0, hurry: Path | None = None, sample_s: float = 0.0
+    ) -> None:
         super().__init__()
         layers: list[torch.nn.Module] = [torch.nn.Linear(NUM_FEATURES, width), torch.nn.ReLU()]
         for _ in range(num_layers):
             layers += [torch.nn.Linear(width, width), torch.nn.ReLU()]
         self.net = torch.nn.Sequential(*layers, torch.nn.Linear(width, 1))
         self._step_floor_s = step_floor_s
+        self._sample_s = sample_s
         self._hurry = hurry  # once this file exists, steps are as fast as they can be
         self.repeats = 1  # computations per step on its rows, as if the batch were that many times larger
         self.samples = torch.empty(0)  # samples of the current step, also when it is repeated
@@ -157,7 +164,8 @@ class Perceptron(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         inputs, targets, numbers = batch
         self.samples = numbers  # left on the device: reading them would wait for the stream
-        for _ in range(0 if self._hurry and self._hurry.exists() else round(self._step_floor_s / SLICE_S)):
+        pause_s = self._step_floor_s + self._sample_s * len(inputs)
+        for _ in range(0 if self._hurry and self._hurry.exists() else round(pause_s / SLICE_S)):
             # Slices, like an accelerator's kernels, because a stopped worker must make no progress meanwhile.
             time.sleep(SLICE_S)
         outputs = self.net(inputs.repeat(self.repeats, 1))
@@ -286,7 +294,11 @@ def main() -> None:
     backend = options.backend or None
     strategy: DDPStrategy = DDPStrategy(process_group_backend=backend)
     if is_live:
-        strategy = DLRoverStrategy(process_group_backend=backend, on_drift=options.on_drift)  # type: ignore[arg-type]
+        strategy = DLRoverStrategy(
+            process_group_backend=backend,
+            on_drift=options.on_drift,  # type: ignore[arg-type]
+            shares=options.shares,  # type: ignore[arg-type]
+        )
     trainer = L.Trainer(
         accelerator="gpu" if options.device == "cuda" else "cpu",
         devices=1 if is_live else int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -303,7 +315,7 @@ def main() -> None:
     )
     resumed = options.checkpoint if options.checkpoint is not None and options.checkpoint.exists() else None
     loader = make_loader(options)
-    model = Perceptron(options.width, options.num_layers, options.step_floor_s, options.records / HURRY)
+    model = Perceptron(options.width, options.num_layers, options.step_floor_s, options.records / HURRY, options.sample_s)
     trainer.fit(model, loader, ckpt_path=resumed)
 
 

@@ -168,7 +168,7 @@ class DLRoverCallback(Callback):
         for loader in combined.flattened if combined is not None else ():
             data = getattr(loader, "dataset", None)
             check_no_view_of_a_stream(data)
-            # Not a live job's loader, which asks for rows by seed. An epoch that was resumed in its middle goes on.
+            # Not a live job's loader, which asks for rows by seed. An epoch that was resumed in its middle continues.
             if not isinstance(loader, ElasticLoader) and isinstance(data, Stream) and data.epoch != trainer.current_epoch:
                 if data.grows:
                     raise UnsupportedLoaderError(
@@ -231,10 +231,14 @@ class DLRoverCallback(Callback):
     def _place(self, trainer: L.Trainer, strategy: DLRoverStrategy) -> ProfileKey:
         live, loader = strategy.live, _loader(trainer)
         formation = live.formation if live is not None else None
-        settings = getattr(loader, "num_workers", 0), getattr(loader, "prefetch_factor", 0) or 0, torch.get_num_threads()
-        known = formation, loader, *settings  # objects instead of their ids: an id may be used again once its object is gone
+        settings: dict[str, int] = {
+            "loader_workers": getattr(loader, "num_workers", 0),
+            "prefetch_factor": getattr(loader, "prefetch_factor", 0) or 0,
+            "intra_op_threads": torch.get_num_threads(),
+        }
+        known = formation, loader, *settings.values()  # objects, as an id may be used again once its object is gone
         if self._place_now is None or self._known_by != known:
-            self._known_by, self._place_now = known, _new_place(strategy, loader, *settings)
+            self._known_by, self._place_now = known, _new_place(strategy, loader, settings)
         return self._place_now
 
     def _watch_trial(self, place: ProfileKey, step_s: float | None) -> None:
@@ -280,13 +284,12 @@ class DLRoverCallback(Callback):
         return profile
 
     def _finish(self, end: Literal["running", "finished", "failed"]) -> None:
-        if self._watchdog is not None:
-            self._watchdog.close()
-            self._watchdog = None
-        analyst, self._analyst = self._analyst, None
+        watchdog, self._watchdog = self._watchdog, None
         profiler, self._profiler = self._profiler, None
-        if profiler is not None:
-            profiler.close()
+        analyst, self._analyst = self._analyst, None
+        for closed in (watchdog, profiler):
+            if closed is not None:
+                closed.close()
         if analyst is None:
             return
         decision = analyst.close(end)
@@ -308,7 +311,7 @@ def _advice(decision: Decision) -> str:
 
 
 def _derive(package: str) -> None:
-    """Derive the class from the package's own callback, beside the other package's. The hooks of both do nothing."""
+    """Add the package's own callback to the bases of the class. The hooks of both packages' callbacks do nothing."""
     own: type = submodule(package, "callbacks").Callback
     if own not in DLRoverCallback.__mro__:
         others = (base for base in DLRoverCallback.__bases__ if base is not Callback)
@@ -369,15 +372,8 @@ def _num_watched_samples(strategy: DLRoverStrategy, loader: object) -> int:
     return getattr(loader, "batch_size", None) or 1
 
 
-def _new_place(
-    strategy: DLRoverStrategy, loader: object, loader_workers: int, prefetch_factor: int, intra_op_threads: int
-) -> ProfileKey:
+def _new_place(strategy: DLRoverStrategy, loader: object, settings: dict[str, int]) -> ProfileKey:
     live = strategy.live
-    settings = {
-        "loader_workers": loader_workers,
-        "prefetch_factor": prefetch_factor,
-        "intra_op_threads": intra_op_threads,
-    }
     if live is not None and live.formation is not None and isinstance(loader, ElasticLoader):
         formation, by_host = live.formation, live.progress.workers_by_host
         return ProfileKey(

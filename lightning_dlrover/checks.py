@@ -1,4 +1,4 @@
-"""Unsupported scripts, loaders and arguments, refused when the Trainer starts."""
+"""Refuse scripts, loaders and arguments that several workers cannot run together without silent errors, with the reason."""
 
 from __future__ import annotations
 
@@ -30,39 +30,28 @@ from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.lightning_compat import EarlyStopping, ModelCheckpoint
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 
-# Refuse scripts that several workers cannot run together without silent errors, and explain the reason.
-
 log = logging.getLogger(__name__)
 
 
 class UnsupportedScriptError(Exception):
-    """A script does something that goes wrong with several workers."""
+    """A script cannot run correctly with several workers."""
 
 
-HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
-"""Options of parameter groups that schedulers set."""
+HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")  # options of parameter groups that schedulers set
 
 
 def check_optimizers(optimizers: Sequence[Any]) -> None:
-    """Check the optimizers at the start of a job that can change.
-
-    Raises:
-        UnsupportedScriptError: an optimizer's state is spread over the workers of one round.
-    """
+    """Raise `UnsupportedScriptError` for an optimizer whose state is spread over the workers of one round."""
     for optimizer in optimizers:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             raise UnsupportedScriptError(
-                "ZeroRedundancyOptimizer spreads its state over the ranks of one round, so a part would go with each worker "
-                "that leaves. Use the optimizer that it wraps by itself; to save memory, shard large embedding tables instead"
+                "ZeroRedundancyOptimizer spreads its state over the ranks of one round, so a part would leave with each "
+                "worker. Use the wrapped optimizer directly; to save memory, shard large embedding tables instead"
             )
 
 
 def check_hook_state(state: object | None) -> None:
-    """Check the state of DDP's communication hook at the start of a job that can change.
-
-    Raises:
-        UnsupportedScriptError: the hook has a state, which holds a group or gradients of one round's buckets and workers.
-    """
+    """Raise `UnsupportedScriptError` for a state of DDP's communication hook: it holds a group, or gradients of one round."""
     if state is not None:
         raise UnsupportedScriptError(
             f"ddp_comm_state={type(state).__name__} belongs to the workers of one round: after a change its group is gone, its "
@@ -72,11 +61,7 @@ def check_hook_state(state: object | None) -> None:
 
 
 def check_graphs(module: torch.nn.Module) -> None:
-    """Check for modules that replay CUDA graphs, at the start of a job that can change.
-
-    Raises:
-        UnsupportedScriptError: a graph holds for one size of batches, and each worker's share changes with the workers.
-    """
+    """Raise `UnsupportedScriptError` for modules that replay CUDA graphs, as a graph is valid for one size of batches only."""
     for name, part in module.named_modules():
         if getattr(vars(part).get("forward"), "__module__", "") == "torch.cuda.graphs":
             raise UnsupportedScriptError(
@@ -87,11 +72,11 @@ def check_graphs(module: torch.nn.Module) -> None:
 
 
 def warn_of_max_norm(module: torch.nn.Module) -> None:
-    """Name embeddings that drift apart as soon as there are several workers."""
+    """Warn of embeddings that drift apart with several workers."""
     kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
     if found := [name for name, part in module.named_modules() if isinstance(part, kinds) and part.max_norm is not None]:
         log.warning(
-            "the embeddings %s have max_norm, which rescales rows in the forward pass, on those workers only that read them: "
+            "the embeddings %s have max_norm, which rescales rows in the forward pass, only on the workers that read them: "
             "the workers' models drift apart. Leave max_norm out and rescale all rows in on_train_batch_end, or let "
             "DLRoverStrategy(on_drift='repair') copy rank 0's weights from time to time",
             ", ".join(found),
@@ -99,24 +84,16 @@ def warn_of_max_norm(module: torch.nn.Module) -> None:
 
 
 def check_capture() -> None:
-    """Check, in a job that can change, that a backward pass is not being captured.
-
-    Raises:
-        UnsupportedScriptError: a replay would reduce gradients with the workers of the round of its capture.
-    """
+    """Raise `UnsupportedScriptError` while a backward pass is captured: replays would use the workers of that round."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         raise UnsupportedScriptError(
-            "this backward pass is captured into a CUDA graph, which reduces gradients with the present workers for ever. Use "
+            "this backward pass is captured into a CUDA graph, which always reduces gradients with the present workers. Use "
             'torch.compile(module, mode="reduce-overhead") instead, which leaves the reduction out of its graphs'
         )
 
 
 def check_precision_of_tables(precision: Any) -> None:
-    """Check Lightning's precision plugin of a model with tables that are trained in their backward pass.
-
-    Raises:
-        UnsupportedScriptError: it scales the loss, and nothing could undo that before the tables' rows are updated.
-    """
+    """Raise `UnsupportedScriptError` for a precision plugin that scales the loss of tables trained in the backward pass."""
     if getattr(precision, "scaler", None) is not None:
         raise UnsupportedScriptError(
             f"precision={getattr(precision, 'precision', '16-mixed')!r} scales the loss, and embedding tables are updated in "
@@ -153,11 +130,7 @@ def different_callbacks(ones: Sequence[str], others: Sequence[str], one: str, ot
 
 
 def explain_single_sample(error: ValueError, num_samples: int, num_workers: int) -> None:
-    """Explain a BatchNorm error of a training step.
-
-    Raises:
-        ValueError: `error` is BatchNorm's, about a share of a single sample.
-    """
+    """Raise a `ValueError` with an explanation if `error` is BatchNorm's about a share of a single sample."""
     if num_workers > 1 and num_samples == 1 and "more than 1 value per channel" in str(error):
         raise ValueError(
             f"BatchNorm cannot train on one sample, which is this worker's share of the batch: {num_workers} workers share "
@@ -167,11 +140,7 @@ def explain_single_sample(error: ValueError, num_samples: int, num_workers: int)
 
 
 def explain_memory(error: torch.OutOfMemoryError, num_samples: int, num_workers: int, reason: str) -> torch.OutOfMemoryError:
-    """Return an error that explains why a share cannot be computed in parts where it does not fit.
-
-    Args:
-        num_samples: samples of the pass that did not fit.
-    """
+    """Return an error that explains why a share of `num_samples`, which did not fit, cannot be computed in parts."""
     return torch.OutOfMemoryError(
         f"{error}\nThis worker ran out of memory with {num_samples} samples at once, as one of {num_workers} workers, and "
         f"{reason}. Use a smaller global_batch_size, more workers at least (--workers MIN:MAX), or automatic optimization with "
@@ -192,11 +161,7 @@ class BackwardCheck:
         self._num_now += 1
 
     def optimizer_step(self, optimizer: Any, closure: Any) -> None:
-        """Check the gradients' origin. Call it before each step of manual optimization.
-
-        Raises:
-            UnsupportedScriptError: no gradient came from `manual_backward`.
-        """
+        """Raise `UnsupportedScriptError` before a step of manual optimization if no gradient came from `manual_backward`."""
         if self._num_now or self._num_before or getattr(closure, "__name__", "") != "do_nothing_closure":
             return
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
@@ -227,8 +192,8 @@ def different_rates(of_ranks: Sequence[list[list[Any]]], rank: int) -> Unsupport
     mine, first = next((a, b) for a, b in zip(of_ranks[rank], of_ranks[0], strict=True) if a != b)
     return UnsupportedScriptError(
         f"this worker's learning rate (or momentum, weight decay) is {mine}, rank 0's is {first}: the weights would drift "
-        "apart. A scheduler or optimizer probably depends on trainer.world_size, trainer.global_rank or a random number when "
-        "it is made; make it depend on the global batch size, which no resize changes"
+        "apart. A scheduler or optimizer probably depends on trainer.world_size, trainer.global_rank or a random number; make "
+        "it depend on the global batch size, which no resize changes"
     )
 
 
@@ -238,16 +203,13 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-# Decide which data loaders a live job can split anew for every world. Others are refused when the Trainer starts.
+# Data loaders that a job can split again for every world.
 
+# Samplers of torch's own. Their order or seed is used for all workers together.
 GLOBAL_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-"""Samplers of torch's own. Their order or seed is used for all workers together."""
-
+# Attributes that show that a sampler gives each worker its own samples.
 RANK_NAMES = ("num_replicas", "world_size", "num_processes", "num_shards", "rank", "global_rank", "process_index", "shard_id")
-"""Attributes that show that a sampler gives each worker its own samples."""
-
 MAX_WRAPPED_SAMPLERS = 8
-
 MAX_WRAPPED_DATASETS = 32
 
 
@@ -257,7 +219,7 @@ class UnsupportedLoaderError(TypeError):
 
 @dataclass(frozen=True)
 class Batching:
-    """The batching of a DataLoader."""
+    """Sampler and batch size of a DataLoader."""
 
     sampler: Any
     batch_size: int
@@ -267,8 +229,8 @@ class Batching:
 def batching_of(loader: DataLoader[Any]) -> Batching:
     """Return the sampler, batch size and `drop_last` of a loader, also if it was given a plain `BatchSampler`.
 
-    An `IterableDataset` has a sampler without meaning.
-    For a loader with a `batch_sampler` torch sets `batch_size` to None, `sampler` to a sequential one, `drop_last` to False.
+    The sampler of an `IterableDataset` has no meaning. For a loader with a `batch_sampler` torch sets `batch_size` to None,
+    `sampler` to a sequential one and `drop_last` to False.
 
     Raises:
         UnsupportedLoaderError: its batches cannot be split again for every world.
@@ -277,7 +239,7 @@ def batching_of(loader: DataLoader[Any]) -> Batching:
         raise UnsupportedLoaderError(
             f"{type(loader).__name__} overrides DataLoader.__iter__, and its own states are those of one process: they cannot "
             "be split again when workers join or leave. Use a plain DataLoader: a live job keeps the dataset's state_dict() "
-            "in its checkpoints and hands it to joiners by itself"
+            "in its checkpoints and hands it to joiners"
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise UnsupportedLoaderError(
@@ -316,7 +278,7 @@ def batching_of(loader: DataLoader[Any]) -> Batching:
 
 
 def check_no_view_of_a_stream(dataset: Any) -> None:
-    """Raise `UnsupportedLoaderError` for a map-style dataset that takes rows of a stream, as `random_split` makes them."""
+    """Raise `UnsupportedLoaderError` for a map-style dataset that takes rows of a stream, such as one of `random_split`."""
     inside: list[Any] = [dataset]
     for each in inside:
         if isinstance(each, Stream) and each is not dataset:
@@ -340,8 +302,10 @@ def check_data_loader(loader: object, is_split_by_user: bool, hook: str) -> None
         hook: name of the hook that returned the loader, for the error.
     """
     if not isinstance(loader, DataLoader):
+        kind = type(loader)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         raise UnsupportedLoaderError(
-            f"{hook} holds a {_full_name(type(loader))}, which is not a torch.utils.data.DataLoader: a live job splits every "
+            f"{hook} holds a {name}, which is not a torch.utils.data.DataLoader: a live job splits every "
             "batch over the workers there are, and needs single samples for that. Put them in a map-style dataset "
             "(__getitem__ and __len__) or an IterableDataset, and that in a DataLoader with a batch_size, or use "
             "strategy='ddp' with a fixed number of workers"
@@ -349,8 +313,8 @@ def check_data_loader(loader: object, is_split_by_user: bool, hook: str) -> None
     sampler = batching_of(loader).sampler
     if is_split_by_user and not isinstance(loader.dataset, IterableDataset) and type(sampler) not in GLOBAL_SAMPLERS:
         raise UnsupportedLoaderError(
-            f"{hook}: with Trainer(use_distributed_sampler=False) sampler {type(sampler).__name__} decides by itself which "
-            "samples this worker gets, and its samples would be split over the workers a second time. If it gives the order of "
+            f"{hook}: with Trainer(use_distributed_sampler=False) sampler {type(sampler).__name__} decides which samples "
+            "this worker gets, and its samples would be split over the workers a second time. If it gives the order of "
             "the whole epoch, for all workers together, leave use_distributed_sampler at True: live jobs never replace it"
         )
 
@@ -396,11 +360,7 @@ def _place_among_workers(sampler: Any) -> str:
     return ""
 
 
-def _full_name(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-# Refuse arguments of `DLRoverStrategy` that cannot be meant.
+# Arguments of `DLRoverStrategy`.
 
 
 def check_arguments(
@@ -414,13 +374,12 @@ def check_arguments(
     rerun_epoch_hooks: object,
     max_catch_up_s: object,
     max_share: object,
+    shares: object,
     on_drift: object,
 ) -> None:
-    """Raise TypeError or ValueError for the first argument that cannot be meant; see `DLRoverStrategy`."""
+    """Raise TypeError or ValueError for the first invalid argument; see `DLRoverStrategy`."""
     if global_batch_size is not None:
-        _check_type("global_batch_size", global_batch_size, Integral, "a whole number of samples, or None")
-        if global_batch_size < 1:  # type: ignore[operator]
-            raise ValueError(f"global_batch_size is {global_batch_size}, it must be at least 1")
+        _check_count("global_batch_size", global_batch_size, "a whole number of samples, or None")
     _check_type("check_interval_s", check_interval_s, Real, "a number of seconds")
     if not 0 < check_interval_s < math.inf:  # type: ignore[operator]
         raise ValueError(f"check_interval_s is {check_interval_s}, it must be above 0")
@@ -436,11 +395,17 @@ def check_arguments(
     if not max_catch_up_s > 0:  # type: ignore[operator]
         raise ValueError(f"max_catch_up_s is {max_catch_up_s}, it must be above 0; math.inf stands for no limit")
     if max_share is not None and max_share != "whole":
-        _check_type("max_share", max_share, Integral, "a whole number of samples, 'whole' or None")
-        if max_share < 1:  # type: ignore[operator]
-            raise ValueError(f"max_share is {max_share}, it must be at least 1")
+        _check_count("max_share", max_share, "a whole number of samples, 'whole' or None")
+    if shares not in ("by-speed", "equal"):
+        raise ValueError(f"shares is {shares!r:.80}, it must be 'by-speed' or 'equal'")
     if on_drift not in ("end", "repair", "ignore"):
         raise ValueError(f"on_drift is {on_drift!r:.80}, it must be 'end', 'repair' or 'ignore'")
+
+
+def _check_count(name: str, value: object, meant: str) -> None:
+    _check_type(name, value, Integral, meant)
+    if value < 1:  # type: ignore[operator]
+        raise ValueError(f"{name} is {value}, it must be at least 1")
 
 
 def _check_type(name: str, value: object, kind: object, meant: str) -> None:

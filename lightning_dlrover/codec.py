@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
-_LARGEST = 1 << 62  # limit of any number in a field: larger, infinite or NaN values would break computations with it
+_LARGEST = 1 << 62  # limit of any number in a field, as larger, infinite or NaN values would break computations
 _LARGEST_PORT = 65535
 
 
@@ -39,17 +39,17 @@ def from_fields(record_type: type[T], document: Any, where: str) -> T:
     """
     if not isinstance(document, dict):
         raise RecordError(f"{where} is {document!r:.80}, not the fields of a {record_type.__name__}")
-    hints = _hints_of(record_type)  # type: ignore[arg-type]
+    fields, hints = _fields_of(record_type)  # type: ignore[arg-type]
     values: dict[str, Any] = {}
-    for name, f in _fields_of(record_type).items():  # type: ignore[arg-type]
+    for name, f in fields.items():
         if name in document:
             place = f"{where}: field {name!r} of {record_type.__name__}"
             values[name] = value = _converted(document[name], hints[name], place)
             if name.endswith("port") and not 0 <= value <= _LARGEST_PORT:
-                raise RecordError(f"{place} is {value}, which is no port")
+                raise RecordError(f"{place} is {value}, which is not a port")
         elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise RecordError(f"{where}: field {name!r} of {record_type.__name__} is missing")
-    if unknown := sorted(set(document) - set(hints)):
+    if unknown := sorted(set(document) - set(fields)):
         raise RecordError(f"{where}: unknown fields {unknown} in {record_type.__name__}")
     try:
         return record_type(**values)
@@ -58,14 +58,9 @@ def from_fields(record_type: type[T], document: Any, where: str) -> T:
 
 
 @functools.cache
-def _hints_of(record_type: Any) -> dict[str, Any]:
-    hints = get_type_hints(record_type)
-    return {name: hints[name] for name in _fields_of(record_type)}
-
-
-@functools.cache
-def _fields_of(record_type: Any) -> dict[str, dataclasses.Field[Any]]:
-    return {f.name: f for f in dataclasses.fields(record_type)}
+def _fields_of(record_type: Any) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any]]:
+    """Return the fields of a dataclass and their types, by name."""
+    return {f.name: f for f in dataclasses.fields(record_type)}, get_type_hints(record_type)
 
 
 def _converted(value: Any, hint: Any, where: str, shown: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Files on a host: where the package writes, how it writes them whole or record by record, and whether others have changed."""
+"""Files on a host: their place, how the package writes them, whole or record by record, and whether others have changed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from lightning_dlrover.codec import RecordError, from_fields, to_json
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Where files of this user go, if the system knows neither a home nor a name of the user, as in many containers.
-
 
 def home(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the user's home, or a folder of this user's alone among the temporary ones."""
+    """Return the user's home; without one, as in many containers, a temporary folder of this user alone."""
     found = environ.get("HOME") or os.path.expanduser("~")
     if os.path.isabs(found):
         return found
@@ -48,9 +46,6 @@ def give_home(environ: MutableMapping[str, str] = os.environ) -> None:
         environ["LOGNAME"] = f"user-{os.getuid()}"
 
 
-# Write files that no reader ever sees in part.
-
-
 def atomic_write(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all; text is written as UTF-8.
 
@@ -65,9 +60,8 @@ def atomic_write(path: Path, content: str | bytes) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-# Files of records: a header and then records, one line of JSON each, on disk as soon as it is added.
-#
-# One process adds at a time. A process that was killed may leave a last line without an end, which does not count.
+# Files of records: a header and then records, one line of JSON each, on disk as soon as it is added. One process adds at a
+# time. A process that was killed may leave a last line without an end, which does not count.
 
 H = TypeVar("H")
 WAY_OUT = "give another --out"
@@ -75,25 +69,15 @@ WAY_OUT = "give another --out"
 
 @dataclass(frozen=True)
 class RecordForm(Generic[H]):
-    """The form of a kind of files.
+    """The form of a kind of files."""
 
-    Args:
-        header: dataclass of the first line, with a field `format`.
-        records: dataclasses of the other lines, by the field `kind` of a line.
-        format: number of the format that this release reads.
-        file_of: the file as messages name it, such as `a queue`.
-        line_of: one line, such as `a record of a queue`.
-        user: the program that adds lines.
-        error: for files that cannot be read or added to.
-    """
-
-    header: type[H]
-    records: Mapping[str, type]
-    format: int
-    file_of: str
-    line_of: str
-    user: str
-    error: type[ValueError]
+    header: type[H]  # dataclass of the first line, with a field `format`
+    records: Mapping[str, type]  # dataclasses of the other lines, by the field `kind` of a line
+    format: int  # number of the format that this release reads
+    file_of: str  # the file as messages name it, such as `a queue`
+    line_of: str  # one line, such as `a record of a queue`
+    user: str  # the program that adds lines
+    error: type[ValueError]  # for files that cannot be read or added to
 
 
 class RecordFile(Generic[H]):

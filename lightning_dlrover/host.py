@@ -22,8 +22,6 @@ import psutil
 
 from lightning_dlrover import variables
 
-# This host's addresses, network interfaces and free ports.
-
 
 def address_of_name(name: str) -> str | None:
     """Return the first address that a host name resolves to; None if it does not."""
@@ -74,12 +72,8 @@ def interface_of(address: str) -> str | None:
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 
-GROUP_NAME = re.compile(r"dlrover-(\d+)-(.+)")
-"""Names of our groups: the id of the process that created it, and the name of its owner."""
-
-
-CONTROLLER = "controller"
-"""Last part of the name of the controller's own group."""
+GROUP_NAME = re.compile(r"dlrover-(\d+)-(.+)")  # of our groups: the id of the process that created it, and its owner
+CONTROLLER = "controller"  # last part of the name of the controller's own group
 
 
 def cgroup_folders(controller: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Path]:
@@ -101,14 +95,11 @@ def cgroup_folders(controller: str, proc: Path = PROC, cgroups: Path = CGROUPS) 
 
 def is_of_one_node(folder: Path, environ: Mapping[str, str]) -> bool:
     """Return whether a control group holds processes of only one of the job's nodes: ours, or that of a node's Slurm job."""
-    # Only a job that our controller submitted is certain to be one node: several may share one, as on this machine.
+    # Only a Slurm job that our controller submitted is certain to be one node. Other ones may hold several nodes.
     is_slurms = variables.NODE in environ and variables.STARTED_BY not in environ
     slurm_job = f"job_{variables.slurm_job(environ)}" if is_slurms else ""
     names = ((name, GROUP_NAME.fullmatch(name)) for name in folder.parts)
     return any(name == slurm_job or (ours is not None and ours[2] != CONTROLLER) for name, ours in names)
-
-
-# The frames of all threads, for reports of a worker's position.
 
 
 def current_frames() -> dict[int, FrameType]:

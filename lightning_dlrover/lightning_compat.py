@@ -1,4 +1,4 @@
-"""Lightning under both of its names, `lightning` and `pytorch_lightning`: which one a script uses."""
+"""Lightning under both of its names, `lightning` and `pytorch_lightning`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
 # Find out which package the user's Trainer comes from: `lightning`, `pytorch_lightning`, or either in one process.
 #
-# Both hold the same code under two names, so each does not recognise the classes of the other. This module imports neither
-# before it has to, because an unused one would slow down every start of a worker. The command line and agents import it
-# too.
+# Both hold the same code under two names, so neither recognises the classes of the other. This module imports neither before
+# it has to, because an unused one would slow down every start of a worker. The command line and agents import it, too.
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 FABRICS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
@@ -77,11 +76,6 @@ def submodule(package: str, name: str) -> ModuleType:
     return importlib.import_module(f"{package}.{name}")
 
 
-def result_module(trainer: object) -> ModuleType:
-    """Return the package's module with the classes of logged values."""
-    return submodule(package_of(trainer), "trainer.connectors.logger_connector.result")
-
-
 def fabric_submodule(package: str, name: str) -> ModuleType:
     """Return a module of the Fabric that the package is built on, such as `utilities.seed`."""
     return importlib.import_module(f"{FABRICS[package]}.{name}")
@@ -118,23 +112,15 @@ def _refuse_malicious(package: str) -> None:
 # --- classes of either package ---------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import (
-        Checkpoint as Checkpoint,
-    )
-    from lightning.pytorch.callbacks import (
-        EarlyStopping as EarlyStopping,
-    )
-    from lightning.pytorch.callbacks import (
-        LearningRateFinder as LearningRateFinder,
-    )
-    from lightning.pytorch.callbacks import (
-        ModelCheckpoint as ModelCheckpoint,
-    )
-    from lightning.pytorch.callbacks import (
-        ProgressBar as ProgressBar,
-    )
-    from lightning.pytorch.loggers import CSVLogger as CSVLogger
-    from lightning.pytorch.loggers import TensorBoardLogger as TensorBoardLogger
+    from lightning.pytorch import callbacks, loggers
+
+    Checkpoint = callbacks.Checkpoint
+    EarlyStopping = callbacks.EarlyStopping
+    LearningRateFinder = callbacks.LearningRateFinder
+    ModelCheckpoint = callbacks.ModelCheckpoint
+    ProgressBar = callbacks.ProgressBar
+    CSVLogger = loggers.CSVLogger
+    TensorBoardLogger = loggers.TensorBoardLogger
 else:
 
     class _Either(type):
@@ -147,26 +133,11 @@ else:
                 isinstance(instance, getattr(submodule(package, cls.home), cls.__name__)) for package in loaded_packages()
             )
 
-    class Checkpoint(metaclass=_Either):
-        home = "callbacks"
-
-    class EarlyStopping(metaclass=_Either):
-        home = "callbacks"
-
-    class LearningRateFinder(metaclass=_Either):
-        home = "callbacks"
-
-    class ModelCheckpoint(metaclass=_Either):
-        home = "callbacks"
-
-    class ProgressBar(metaclass=_Either):
-        home = "callbacks"
-
-    class CSVLogger(metaclass=_Either):
-        home = "loggers"
-
-    class TensorBoardLogger(metaclass=_Either):
-        home = "loggers"
+    CALLBACKS = ("Checkpoint", "EarlyStopping", "LearningRateFinder", "ModelCheckpoint", "ProgressBar")
+    Checkpoint, EarlyStopping, LearningRateFinder, ModelCheckpoint, ProgressBar = (
+        _Either(name, (), {"home": "callbacks"}) for name in CALLBACKS
+    )
+    CSVLogger, TensorBoardLogger = (_Either(name, (), {"home": "loggers"}) for name in ("CSVLogger", "TensorBoardLogger"))
 
 
 # --- actions when a package is imported --------------------------------------------------------------------------------------
@@ -191,7 +162,7 @@ def when_imported(module: str, action: Callable[[ModuleType], None]) -> None:
 
 
 def watch_imports() -> None:
-    """See imports from now on, so that the actions of `on_import` and `when_imported` are called. Imports nothing."""
+    """Watch imports from now on, so that the actions of `on_import` and `when_imported` are called. Imports nothing."""
     if not any(isinstance(finder, _ImportWatch) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ImportWatch())
 
@@ -253,8 +224,8 @@ class EitherStrategy(DDPStrategy):
     """Base of strategies that inherit, through `super()`, from the `DDPStrategy` of the Trainer's own package.
 
     An instance belongs to a subclass that has the `DDPStrategy` of one package behind it: the package that is imported when
-    the instance is made. When a Trainer of the other package takes the instance, its class changes. Attributes are alike in
-    both.
+    the instance is made. When a Trainer of the other package takes the instance, its class changes. Both have the same
+    attributes.
 
     `__new__` is defined here because jsonargparse would take the `__new__` of the class itself as the signature of the user's
     settings.
@@ -285,10 +256,10 @@ class EitherStrategy(DDPStrategy):
                 f"this strategy was made for {self._package} {release(self._package)}, its Trainer is of {package} "
                 f"{release(package)}: install the same release of both, or import one of them only, before the strategy is made"
             )
-        self.__class__ = _concrete(_abstract(type(self)), package)
+        self.__class__ = _concrete(type(self).__bases__[0], package)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (_abstract(type(self)), self._package), self.__dict__
+        return _rebuilt, (type(self).__bases__[0], self._package), self.__dict__
 
 
 @functools.cache
@@ -298,11 +269,6 @@ def _concrete(cls: type[EitherStrategy], package: str) -> type[Any]:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_package": package}
     concrete: type[Any] = type(base)(cls.__name__, (cls, base), names)
     return concrete
-
-
-def _abstract(concrete: type[EitherStrategy]) -> type[EitherStrategy]:
-    """Return the class from which `_concrete` was derived."""
-    return concrete.__bases__[0]
 
 
 def _rebuilt(cls: type[EitherStrategy], package: str) -> EitherStrategy:

@@ -1,4 +1,4 @@
-"""Text for people: messages of all processes, findings of a check, and tables."""
+"""Text output: messages of all processes, findings of a check, and tables."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-
-# One result of a check, as data.
 
 Verdict = Literal["ok", "warning", "error"]
 
@@ -46,17 +44,20 @@ def worst(findings: Sequence[Finding]) -> Verdict:
     return "error" if "error" in verdicts else "warning" if "warning" in verdicts else "ok"
 
 
-# Print for people: an unwritable terminal or log ends no job, and control characters reach no terminal.
+# An unwritable terminal or log does not end a job, and control characters do not reach a terminal.
 
 log = logging.getLogger(__name__)
 
-_BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
-"""Characters that reorder the text after them on a screen."""
+_BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}  # characters that reorder the text after them on a screen
 
 
 def printable(text: str) -> str:
     """Return `text` with its control characters spelled out, except line ends and tabs. Others may have written it."""
-    return "".join(c if c in "\n\t" or not _controls(c) else c.encode("unicode_escape").decode() for c in text)
+
+    def controls(character: str) -> bool:
+        return unicodedata.category(character) == "Cc" or ord(character) in _BIDI
+
+    return "".join(c if c in "\n\t" or not controls(c) else c.encode("unicode_escape").decode() for c in text)
 
 
 def counted(number: object, noun: str, plural: str = "") -> str:
@@ -69,14 +70,14 @@ def counted(number: object, noun: str, plural: str = "") -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Return a duration for people: `40 s`, `12 min`, `3.5 h`."""
+    """Format a duration: `40 s`, `12 min`, `3.5 h`."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def number_text(number: float) -> str:
-    """Return a rate or an amount with four digits, and never as a power of ten: `12,345`, `12.34`, `0.01234`."""
+    """Format a rate or an amount with four digits, and never as a power of ten: `12,345`, `12.34`, `0.01234`."""
     return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.4g}"
 
 
@@ -88,7 +89,7 @@ def say(line: str) -> None:
         _renew("stdout")
         if error.errno != errno.EPIPE and not _State.is_reported:
             _State.is_reported = True
-            complain(f"standard output cannot be written ({error.strerror}); the job goes on, its run folder has its events")
+            complain(f"standard output cannot be written ({error.strerror}); the job continues, its run folder has its events")
 
 
 def has_terminal() -> bool:
@@ -140,7 +141,7 @@ def show(text: str, colour: str = "") -> None:
 
 
 def complain(text: str, prefix: str = "dlrover: ") -> None:
-    """Print to standard error. There is nowhere to report a failure of this."""
+    """Print to standard error. A failure of this is not reported."""
     if _State.transient:
         show_transient("")
     try:
@@ -150,7 +151,7 @@ def complain(text: str, prefix: str = "dlrover: ") -> None:
 
 
 def escape_what_cannot_be_encoded() -> None:
-    """Let standard output take any character, whatever its encoding: nodes print all sorts of bytes, and no job ends by one."""
+    """Let standard output take any character, whatever its encoding: nodes may print any bytes, which must not end a job."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
@@ -177,7 +178,7 @@ def flush() -> OSError | None:
 
 
 def drop_what_cannot_be_written() -> None:
-    """Let this process print on, such as its progress bar, when its log is full. Only the first failure is reported."""
+    """Let this process continue to print, such as its progress bar, when its log is full. Only the first failure is logged."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not hasattr(stream, "_dlrover_drops"):
             stream.write = _dropping(stream.write)  # type: ignore[method-assign]
@@ -192,7 +193,7 @@ def _dropping(write: Callable[..., Any]) -> Callable[..., Any]:
         except OSError as error:
             if not _State.is_reported:
                 _State.is_reported = True
-                log.warning("output of this process cannot be written (%s); training goes on without it", error.strerror)
+                log.warning("output of this process cannot be written (%s); training continues without it", error.strerror)
             return len(text[0]) if text else None
 
     return write_if_possible
@@ -203,10 +204,6 @@ class _State:
     transient = ""
 
 
-def _controls(character: str) -> bool:
-    return unicodedata.category(character) == "Cc" or ord(character) in _BIDI
-
-
 def _renew(name: Literal["stdout", "stderr"]) -> None:
     """Discard a stream's buffer: the next line must not wait for it, nor the interpreter's exit fail because of it."""
     old = getattr(sys, name)
@@ -215,9 +212,6 @@ def _renew(name: Literal["stdout", "stderr"]) -> None:
     except (OSError, AttributeError, ValueError):
         new = open(os.devnull, "w")  # noqa: SIM115
     setattr(sys, name, new)
-
-
-# Lay out all tables of text.
 
 
 def text_table(alignment: str, rows: Sequence[Sequence[str]], indent: int = 0) -> list[str]:

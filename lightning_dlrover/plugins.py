@@ -1,8 +1,8 @@
-"""Find what other packages plug in, by their entry points.
+"""Find the plug-ins of other packages by their entry points.
 
 `dlrover.commands` adds commands, `dlrover.run` hooks of `dlrover run`, and `dlrover.callbacks` callbacks of training processes.
-This package's own add-ons come in the same way, so the core imports none of them. A plug-in that cannot be used is named with
-its distribution where it is used, and disturbs nothing else.
+This package's own add-ons come in the same way, so the core imports none of them. A plug-in that cannot be used is reported
+with its distribution where it is used, and affects nothing else.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-
 K = TypeVar("K")
 
-CALLBACKS = "dlrover.callbacks"
-"""Group of the entry points that name a `CallbackPlugin`."""
+CALLBACKS = "dlrover.callbacks"  # group of the entry points that name a `CallbackPlugin`
 
 
 class PluginError(Exception):

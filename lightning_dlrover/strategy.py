@@ -45,10 +45,10 @@ from lightning_dlrover.live.checkpoints import (
     TablesSettings,
     absolute,
     is_folder,
+    record_when_written,
     saving_file,
     saving_folder,
     trainer_file,
-    when_written,
 )
 from lightning_dlrover.live.lightning_adapter import ForwardRedirection, apply_layer_sync, in_ddp_on_this_stream, without_model
 from lightning_dlrover.live.replica import LiveStrategy, Replica, UnusedParameters, own_device
@@ -58,7 +58,6 @@ from lightning_dlrover.live.wiring import Collectives, DLRoverEnvironment, Users
 from lightning_dlrover.rdzv.group.config import WorldConfig
 from lightning_dlrover.rdzv.group.failures import end_with_agent
 from lightning_dlrover.tables.checkpoint import load_tables
-from lightning_dlrover.tables.elastic import ElasticTables
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 from lightning_dlrover.tables.torchrec_adapter import TableOptimizerError, has_tables
 from lightning_dlrover.tuning.health import OwnClock
@@ -104,6 +103,8 @@ class DLRoverStrategy(LiveStrategy):
         max_share: largest number of samples that a worker computes in one forward and backward pass; a larger share is computed
             in parts, which needs automatic optimization. None: a share is computed in parts once memory has run out.
             "whole": never, as for a loss that compares the samples of a share with each other. Live jobs only.
+        shares: "by-speed" gives a worker that makes the others wait fewer samples of each training batch, and them more as far
+            as their memory allows; the loss must be a mean over samples. "equal" splits each batch evenly. Live jobs only.
         on_drift: consequence if weights, buffers or optimizer states differ between workers that made the same updates. "end"
             ends the job with the tensor's name, "repair" copies rank 0's values, "ignore" compares nothing. Live jobs only.
         ddp_kwargs: further arguments of `DDPStrategy` and `DistributedDataParallel`.
@@ -132,12 +133,14 @@ class DLRoverStrategy(LiveStrategy):
         rerun_epoch_hooks: bool = True,
         max_catch_up_s: float = 60.0,
         max_share: int | Literal["whole"] | None = None,
+        shares: Literal["by-speed", "equal"] = "by-speed",
         on_drift: Literal["end", "repair", "ignore"] = "end",
         **ddp_kwargs: Any,
     ) -> None:
         limits = global_batch_size, check_interval_s, timeout
         switches = compare_data, rerun_epoch_hooks
-        check_arguments(*limits, sharding_constraints, sharders, snapshots, *switches, max_catch_up_s, max_share, on_drift)
+        of_shares = max_catch_up_s, max_share, shares
+        check_arguments(*limits, sharding_constraints, sharders, snapshots, *switches, *of_shares, on_drift)
         private_api.check(self._package)
         self._job: JobSession | None = None  # None where the world cannot change
         config = WorldConfig.from_environment(os.environ, __version__)
@@ -148,7 +151,7 @@ class DLRoverStrategy(LiveStrategy):
             ddp_kwargs.setdefault("cluster_environment", DLRoverEnvironment())
         super().__init__(timeout=timeout, **ddp_kwargs)
         self._forward_redirection: Any = ForwardRedirection(self._forward_redirection, self._users_step, self._loss_of)
-        self.replica: Replica = Replica(self, UnusedParameters(self._ddp_kwargs, self._job is not None))
+        self.replica = Replica(self, UnusedParameters(self._ddp_kwargs, self._job is not None))
         self.times = StepTimes()
         self.clock = OwnClock(self.times)
         self._watch: AbstractContextManager[Any] | None = None
@@ -157,13 +160,14 @@ class DLRoverStrategy(LiveStrategy):
         self.compares_data = compare_data
         self.reruns_epoch_hooks = rerun_epoch_hooks
         self.max_share = max_share
+        self.shares = shares
         self.on_drift = on_drift
         self._loaders = UsersLoaders(global_batch_size, max_catch_up_s, compare_data)
-        self.collectives = Collectives(self._job)
+        self.collectives = Collectives(self._job, self)
         self._tables_settings = TablesSettings(sharding_constraints, sharders, snapshots or SnapshotConfig())
-        self.tables: TablesOfTrainer | None = None  # None if the model has none
-        self.fingerprint = ""  # identity of a model before its tables are sharded
-        self.unread_checkpoint: tuple[int, str] | None = None  # step and folder of the user's checkpoint; a joiner skips it
+        self.tables = None
+        self.fingerprint = ""
+        self.unread_checkpoint = None
 
     def _users_step(self) -> AbstractContextManager[None]:
         return self.live.steps.parts.users_step() if self.live is not None else nullcontext()
@@ -193,22 +197,6 @@ class DLRoverStrategy(LiveStrategy):
             # The environment holds the agent's ranks until the first round, then the round's. `rank_zero_only` is one object
             # of lightning, fabric and their utilities.
             rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    def enter_round(self, global_rank: int, world_size: int) -> None:
-        """Take a place in a new round."""
-        self.show_place(global_rank, world_size)
-        self.set_world_ranks()
-
-    def show_place(self, global_rank: int, world_size: int) -> None:
-        """Set what the Trainer's attributes say, to the user's code too."""
-        assert self.cluster_environment is not None
-        self.cluster_environment.set_global_rank(global_rank)
-        self.cluster_environment.set_world_size(world_size)
-
-    @property
-    def own_place(self) -> tuple[int, int]:
-        """This worker's rank, 0 if it is alone, and the number of workers."""
-        return self.global_rank if self.world_size > 1 else 0, self.world_size
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -323,23 +311,6 @@ class DLRoverStrategy(LiveStrategy):
         if (live is None and not self._is_single) or (live is not None and live.position.size > 1):
             super().configure_ddp()
 
-    # --- models with sharded tables ----------------------------------------------------------------------------------------
-
-    @property
-    def elastic_tables(self) -> ElasticTables | None:
-        """The model's tables in a live job; None if it has none."""
-        return self.tables.elastic if self.tables is not None else None
-
-    @property
-    def table_names(self) -> set[str]:
-        """Names of the parameters that are torchrec's tables."""
-        return self.tables.parameter_names() if self.tables is not None else set()
-
-    @property
-    def sharded_names(self) -> set[str]:
-        """Names of the parameters that differ between workers."""
-        return self.tables.sharded_names() if self.tables is not None else set()
-
     # --- checkpoints -----------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -401,9 +372,7 @@ class DLRoverStrategy(LiveStrategy):
             checkpoint["dlrover"] = {
                 "start_workers": self._job.start_workers,
                 "lane_workers": self._job.lane_workers,
-                "streams": live.loaders.positions_in_streams if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
-                "iterables": live.loaders.places_in_iterables if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
-                "orders": live.loaders.orders if self._lightning_trainer.state.fn == TrainerFn.FITTING else [],
+                **(live.loaders.in_checkpoint if self._lightning_trainer.state.fn == TrainerFn.FITTING else {}),
             }
             if "optimizer_states" in checkpoint:
                 checkpoint["dlrover"]["random"] = random_state(self.root_device)
@@ -418,7 +387,7 @@ class DLRoverStrategy(LiveStrategy):
             save = saving_folder(self.tables.sharded, filepath, write, shelf, self)
             written = self.collectives.confirmed("saving a checkpoint with tables", save)
         if live is not None and written is not None and "optimizer_states" in checkpoint:
-            when_written(self.checkpoint_io, written, shelf, self._lightning_trainer.global_step)
+            record_when_written(self.checkpoint_io, written, shelf, self._lightning_trainer.global_step)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.live is None or not self.is_global_zero or self.live.checkpoints.may_remove(filepath):
@@ -459,7 +428,7 @@ class DLRoverStrategy(LiveStrategy):
                 with self.replica.unused.searching():
                     result = super().backward(closure_loss, optimizer, *args, **kwargs)
                 if live is not None:
-                    self.replica.check_backward()
+                    self.replica.unused.check(self)
             finally:
                 self.clock.backward_ended()
         return result
@@ -491,22 +460,16 @@ class DLRoverStrategy(LiveStrategy):
             trainer = self._lightning_trainer
             wrap_evaluations(trainer, self.live)
             if trainer.state.fn == TrainerFn.FITTING:
-                wrap_loops(trainer, self.live, self.times, self.clock, self.tables is not None, self.broadcast)
+                wrap_loops(trainer, self.live, self)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return self.collectives.broadcast(super().broadcast, obj, src, self.root_device)
+        return self.collectives.broadcast(super().broadcast, obj, src)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         return self.collectives.reduce(super().reduce, tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        reduce = super().reduce
-        return self.collectives.decide(
-            lambda: reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum"),
-            lambda: self.world_size,
-            decision,
-            needs_all=all,
-        )
+        return self.collectives.decide(super().reduce, decision, needs_all=all)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         return self.collectives.all_gather(super().all_gather, tensor, group, sync_grads)

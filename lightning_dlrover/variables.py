@@ -38,40 +38,28 @@ AGENT_PID = "DLROVER_AGENT_PID"
 MIN_NODES = "DLROVER_MIN_NODES"
 MAX_NODES = "DLROVER_MAX_NODES"
 HISTORY_TTL_S = "DLROVER_HISTORY_TTL_S"
-LEFT_STATE = "DLROVER_LEFT_STATE"
-"""Folder of an agent of several workers for the state that they leave."""
-SPARES = "DLROVER_SPARES"
-"""Folder for the modules that a worker has imported, if processes are forked from a spare one."""
-SPARES_PADDING = "DLROVER_SPARES_PADDING"
-"""Text of a spare process: room for the variables of those that are forked from it."""
+LEFT_STATE = "DLROVER_LEFT_STATE"  # folder of an agent of several workers for the state that they leave
+SPARES = "DLROVER_SPARES"  # folder of records of spare processes, and of the modules that they import
+SPARES_PADDING = "DLROVER_SPARES_PADDING"  # text of a spare process: room for the variables of those that are forked from it
 
 # --- from a controller to its nodes -------------------------------------------------------------------------------------------
 
-NODE = "DLROVER_NODE"
-"""Name of the node, set by `dlrover run` on every target."""
-STARTED_BY = "DLROVER_STARTED_BY"
-"""Mark of all processes that a controller on this machine has started."""
-PARENT_PID = "DLROVER_DIE_WITH_PID"
-"""Process id of the parent. The node ends with it; unset where nodes run independently."""
-WORKERS_PER_NODE = "DLROVER_WORKERS_PER_NODE"
-"""Workers of each node, with an agent each; unset: one."""
-MEMORY_GROUP = "DLROVER_MEMORY_GROUP"
-"""Folder of the control group that limits the node's memory, if there is one."""
+NODE = "DLROVER_NODE"  # name of the node, set by `dlrover run` on every target
+STARTED_BY = "DLROVER_STARTED_BY"  # mark of all processes that a controller on this machine has started
+PARENT_PID = "DLROVER_DIE_WITH_PID"  # process id of the parent. The node ends with it; unset where nodes run independently
+WORKERS_PER_NODE = "DLROVER_WORKERS_PER_NODE"  # workers of each node, with an agent each; unset: one
+MEMORY_GROUP = "DLROVER_MEMORY_GROUP"  # folder of the control group that limits the node's memory, if there is one
 EXIT_FILE = "DLROVER_EXIT_FILE"
 """File for the agent's exit code. If set, SIGUSR1 is a notice that the scheduler will take the node back."""
-NOTICE_S = "DLROVER_NOTICE_S"
-"""Seconds between the notice and a node's end."""
-POOL = "DLROVER_POOL"
-"""Name of the pool that decides how many workers the job has; empty if none does."""
+NOTICE_S = "DLROVER_NOTICE_S"  # seconds between the notice and a node's end
+POOL = "DLROVER_POOL"  # name of the pool that decides how many workers the job has; empty if none does
 LEAVE_ON_SIGTERM = "DLROVER_LEAVE_ON_SIGTERM"
 """Set where SIGTERM asks the worker to hand over and leave. Its sender kills what remains after a grace period."""
 
 # --- from a dispatcher of co-located jobs to its jobs -------------------------------------------------------------------------
 
-SEAT = "DLROVER_SEAT"
-"""Folder for a job's progress and its dispatcher's answer."""
-QUEUE = "DLROVER_QUEUE"
-"""Mark of all processes that the dispatcher of a queue has started."""
+SEAT = "DLROVER_SEAT"  # folder for a job's progress and its dispatcher's answer
+QUEUE = "DLROVER_QUEUE"  # mark of all processes that the dispatcher of a queue has started
 
 # --- settings of the user -----------------------------------------------------------------------------------------------------
 
@@ -82,13 +70,12 @@ OBJECTIVE = {
     "prices": "DLROVER_PRICES",
 }
 """The user's objective by argument of `Objective`; `dlrover run` passes it to its nodes."""
-HISTORY = "DLROVER_HISTORY"
-"""Location of the job history, or `off`."""
+HISTORY = "DLROVER_HISTORY"  # location of the job history, or `off`
 UNSAFE_STACKS = "DLROVER_UNSAFE_STACKS"
 """Set to 1: after `watchdog.GIL_TIMEOUT_S` faulthandler's thread, which needs no GIL, writes the stacks to standard error.
 
-Off by default: the thread reads frames that may change meanwhile. That may crash a worker that is not stuck but was stopped, or
-starved by an overloaded machine.
+Off by default: the thread reads frames that may change at the same time. That may crash a worker that is not stuck but was
+stopped, or starved by an overloaded machine.
 """
 
 

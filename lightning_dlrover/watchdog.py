@@ -1,6 +1,6 @@
 """Watch over a job while it trains: workers that make the others wait, that hang, or that are about to run out of memory.
 
-One thread per worker. It acts on its own only where the job cannot. `tuning/stragglers.py` computes a straggler's cost and
+One thread per worker, which acts only where the job itself cannot. `tuning/stragglers.py` computes a straggler's cost and
 decides whether replacing it pays; the controller that starts and ends nodes carries it out. Every finding is an event.
 """
 
@@ -57,41 +57,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.5
-"""Seconds between two looks at this worker. Each takes time from its training thread."""
-
-STOPPED_S = 5.0
-"""Seconds between two looks from which on the process counts as stopped meanwhile, or its host as asleep."""
-
-DEFAULT_RESIZE_COST_S = 0.5
-"""Seconds assumed until the job has measured a change of the world of its own."""
-
-REMEDIES: tuple[Act, ...] = ("replace", "enlarge", "add_workers")
-"""Acts that end in another worker."""
-
-DEFAULT_LEAD_S = 30.0
-"""Seconds from a request for a worker to the round with it, assumed until the job has measured it."""
-
-SEARCH_SHARE = 0.005
-"""Maximum share of a core for the search for stragglers. Training computes on the same cores, and one search takes 5 ms."""
-
-MAX_SEARCH_PAUSE_S = 10.0
-"""Maximum seconds between two searches. With hundreds of workers one takes long."""
-
-JUDGE_AGAIN_S = 10.0
-"""Seconds until a straggler is judged again if its replacement does not pay, while it remains one."""
-
-GIL_TIMEOUT_S = 15.0
-"""Seconds without a chance to run after which the watch reports that no Python thread of this worker could run."""
-
-GIL_POLL_S = 1.0
-"""Seconds between two looks whether a Python thread of this worker can run."""
-
-TELL_AGAIN_S = 600.0
-"""Seconds between two equal reports: that no Python thread could run, or that a worker is a straggler."""
-
-MAX_EVENT_BYTES = 60_000
-"""Maximum size of the stacks in one event, all workers together."""
+POLL_S = 0.5  # seconds between two checks of this worker; each takes time from its training thread
+STOPPED_S = 5.0  # interval of two checks above which the process counts as stopped, or its host as asleep, in between
+DEFAULT_RESIZE_COST_S = 0.5  # seconds assumed until the job has measured a change of the world of its own
+REMEDIES: tuple[Act, ...] = ("replace", "enlarge", "add_workers")  # acts that end in another worker
+DEFAULT_LEAD_S = 30.0  # seconds from a request for a worker to the round with it, assumed until the job has measured it
+SEARCH_SHARE = 0.005  # maximum share of a core for the search for stragglers, which takes 5 ms of the cores that train
+MAX_SEARCH_PAUSE_S = 10.0  # maximum seconds between two searches; with hundreds of workers one takes long
+JUDGE_AGAIN_S = 10.0  # seconds until a straggler is judged again if its replacement does not pay
+GIL_TIMEOUT_S = 15.0  # seconds without any running Python thread of this worker before the watch reports it
+GIL_POLL_S = 1.0  # seconds between two checks that a Python thread of this worker can run
+REPORT_AGAIN_S = 600.0  # seconds between two equal reports: that no Python thread could run, or that a worker is a straggler
+MAX_EVENT_BYTES = 60_000  # maximum size of the stacks in one event, all workers together
 
 
 @dataclass(frozen=True)
@@ -120,7 +97,7 @@ class Watchdog:
         self._stragglers = _Stragglers(fit)
         self._memory = _Memory(fit)
         self._closing = threading.Event()
-        # Runs in a thread of its own: the other thread waits for etcd now and then, and that is no time without the GIL.
+        # Runs in a thread of its own, because the other one waits for etcd at times, which is not time without the GIL.
         self._gil = _GilWatch(os.environ)
         self._gil.start()
         self._thread = threading.Thread(target=self._run, name="dlrover-watchdog", daemon=True)
@@ -144,54 +121,54 @@ class Watchdog:
             now = time.monotonic()
             try:
                 # A stopped process, or one on a host that slept, has missed its own polls.
-                self._hangs.look(now, was_stopped=polled_at > 0 and now - polled_at > STOPPED_S)
-                self._stragglers.look(now)
-                self._memory.look(now)
+                self._hangs.check(now, was_stopped=polled_at > 0 and now - polled_at > STOPPED_S)
+                self._stragglers.check(now)
+                self._memory.check(now)
                 away = False
             except EtcdError as error:
                 if not away:
                     log.warning("hangs and stragglers go unnoticed until etcd is back: %s", error)
                 away = True
             except Exception:
-                # Training must go on without the watch. The traceback records the failure.
+                # Training must continue without the watch. The traceback records the failure.
                 log.exception("the watch over this worker failed")
             polled_at = time.monotonic()
 
 
 class _GilWatch:
-    """Reports times without any running Python thread, as when C code holds the GIL. This process cannot answer meanwhile."""
+    """Reports times without any running Python thread, as when C code holds the GIL and this process cannot answer."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._is_unsafe = environ.get(variables.UNSAFE_STACKS) == "1"
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dlrover-gil-watch", daemon=True)
-        self._looked_at = self._armed_at = self._told_at = -math.inf
+        self._checked_at = self._armed_at = self._reported_at = -math.inf
         if self._is_unsafe:
             log.warning(
-                "%s is set: if no Python thread of this worker can run for %.0f s, lightning_dlrover has its stacks written "
-                "below the word 'Timeout', which may crash it; unset the variable to switch that off",
+                "%s is set: if no Python thread of this worker can run for %.0f s, its stacks are written below the word "
+                "'Timeout', which may crash it; unset the variable to switch that off",
                 *(variables.UNSAFE_STACKS, GIL_TIMEOUT_S),
             )
 
     def start(self) -> None:
-        self.look(time.monotonic())  # covers the thread's first wait, too
+        self.check(time.monotonic())  # covers the thread's first wait, too
         self._thread.start()
 
     def _run(self) -> None:
         while not self._closing.wait(GIL_POLL_S):
-            self.look(time.monotonic())
+            self.check(time.monotonic())
         if self._is_unsafe:
             faulthandler.cancel_dump_traceback_later()
 
-    def look(self, now: float) -> None:
-        """Check once; call this regularly from a thread that does nothing else."""
+    def check(self, now: float) -> None:
+        """Check once. Call this regularly from a thread that does nothing else."""
         if self._is_unsafe and (stream := sys.__stderr__) is not None and now - self._armed_at > GIL_TIMEOUT_S / 4:
             self._armed_at = now
             with contextlib.suppress(ValueError, OSError, RuntimeError):  # standard error is closed or not a file
                 faulthandler.dump_traceback_later(GIL_TIMEOUT_S, file=stream)
-        silent_s, self._looked_at = now - self._looked_at, now
-        if GIL_TIMEOUT_S < silent_s < math.inf and now - self._told_at > TELL_AGAIN_S:
-            self._told_at = now
+        silent_s, self._checked_at = now - self._checked_at, now
+        if GIL_TIMEOUT_S < silent_s < math.inf and now - self._reported_at > REPORT_AGAIN_S:
+            self._reported_at = now
             log.warning(
                 "no Python thread of this worker ran for %.0f s: it was stopped, its machine is overloaded, or C code held the "
                 "GIL; it is at %s now",
@@ -218,21 +195,21 @@ class _Hangs:
         request = self._shared.stacks_request()
         self._answered = request.number if request is not None else 0
         self._asked: tuple[StacksRequest, float] | None = None  # this worker's own request, and its time
-        self._told_at: float | None = None  # report of this hang, by any worker
+        self._reported_at: float | None = None  # report of this hang, by any worker
         self._progress: Progress | None = None
         self._since = time.monotonic()
 
-    def look(self, now: float, was_stopped: bool) -> None:
+    def check(self, now: float, was_stopped: bool) -> None:
         progress = self._fit.now
         if progress != self._progress or was_stopped:
-            self._progress, self._since, self._told_at = progress, now, None
+            self._progress, self._since, self._reported_at = progress, now, None
         request = self._shared.stacks_request()
         if request is not None and request.number > self._answered:
             self._answer(request, now)
-            self._told_at = now
+            self._reported_at = now
         if self._asked is not None:
             self._conclude(now)
-        elif self._patience.floor_s > 0 and (self._told_at is None or now - self._told_at > self._patience.again_s):
+        elif self._patience.floor_s > 0 and (self._reported_at is None or now - self._reported_at > self._patience.again_s):
             phase = "debugger" if is_in_debugger() else progress.phase
             limit_s = self._patience.limit_s(phase, progress.steps_in_round, self._fit.step_time_s)
             if now - self._since > limit_s:
@@ -293,9 +270,7 @@ def hang_event(request: StacksRequest, answers: list[StacksRecord], missing: lis
     others = [a for a in answers if not a.in_collective]
     parts = [f"rank {a.global_rank} ({a.host}:{a.pid}) is at {a.place}" for a in others]
     if missing:
-        parts.append(
-            f"{', '.join(missing)} has not sent its stack traces: it is stopped, or in C code that holds Python's lock"
-        )
+        parts.append(f"{', '.join(missing)} has not sent its stack traces: it is stopped, or in C code that holds the GIL")
     if waiting and parts:
         ranks = ", ".join(str(a.global_rank) for a in waiting)
         parts.append(f"rank{'s' * (len(waiting) > 1)} {ranks} wait{'s' * (len(waiting) == 1)} for that in a collective")
@@ -322,29 +297,34 @@ class _Stragglers:
     def __init__(self, fit: FitProgress) -> None:
         self._fit = fit
         self._membership: Membership = fit.world.membership
-        self._num_heard = 0
-        self._asked_for = ""  # the worker whose replacement was requested last, if it is still the straggler
+        self._num_observations = 0
+        self._replacing = ""  # the worker whose replacement was requested last, if it is still the straggler
         self._judged_at: dict[str, float] = {}  # monotonic clock, by worker
-        self._told_at: dict[tuple[str, str], float] = {}  # time of the newest event, by worker and act
-        self._next_look = 0.0
+        self._reported_at: dict[tuple[str, str], float] = {}  # time of the newest event, by worker and act
+        self._next_search = 0.0
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         fit, pulse = self._fit, self._fit.pulse
         formation = fit.formation
-        if formation is None or formation.rank != 0 or pulse.num_heard == self._num_heard or now < self._next_look:
+        if (
+            formation is None
+            or formation.rank != 0
+            or pulse.num_observations == self._num_observations
+            or now < self._next_search
+        ):
             return
-        self._num_heard = pulse.num_heard
+        self._num_observations = pulse.num_observations
         members, hosts = formation.round.members, formation.round.hosts
-        observations = pulse.heard(formation.round.number)
+        observations = pulse.observations(formation.round.number)
         if not observations or self._membership.view.lost or len(hosts) != len(members):
             return  # the world is changing
         began_s = time.thread_time()
         found = find_straggler(observations, hosts=hosts, loads=fit.loads)
-        self._next_look = now + min((time.thread_time() - began_s) / SEARCH_SHARE, MAX_SEARCH_PAUSE_S)
+        self._next_search = now + min((time.thread_time() - began_s) / SEARCH_SHARE, MAX_SEARCH_PAUSE_S)
         if found is None:
             return
         worker = members[found.global_rank]
-        if self._asked_for == worker or now - self._judged_at.get(worker, -math.inf) < JUDGE_AGAIN_S:
+        if self._replacing == worker or now - self._judged_at.get(worker, -math.inf) < JUDGE_AGAIN_S:
             return
         self._judged_at[worker] = now
         self._judge(found, worker, now)
@@ -366,10 +346,10 @@ class _Stragglers:
             act, why = "recommend", f"{replacement.reason} (a recommendation: no controller starts or ends nodes)"
         elif replacement.pays and not membership.view.replacements and shared.replace(worker, f"a straggler: {found.text}"):
             act = "replace"
-        self._asked_for = worker if act == "replace" else ""
-        if act != "replace" and now - self._told_at.get((worker, act), -math.inf) < TELL_AGAIN_S:
+        self._replacing = worker if act == "replace" else ""
+        if act != "replace" and now - self._reported_at.get((worker, act), -math.inf) < REPORT_AGAIN_S:
             return
-        self._told_at[worker, act] = now
+        self._reported_at[worker, act] = now
         record = membership.workers.of([worker]).get(worker)
         where = f"rank {found.global_rank}, {record.host}:{record.pid}" if record is not None else f"rank {found.global_rank}"
         event = StragglerFound(
@@ -397,18 +377,18 @@ class _Memory:
         self._membership: Membership = fit.world.membership
         self.windows: deque[StepProfile] = deque(maxlen=MAX_WINDOWS + NUM_SETTLING)
         self._first_round = 0  # first round with this worker; 0: not known yet
-        self._looked_at = 0.0  # end of the newest window examined
-        self._told: tuple[int, Act] = (0, "none")  # round, and the act of this worker in it
+        self._checked_at = 0.0  # end of the newest window examined
+        self._acted: tuple[int, Act] = (0, "none")  # round, and the act of this worker in it
         self._acted_at = 0.0
-        self._awaited: tuple[Set[str], float] = (frozenset(), 0.0)  # workers to be replaced, and the time since then
+        self._awaited: tuple[Set[str], float] = (frozenset(), 0.0)  # workers to be replaced, and the time of the request
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         if self._membership.view.replacements != self._awaited[0]:
             self._awaited = self._membership.view.replacements, now
         windows = list(self.windows)
-        if not windows or windows[-1].at == self._looked_at:
+        if not windows or windows[-1].at == self._checked_at:
             return
-        self._looked_at = windows[-1].at
+        self._checked_at = windows[-1].at
         membership, shared, view = self._membership, self._membership.shared, self._membership.view
         forecast = forecast_memory(windows)
         self._first_round = self._first_round or windows[0].round_number
@@ -418,10 +398,10 @@ class _Memory:
         if forecast is None:
             return
         lead_s = _lead_s(past)
-        number, act = self._told if self._told[0] == windows[-1].round_number else (windows[-1].round_number, "none")
+        number, act = self._acted if self._acted[0] == windows[-1].round_number else (windows[-1].round_number, "none")
         if act == "checkpoint":
             return
-        # Workers are replaced one at a time. If none has arrived for long, as in a full cluster, none will arrive in time.
+        # Workers are replaced one at a time. If none has arrived for a long time, as in a full cluster, none will in time.
         awaits_worker = bool(view.replacements) or act in REMEDIES
         is_urgent = forecast.earliest_seconds_left < lead_s
         awaited_since = self._awaited[1] if view.replacements else self._acted_at
@@ -447,15 +427,11 @@ class _Memory:
         )
         if remedy.act == act or not self._carry_out(remedy):
             return
-        self._told, self._acted_at = (number, remedy.act), now
+        self._acted, self._acted_at = (number, remedy.act), now
         if remedy.act == "none":
             return
         event = MemoryShort(
-            worker_id=membership.worker_id,
-            round=number,
-            step=self._fit.now.counts[0],
-            **asdict(remedy),
-            **asdict(forecast),
+            worker_id=membership.worker_id, round=number, step=self._fit.now.counts[0], **asdict(remedy), **asdict(forecast)
         )
         shared.event(event, f"{membership.worker_id}: {remedy.reason}")
         log.warning("memory of this worker: %s", remedy.reason)
@@ -487,8 +463,6 @@ class _Memory:
 
     def _carry_out(self, remedy: Remedy) -> bool:
         membership, shared = self._membership, self._membership.shared
-        if remedy.act == "replace":
-            return shared.replace(membership.worker_id, f"memory: {remedy.reason}")
         if remedy.act == "checkpoint":
             shared.ask_for_checkpoint(remedy.reason)
         if remedy.act == "enlarge":
@@ -500,7 +474,8 @@ class _Memory:
                 return replace(now, node_memory_mb=memory_mb)
 
             shared.update_plan(larger)
-            return shared.replace(membership.worker_id, f"memory: {remedy.reason}")  # other changes can wait for their turn
+        if remedy.act in ("replace", "enlarge"):
+            return shared.replace(membership.worker_id, f"memory: {remedy.reason}")  # False: another one is replaced first
         if remedy.act == "add_workers":
             plan = PlanRecord(remedy.num_workers, "planner", remedy.reason, binding=True, created_at=time.time())
 
@@ -509,14 +484,8 @@ class _Memory:
                     return plan
                 if now.owner != "planner" or now.num_workers >= plan.num_workers:
                     return None
-                return replace(
-                    now,
-                    num_workers=plan.num_workers,
-                    source="planner",
-                    reason=plan.reason,
-                    binding=True,
-                    created_at=plan.created_at,
-                )
+                wanted = {name: getattr(plan, name) for name in ("num_workers", "source", "reason", "binding", "created_at")}
+                return replace(now, **wanted)
 
             shared.update_plan(more)
         return True

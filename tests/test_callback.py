@@ -25,6 +25,7 @@ from lightning_dlrover.tuning.autoscale import TrialWatch
 from lightning_dlrover.tuning.plan import Candidate, Decision, Settings
 from lightning_dlrover.tuning.profiler import StepProfiler
 from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
+from tests.support.quiet_trainer import quiet_trainer
 
 
 class Model(L.LightningModule):
@@ -49,29 +50,14 @@ def loader(num_rows: int = 800) -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(TensorDataset(torch.randn(num_rows, 8)), batch_size=8)
 
 
-def trainer(tmp_path: Path, callback: DLRoverCallback, **kwargs: object) -> L.Trainer:
-    defaults = {
-        "strategy": DLRoverStrategy(),
-        "accelerator": "cpu",
-        "callbacks": [callback],
-        "max_epochs": 2,
-        "logger": CSVLogger(str(tmp_path), name="", version=""),
-        "log_every_n_steps": 10,
-        "enable_checkpointing": False,
-        "enable_model_summary": False,
-        "enable_progress_bar": False,
-        "num_sanity_val_steps": 0,
-    }
-    return L.Trainer(**{**defaults, **kwargs})  # type: ignore[arg-type]
+def trainer(tmp_path: Path, callback: DLRoverCallback, **kwargs: Any) -> L.Trainer:
+    logger = CSVLogger(str(tmp_path), name="", version="")
+    defaults = {"strategy": DLRoverStrategy(), "callbacks": [callback], "max_epochs": 2, "logger": logger}
+    return quiet_trainer(**{**defaults, "log_every_n_steps": 10, **kwargs})
 
 
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def test_windows_are_logged_and_a_recommendation_is_given_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    return caplog
-
-
-def test_windows_are_logged_and_a_recommendation_is_given_at_the_end(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     run = trainer(tmp_path, DLRoverCallback(window_s=0.01, plan_every_s=0.01))
     run.fit(Model(), loader(), loader(16))
     rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
@@ -83,9 +69,8 @@ def test_windows_are_logged_and_a_recommendation_is_given_at_the_end(tmp_path: P
         assert parts == pytest.approx(float(window["dlrover/step_time_s"]), rel=1e-3)
         assert float(window["dlrover/num_workers"]) == 1
         assert float(window["dlrover/global_batch"]) == 8
-    last = [r.getMessage() for r in said.records if r.getMessage().startswith("DLRover: ")]
-    assert len(last) == 1
-    assert "`dlrover run` resizes a job while it trains" in last[0]
+    (last,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("DLRover: ")]
+    assert "`dlrover run` resizes a job while it trains" in last
 
 
 @pytest.mark.parametrize(
@@ -120,9 +105,10 @@ def test_rate_of_slow_first_steps_is_not_in_the_progress_bar(tmp_path: Path) -> 
     assert bar.shown[-1]
 
 
-def test_planning_can_be_switched_off(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_planning_can_be_switched_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     trainer(tmp_path, DLRoverCallback(window_s=0.01, plan_every_s=0)).fit(Model(), loader())
-    assert not [r for r in said.records if r.getMessage().startswith("DLRover: ")]
+    assert not [r for r in caplog.records if r.getMessage().startswith("DLRover: ")]
 
 
 def test_one_callback_may_be_used_for_several_fits(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from lightning_dlrover.live.lightning_adapter import in_ddp_on_this_stream
 from lightning_dlrover.live.metrics import restore_partial
 from lightning_dlrover.live.order import FitPosition
 from lightning_dlrover.live.recovery import ResilientCollectives, Update, apply, capture
+from lightning_dlrover.live.replica import LiveStrategy
 from lightning_dlrover.live.state import seed_for
 from lightning_dlrover.live.wiring import Collectives
-from lightning_dlrover.rdzv.desync import CollectiveMonitor, OutsideOfLoops, Purpose, shown
+from lightning_dlrover.rdzv.desync import CollectiveCall, CollectiveMonitor, OutsideOfLoops, shown
 from lightning_dlrover.rdzv.membership.member import WorldError
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.rdzv.transport.process_groups import wait_for_device
@@ -97,7 +98,7 @@ def test_reduction_cut_short_by_an_abort_is_done_again(machine: str, collectives
 
 @each_device
 def test_result_of_another_worker_comes_to_the_own_device(device: str) -> None:
-    collectives = Collectives(None)
+    collectives = Collectives(None, cast(LiveStrategy, None))
     received = transfer.loads(transfer.dumps(torch.ones(2, device=device)))
     assert received.device.type == "cpu"
     collectives.confirmed = lambda *args, **kwargs: received  # type: ignore[method-assign]
@@ -217,7 +218,7 @@ def test_vote_does_not_wait_for_the_stream(device: str) -> None:
 
     def vote(rank: int) -> list[int]:
         group = dist.ProcessGroupGloo(store, rank, 2)  # type: ignore[call-arg]
-        meeting = CollectiveMonitor(
+        monitor = CollectiveMonitor(
             group,
             rank,
             2,
@@ -228,11 +229,11 @@ def test_vote_does_not_wait_for_the_stream(device: str) -> None:
             lambda: None,
         )
         try:
-            purpose = Purpose("the vote between two steps", "step 1", shown(sys._getframe()))
+            call = CollectiveCall("the vote between two steps", "step 1", shown(sys._getframe()))
             ballot = [5 + rank, -rank]
-            return meeting.counted(meeting.vote(purpose, ballot), ballot)
+            return monitor.counted(monitor.vote(call, ballot), ballot)
         finally:
-            meeting.close()
+            monitor.close()
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(vote, (0, 1), timeout=60)) == [[5, -1]] * 2

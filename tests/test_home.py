@@ -41,7 +41,7 @@ def test_history_and_counts_of_rows_are_in_no_folder_named_tilde(nobody: Path) -
     assert cache_file() == f"{nobody}/dlrover-home-{os.getuid()}/.cache/dlrover/rows.sqlite"
 
 
-def test_folder_of_another_user_is_no_home(nobody: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_another_user_is_not_taken_as_home(nobody: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 54321)
     (nobody / "dlrover-home-54321").mkdir()
     with pytest.raises(PermissionError, match="belongs to another user: set HOME to a folder of your own"):

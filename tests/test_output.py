@@ -1,4 +1,4 @@
-"""The printed output, and behaviour when it cannot be printed."""
+"""Text output: messages, findings and tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO
 
 import pytest
 
-from lightning_dlrover.output import counted, number_text, printable, say, show, show_transient
+from lightning_dlrover.output import counted, number_text, printable, say, show, show_transient, text_table
 
 PRINTER = """
 import sys
@@ -163,5 +163,21 @@ def test_colours_reach_only_a_terminal_that_wants_them(
 @pytest.mark.parametrize(
     ("number", "text"), [(18830.4, "18,830"), (1234567.0, "1,234,567"), (12.3456, "12.35"), (0.012345, "0.01235"), (0, "0")]
 )
-def test_large_numbers_are_no_powers_of_ten(number: float, text: str) -> None:
+def test_large_numbers_are_not_written_as_powers_of_ten(number: float, text: str) -> None:
     assert number_text(number) == text
+
+
+# --- tables ------------------------------------------------------------------------------------------------------------------
+
+
+def test_columns_are_as_wide_as_their_longest_cell() -> None:
+    rows = [("job", "steps", ""), ("a", "1,000,000", "finished"), ("longest", "5", "")]
+    assert text_table("<><", rows, indent=2) == [
+        "  job          steps",
+        "  a        1,000,000  finished",
+        "  longest          5",
+    ]
+
+
+def test_a_table_without_rows_has_no_lines() -> None:
+    assert text_table("<>", []) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -63,6 +65,13 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture
+def in_job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name, value in JOB.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_plain_script_trains_exactly_as_without_the_strategy(by_name: bool, tmp_path: Path) -> None:
     ours = train(tmp_path, "dlrover" if by_name else DLRoverStrategy())
@@ -84,14 +93,7 @@ def test_plain_script_validates_tests_and_predicts(tmp_path: Path) -> None:
             return len(batch)
 
     model = train(tmp_path, DLRoverStrategy(), Evaluated())
-    trainer = L.Trainer(
-        strategy=DLRoverStrategy(),
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = quiet_trainer(strategy=DLRoverStrategy(), default_root_dir=tmp_path)
     loader = DataLoader(TensorDataset(torch.zeros(6, 8)), 3)
     assert trainer.validate(model, loader, verbose=False) == [{"val": 1.0}]
     assert trainer.test(model, loader, verbose=False) == [{"test": 1.0}]
@@ -146,30 +148,25 @@ def test_an_argument_that_cannot_be_meant_is_refused(arguments: dict[str, Any], 
 
 
 @pytest.mark.parametrize("missing", ["DLROVER_ENDPOINT", "DLROVER_AGENT_ID"])
-def test_incomplete_job_environment_is_an_error_that_names_the_rest(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in JOB.items():
-        if name != missing:
-            monkeypatch.setenv(name, value)
+def test_incomplete_job_environment_is_an_error_that_names_the_rest(missing: str, in_job: pytest.MonkeyPatch) -> None:
+    in_job.delenv(missing)
     with pytest.raises(ValueError, match=f"{missing}.*torchrun --rdzv-backend=etcd-v3"):
         DLRoverStrategy()
 
 
-def test_a_number_in_the_environment_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**JOB, "DLROVER_MAX_NODES": "many"}.items():
-        monkeypatch.setenv(name, value)
+def test_text_in_the_environment_in_place_of_a_number_is_named(in_job: pytest.MonkeyPatch) -> None:
+    in_job.setenv("DLROVER_MAX_NODES", "many")
     with pytest.raises(ValueError, match="DLROVER_MAX_NODES is 'many', not a whole number"):
         DLRoverStrategy()
 
 
-def test_the_timeout_of_the_strategy_holds_for_the_groups_it_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in JOB.items():
-        monkeypatch.setenv(name, value)
+def test_the_timeout_of_the_strategy_holds_for_the_groups_it_forms(in_job: pytest.MonkeyPatch) -> None:
     strategy = DLRoverStrategy(timeout=timedelta(seconds=77))
     assert strategy._job is not None
     assert strategy._job.config.collective_timeout_s == 77
 
 
-def test_leave_between_two_fits_runs_no_on_exception(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_leave_between_two_fits_runs_no_on_exception(in_job: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Alarm(L.Callback):
         was_raised = False
 
@@ -179,11 +176,9 @@ def test_leave_between_two_fits_runs_no_on_exception(monkeypatch: pytest.MonkeyP
     def leave() -> None:
         raise SystemExit(0)
 
-    for name, value in JOB.items():
-        monkeypatch.setenv(name, value)
     live = SimpleNamespace(fits=SimpleNamespace(begin_later=leave))
     former = SimpleNamespace(live=live, world=object(), continue_after_error=lambda: None)
-    monkeypatch.setattr(JobSession, "newest", former)
+    in_job.setattr(JobSession, "newest", former)
     alarm = Alarm()
     trainer = quiet_trainer(strategy=DLRoverStrategy(), default_root_dir=tmp_path, callbacks=[alarm])
     with pytest.raises(SystemExit):
@@ -209,11 +204,9 @@ def test_forward_that_ends_early_leaves_the_module_unchanged() -> None:
     assert module(3) == 6
 
 
-@pytest.mark.parametrize(
-    "value, op, expected", [(torch.tensor(3), "mean", torch.float64), (torch.tensor(3), "sum", torch.int64)]
-)
-def test_a_mean_of_whole_numbers_is_not_rounded(value: torch.Tensor, op: str, expected: torch.dtype) -> None:
-    assert DLRoverStrategy().reduce(value, reduce_op=op).dtype == expected
+@pytest.mark.parametrize("op, expected", [("mean", torch.float64), ("sum", torch.int64)])
+def test_a_mean_of_whole_numbers_is_not_rounded(op: str, expected: torch.dtype) -> None:
+    assert DLRoverStrategy().reduce(torch.tensor(3), reduce_op=op).dtype == expected
 
 
 class TableModel(Model):
@@ -237,6 +230,14 @@ class TableModel(Model):
         self.log("loss", batch[0].mean())
 
 
+@pytest.fixture
+def group_of_tables() -> Iterator[None]:
+    """Destroy the process group that a Trainer with tables makes for the rest of its process."""
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_tables")
 def test_trained_model_with_tables_is_garbage_collected(tmp_path: Path) -> None:
     model = train(tmp_path, DLRoverStrategy(), TableModel())
     trained = weakref.ref(model)
@@ -245,6 +246,7 @@ def test_trained_model_with_tables_is_garbage_collected(tmp_path: Path) -> None:
     assert trained() is None
 
 
+@pytest.mark.usefixtures("group_of_tables")
 def test_dense_part_beside_tables_stays_in_ddp_in_later_fits(tmp_path: Path) -> None:
     class OneOfTwo(DLRoverStrategy):
         world_size = 2

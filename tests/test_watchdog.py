@@ -1,12 +1,14 @@
-"""A worker's reaction to growing memory, step by step: which workers it waits for, and until when."""
+"""The watch over a worker: growing memory, time without the GIL, and how often a straggler is reported."""
 
 from __future__ import annotations
 
 import faulthandler
+import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +17,11 @@ from typing import Any
 import pytest
 
 from lightning_dlrover import watchdog
-from lightning_dlrover.rdzv.job.events import Event, MemoryShort, RoundFormed, events_of, record_of
-from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, NodesRecord, Notice, PlanRecord
+from lightning_dlrover.rdzv.job.events import Event, MemoryShort, RoundFormed, StragglerFound, events_of, record_of
+from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, NodesRecord, Notice, PlanRecord, WorkerRecord
 from lightning_dlrover.rdzv.membership.rounds import WorkerView
-from lightning_dlrover.watchdog import DEFAULT_LEAD_S, _GilWatch, _Memory
+from lightning_dlrover.tuning.samples import OwnTimes
+from lightning_dlrover.watchdog import DEFAULT_LEAD_S, REPORT_AGAIN_S, _GilWatch, _Memory, _Stragglers
 from tests.support.windows import MIB
 from tests.support.windows import memory_window as window
 
@@ -90,7 +93,7 @@ class Growing:
             self.mib += 2.0
             steps = round(10 * (self.now - 1002.0))
             self.watch.windows.append(replace(self.window, first_step=steps, memory_bytes=round(self.mib * MIB), at=self.now))
-            self.watch.look(self.now)
+            self.watch.check(self.now)
 
 
 def test_checkpoint_saves_the_job_if_the_requested_worker_is_missing() -> None:
@@ -169,33 +172,36 @@ def test_stopped_worker_is_reported_and_not_dumped(caplog: pytest.LogCaptureFixt
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *given, **_: armed.append(given))
     watch = _GilWatch({})
     for now in (0.0, 0.25, 14.0, 34.0, 34.25, 54.0):
-        watch.look(now)
+        watch.check(now)
     [record] = caplog.records
     assert "no Python thread of this worker ran for 20 s" in record.getMessage()
     assert f"{__file__}:" in record.getMessage()
-    watch.look(700.0)
+    watch.check(700.0)
     assert "ran for 646 s" in caplog.records[-1].getMessage()
     watch.close()
     assert armed == []
 
 
-def test_slow_etcd_is_no_time_without_the_gil(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_slow_etcd_does_not_count_as_time_without_the_gil(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watchdog, "GIL_TIMEOUT_S", 2.0)
-    num_looks, looked_again = 0, threading.Event()
+    num_checks, checked_again = 0, threading.Event()
 
     def wait_for_etcd(_: Any, now: float) -> None:
-        nonlocal num_looks
-        num_looks += 1
-        if num_looks == 1:
-            looked_again.wait(3.0)  # nobody sets it meanwhile: as long as etcd does not answer
+        nonlocal num_checks
+        num_checks += 1
+        if num_checks == 1:
+            checked_again.wait(3.0)  # not set in between, as long as etcd does not answer
         else:
-            looked_again.set()
+            checked_again.set()
 
     for each in ("_Hangs", "_Stragglers"):
-        monkeypatch.setattr(watchdog, each, lambda *_: SimpleNamespace(look=lambda *_, **__: None))
-    monkeypatch.setattr(watchdog, "_Memory", type("_Slow", (), {"__init__": lambda *_: None, "look": wait_for_etcd}))
+        monkeypatch.setattr(watchdog, each, lambda *_: SimpleNamespace(check=lambda *_, **__: None))
+    monkeypatch.setattr(watchdog, "_Memory", type("_Slow", (), {"__init__": lambda *_: None, "check": wait_for_etcd}))
     watch = watchdog.Watchdog(SimpleNamespace())  # type: ignore[arg-type]
-    assert looked_again.wait(30.0)
+    assert checked_again.wait(30.0)
     watch.close()
     assert "no Python thread" not in caplog.text
 
@@ -237,10 +243,112 @@ for thread in threads:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_looks", [5000, pytest.param(50_000, marks=pytest.mark.on_demand)])
-def test_busy_worker_survives_thousands_of_dumps(tmp_path: Path, num_looks: int) -> None:
+@pytest.mark.parametrize("num_checks", [5000, pytest.param(50_000, marks=pytest.mark.on_demand)])
+def test_busy_worker_survives_thousands_of_dumps(tmp_path: Path, num_checks: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(BUSY)
-    command = [sys.executable, str(script), str(num_looks)]
+    command = [sys.executable, str(script), str(num_checks)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+# --- stragglers --------------------------------------------------------------------------------------------------------------
+
+
+MEMBERS = ("w0", "w1", "w2")
+
+
+def record_of_worker(number: int) -> WorkerRecord:
+    return WorkerRecord(f"w{number}", f"a{number}", f"host{number}", number, 0, "127.0.0.1", 1, "active", 1)
+
+
+@dataclass
+class Records:
+    """The records as rank 0 of a job without a controller sees them."""
+
+    view: WorkerView = field(default_factory=WorkerView)
+    events: list[EventRecord] = field(default_factory=list)
+
+    @property
+    def workers(self) -> Records:
+        return self
+
+    def of(self, worker_ids: Sequence[str]) -> dict[str, WorkerRecord]:
+        return {worker: record_of_worker(MEMBERS.index(worker)) for worker in worker_ids}
+
+    @property
+    def shared(self) -> Records:
+        return self
+
+    @property
+    def journal(self) -> SimpleNamespace:
+        return SimpleNamespace(events=lambda: self.events)
+
+    def has_controller(self) -> bool:
+        return False
+
+    def event(self, event: Event, text: str) -> None:
+        self.events.append(record_of(event, text, at=1.0))
+
+
+class SlowJob:
+    """Two fast workers and a slow one; the test passes the seconds."""
+
+    def __init__(self, remaining_steps: float = 1e6) -> None:
+        self.records = Records()
+        self._began = time.monotonic() + 1e6  # ahead of the clock, by which the watch measures what a look costs
+        self._heard: list[OwnTimes] = []
+        self._pulse = SimpleNamespace(num_observations=0, observations=lambda _: self._heard)
+        formation = SimpleNamespace(rank=0, round=SimpleNamespace(number=1, members=MEMBERS, hosts=[0, 1, 2]))
+        fit: Any = SimpleNamespace(
+            world=SimpleNamespace(membership=self.records),
+            pulse=self._pulse,
+            formation=formation,
+            loads=(),
+            remaining_steps=remaining_steps,
+            now=SimpleNamespace(counts=(0,)),
+        )
+        self._watch = _Stragglers(fit)
+
+    def train(self, slow: int, second: int) -> None:
+        """Make steps with a slow worker, and let the watch look at them."""
+        rng = random.Random(second)
+        for _ in range(32):
+            times = tuple((0.15 if rank == slow else 0.05) * rng.gauss(1, 0.02) for rank in range(len(MEMBERS)))
+            self._heard.append(OwnTimes(2, max(times), times, (0.0,) * 3, (0.0,) * 3))
+        self._heard = self._heard[-32:]
+        self._pulse.num_observations += 32
+        self._watch.check(self._began + second)
+
+    @property
+    def named(self) -> list[str]:
+        return [found.worker_id for _, found in events_of(self.records.events, StragglerFound)]
+
+
+def test_worker_that_stays_slow_is_reported_once_in_ten_minutes() -> None:
+    job = SlowJob()
+    for second in range(int(2 * REPORT_AGAIN_S)):
+        job.train(slow=1, second=second)
+    assert job.named == ["w1", "w1"]
+
+
+def test_workers_that_are_slow_in_turn_are_each_reported_once_in_ten_minutes() -> None:
+    job = SlowJob()
+    for second in range(int(REPORT_AGAIN_S)):
+        job.train(slow=1 + second % 2, second=second)
+    assert sorted(job.named) == ["w1", "w2"]
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_newly_slow_worker_is_reported_at_once(slow: int) -> None:
+    job = SlowJob()
+    job.train(slow=1, second=0)
+    job.train(slow=slow, second=1)
+    assert job.named == ["w1", f"w{slow}"]
+
+
+@pytest.mark.parametrize(("left_s", "act"), [(20.0, "none"), (100.0, "recommend")])
+def test_a_replacement_is_recommended_only_if_it_can_start_before_the_end(left_s: float, act: str) -> None:
+    job = SlowJob(remaining_steps=left_s / 0.15)
+    job.train(slow=1, second=0)
+    assert [found.act for _, found in events_of(job.records.events, StragglerFound)] == [act]

@@ -11,7 +11,7 @@ One line for each environment, and a last one with the number of environments th
     torch-2.15 python=3.11.7 torch=2.15.0 lightning=2.6.6 torchrec=none passed=312 of=312 seconds=240
     passed=10 of=10
 
-Results are kept in `tests/versions.json`, and `python -m tests.compatibility` writes them into docs/reference/compatibility.md.
+Results are kept in `tests/versions.json` and shown in docs/reference/compatibility_models.md.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parent.parent
 FOLDER = REPOSITORY / "build" / "versions"
 RESULTS = Path(__file__).with_suffix(".json")
+PAGE = REPOSITORY / "docs" / "reference" / "compatibility_models.md"
+HEAD = "| environment | Python | torch | Lightning | torchrec | passed | on |\n| --- | --- | --- | --- | --- | --- | --- |\n"
 
 INSTALL_S = 1800.0
 TESTS_S = 3600.0
@@ -116,6 +118,15 @@ def results() -> list[Result]:
     """Newest result of each environment, in the order of `ENVIRONMENTS`."""
     found = {entry["name"]: Result(**entry) for entry in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
     return [found[environment.name] for environment in ENVIRONMENTS if environment.name in found]
+
+
+def table() -> str:
+    """Return the table of results, with which the page ends."""
+    rows = (
+        f"| {r.name} | {r.python} | {r.torch} | {r.lightning} | {r.torchrec or '-'} | {r.passed} of {r.of} | {r.date} |\n"
+        for r in results()
+    )
+    return HEAD + "".join(rows)
 
 
 def main() -> int:
@@ -221,6 +232,7 @@ def _keep(result: Result) -> None:
     kept = {r.name: r for r in results()} | {result.name: result}
     entries = [asdict(kept[e.name]) for e in ENVIRONMENTS if e.name in kept]
     RESULTS.write_text("[\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in entries) + "\n]\n")
+    PAGE.write_text(PAGE.read_text().partition(HEAD)[0] + table())
 
 
 if __name__ == "__main__":

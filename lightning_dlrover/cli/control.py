@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
-from lightning_dlrover.cli.options import COUNTED, connected_job, counted_field, find_place, option_of, tell_problems
+from lightning_dlrover.cli.lookup import connected_job, find_place, report_problems
+from lightning_dlrover.cli.options import COUNTED, counted_field, option_of
 from lightning_dlrover.cli.plugins import ticket_key
 from lightning_dlrover.components.targets.kubernetes_api import ApiError
 from lightning_dlrover.components.targets.target import NodeSpec
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from lightning_dlrover.rdzv.membership.rounds import JobView
     from lightning_dlrover.report.status import JobPlace
 
-# `dlrover cancel`: end a job and all of its nodes.
+MAX_END_AFTER_ETCD_S = 10.0
+"""Longest time in seconds for which a `dlrover run` still ends its processes once its own etcd has ended."""
 
 
 def cancel_command(options: argparse.Namespace) -> int:
@@ -47,8 +49,7 @@ def cancel_command(options: argparse.Namespace) -> int:
     place = find_place(options.job, options)
     deadline = time.monotonic() + options.timeout
     over = f"job {place.run_id}: had ended already; no node of it is left"
-    has_own_etcd = place.endpoint.startswith("unix:")
-    has_ended = has_own_etcd and has_ended_here(place, options.run_dir / options.job)
+    has_ended = place.endpoint.startswith("unix:") and has_ended_here(place, options.run_dir / options.job)
     try:
         client = connect(place, timeout_s=1.0 if has_ended else 5.0)
     except EtcdUnavailableError:
@@ -56,8 +57,7 @@ def cancel_command(options: argparse.Namespace) -> int:
             show(over)
             return EXIT_OK
         count = _cancel_without_etcd(place, options.run_dir / options.job, deadline)
-        were = "was still there and has" if count == 1 else "were still there and have"
-        show(f"job {place.run_id}: its etcd does not answer; {counted(count, 'node')} {were} ended now")
+        show(f"job {place.run_id}: its etcd does not answer; {counted(count, 'remaining node')} ended")
         return EXIT_OK
     with client:
         journal = Journal(client, place.keys)
@@ -65,27 +65,25 @@ def cancel_command(options: argparse.Namespace) -> int:
             return _cancel_waiting(journal, client, ticket, deadline)
         view = read_job(client, place.keys).view  # raises an error if the job does not exist
         is_over = view.job is not None and view.job.phase in ("finished", "failed")
+        was_locked = is_locked(options.run_dir / options.job) is True
         nodes = _ask_all_to_end(journal, CANCELLED)
-        has_etcd = _wait_for_controller(client, place, options, deadline, nodes.target)
+        has_etcd = _wait_for_controller(client, place, options, deadline, nodes.target, was_locked)
         _cancel_by_name(place, nodes.target, nodes.mark, deadline)
         if has_etcd and not is_over:
-            _let_workers_leave(client, place, deadline)
-            _mark_as_cancelled(journal)
-            client.delete(place.keys.plan)
-            client.delete_prefix(place.keys.drains)
+            try:
+                _let_workers_leave(client, place, deadline)
+                _mark_as_cancelled(journal)
+                client.delete(place.keys.plan)
+                client.delete_prefix(place.keys.drains)
+            except EtcdUnavailableError:  # a job's own etcd ends a moment after the controller has left it
+                if not _has_ended_with_its_etcd(options, was_locked, nodes.target, deadline):
+                    raise
     show(over if is_over else f"job {place.run_id}: cancelled, all its nodes have ended")
     return EXIT_OK
 
 
 def _cancel_waiting(journal: Journal, client: EtcdClient, ticket: str, deadline: float) -> int:
-    """End a `dlrover run` that waits until its job may run, or may do so since a moment ago.
-
-    Args:
-        ticket: key in etcd that exists until it has ended.
-
-    Raises:
-        UsageError: it has not ended in time.
-    """
+    """End a `dlrover run` that waits for its permission to run, or has just got it: until its key `ticket` is deleted."""
     run_id = journal.keys.run_id
     _ask_all_to_end(journal, CANCELLED)
     while client.get(ticket) is not None:
@@ -96,7 +94,7 @@ def _cancel_waiting(journal: Journal, client: EtcdClient, ticket: str, deadline:
             )
         time.sleep(0.2)
     client.delete(journal.keys.nodes)  # where the run was killed; a later job of this name is another one
-    show(f"job {run_id}: cancelled before it has begun")
+    show(f"job {run_id}: cancelled before its start")
     return EXIT_OK
 
 
@@ -104,9 +102,6 @@ def _cancel_without_etcd(place: JobPlace, folder: Path, deadline: float) -> int:
     """End the nodes that a scheduler lists for a job with an unreachable etcd; return their number.
 
     An embedded etcd ends with its `dlrover run`; nodes at a scheduler do not.
-
-    Raises:
-        UsageError: the run folder has no record of the job, a live `dlrover run` manages the job, or its nodes are local.
     """
     silent = f"the etcd of job {place.run_id!r} at {place.endpoint} does not answer"
     try:
@@ -114,29 +109,21 @@ def _cancel_without_etcd(place: JobPlace, folder: Path, deadline: float) -> int:
     except JobNotFoundError:
         raise UsageError(f"{silent}; start it first") from None
     if is_locked(folder) is not False:
-        raise UsageError(
-            f"{silent}, and `dlrover run` (process {job.pid}) looks after the job: it would start again what is cancelled; "
-            "end it with Ctrl-C"
-        )
+        run = f"`dlrover run` (process {job.pid})"
+        raise UsageError(f"{silent}, and {run} would start new nodes for those that are cancelled; end it with Ctrl-C")
     if job.target == "local":
-        raise UsageError(
-            f"{silent}, so no process can end it on request; its nodes end with the `dlrover run` that has started them, "
-            f"process {job.pid}"
-        )
+        raise UsageError(f"{silent}; its nodes end only with the `dlrover run` that started them, process {job.pid}")
     return _cancel_by_name(place, job.target, job.mark, deadline)
 
 
 def _wait_for_controller(
-    client: EtcdClient, place: JobPlace, options: argparse.Namespace, deadline: float, target: str
+    client: EtcdClient, place: JobPlace, options: argparse.Namespace, deadline: float, target: str, was_locked: bool
 ) -> bool:
     """Wait until the job has no controller; return False if its etcd has ended with the controller.
 
-    Raises:
-        UsageError: the controller has not ended in time.
-        EtcdUnavailableError: etcd does not answer, and the controller may still live.
+    Args:
+        was_locked: the job's `dlrover run` used the run folder before it was asked to end.
     """
-    folder = options.run_dir / options.job
-    was_locked = is_locked(folder) is True
     try:
         while client.get(place.keys.controller) is not None:
             if time.monotonic() > deadline:
@@ -146,11 +133,20 @@ def _wait_for_controller(
                 )
             time.sleep(0.2)
     except EtcdUnavailableError:
-        # A scheduler can list the remaining nodes. Local nodes of another machine cannot be checked from here.
-        if is_locked(folder) is not False or not (was_locked or target != "local"):
+        if not _has_ended_with_its_etcd(options, was_locked, target, deadline):
             raise
         return False
     return True
+
+
+def _has_ended_with_its_etcd(options: argparse.Namespace, was_locked: bool, target: str, deadline: float) -> bool:
+    """Return whether the `dlrover run` of a silent etcd has ended, too. Its own etcd ends a moment before it."""
+    folder = options.run_dir / options.job
+    until = min(deadline, time.monotonic() + MAX_END_AFTER_ETCD_S)
+    while is_locked(folder) and time.monotonic() < until:
+        time.sleep(0.1)
+    # A scheduler can list the remaining nodes. Local nodes of another machine cannot be checked from here.
+    return is_locked(folder) is False and (was_locked or target != "local")
 
 
 def _ask_all_to_end(journal: Journal, reason: str) -> NodesRecord:
@@ -166,11 +162,7 @@ def _ask_all_to_end(journal: Journal, reason: str) -> NodesRecord:
 
 
 def _cancel_by_name(place: JobPlace, kind: str, mark: str, deadline: float) -> int:
-    """End the nodes that a scheduler lists for a job; return their number.
-
-    Raises:
-        UsageError: some nodes have not ended in time.
-    """
+    """End the nodes that a scheduler lists for a job, by the deadline; return their number."""
     spec = NodeSpec("", (), place.endpoint, place.run_id, place.prefix, 1, 1)
     target: Target
     cluster: KubernetesTarget | None = None
@@ -194,7 +186,7 @@ def _cancel_by_name(place: JobPlace, kind: str, mark: str, deadline: float) -> i
             cancelled |= dict.fromkeys(due, time.monotonic())
         time.sleep(0.1)
     if cluster is not None:
-        # Its `dlrover run` may have been killed. Who may not remove Secrets has no job that made one.
+        # Its `dlrover run` may have been killed. A user who may not remove Secrets has no job that created one.
         try:
             cluster.remove_secret()
         except ApiError as error:
@@ -204,11 +196,7 @@ def _cancel_by_name(place: JobPlace, kind: str, mark: str, deadline: float) -> i
 
 
 def _let_workers_leave(client: EtcdClient, place: JobPlace, deadline: float) -> None:
-    """Drain the live workers of a job that no controller has started.
-
-    Raises:
-        UsageError: some workers have not ended in time.
-    """
+    """Drain the live workers of a job that no controller has started, and wait for their end."""
     # The records of workers that were just killed disappear when their leases expire.
     while workers := read_job(client, place.keys).view.workers:
         for worker in workers:
@@ -230,34 +218,31 @@ def _mark_as_cancelled(journal: Journal) -> None:
     journal.swap(JobRecord, journal.keys.job, cancelled)
 
 
-# `dlrover scale` and `drain`: change the workers of a job and their settings by hand.
-
-
 def scale_command(options: argparse.Namespace) -> int:
     """Set the number of workers of a job, and the settings of each, by hand."""
     with connected_job(options) as (place, client):
         found = read_job(client, place.keys)
-        tell_problems(found.problems)
+        report_problems(found.problems)
         check_can_be_planned(place, found.view, options.num_workers)
         settings = {name: value for name in COUNTED if (value := getattr(options, name)) is not None}
         if options.auto:
             return _leave_to_planner(client, place, asks_for_more=bool(settings) or options.num_workers is not None)
         if options.num_workers is None and not settings:
-            asked = ", ".join(f"--{option_of(name)}" for name in COUNTED)
-            raise UsageError(f"nothing was asked for: give a number of workers, or one of {asked}")
+            known = ", ".join(f"--{option_of(name)}" for name in COUNTED)
+            raise UsageError(f"nothing to change: give a number of workers, or one of {known}")
         _check_node_size(place, found.nodes, settings)
         wanted = wanted_text(options.num_workers, settings)
         if options.num_workers is not None and (why := _forgive(client, place.keys, options.num_workers)):
-            show(f"job {place.run_id}: tried again by hand, after {why}")
+            show(f"job {place.run_id}: this size is tried again, after {why}")
         plan_by_hand(client, place, found.view, options.num_workers, settings, f"set to {wanted} by hand")
-    show(f"job {place.run_id}: {wanted} wanted; `dlrover status {place.run_id}` shows how far they are")
+    show(f"job {place.run_id}: {wanted} requested; `dlrover status {place.run_id}` shows the progress")
     return EXIT_OK
 
 
 def _leave_to_planner(client: EtcdClient, place: JobPlace, asks_for_more: bool) -> int:
     """Let the job's planner, or its pool, decide again on settings by hand."""
     if asks_for_more:
-        raise UsageError("--auto leaves everything to the planner; give it alone")
+        raise UsageError("--auto leaves every setting to the planner, so no other option may be given")
 
     def automatic(plan: PlanRecord | None) -> PlanRecord | None:
         if plan is None or plan.source != "user":
@@ -316,18 +301,10 @@ def wanted_text(num_workers: int | None, settings: Mapping[str, int]) -> str:
 
 
 def _check_node_size(place: JobPlace, nodes: NodesRecord | None, asked: Mapping[str, int]) -> None:
-    """Refuse a node size outside of the job's limits.
-
-    Raises:
-        UsageError: nodes of the job may not be of that size.
-    """
-    limits = {"node_cpus": (0, 0), "node_memory_mb": (0, 0)}
-    if nodes is not None:
-        limits = {
-            "node_cpus": (nodes.min_cpus, nodes.max_cpus),
-            "node_memory_mb": (nodes.min_memory_mb, nodes.max_memory_mb),
-        }
-    for name, (low, high) in limits.items():
+    """Raise UsageError for a node size outside of the job's limits."""
+    nodes = nodes or NodesRecord("", "")
+    cpus, memory_mb = (nodes.min_cpus, nodes.max_cpus), (nodes.min_memory_mb, nodes.max_memory_mb)
+    for name, (low, high) in {"node_cpus": cpus, "node_memory_mb": memory_mb}.items():
         option = option_of(name)
         if name in asked and not high:
             raise UsageError(
@@ -342,11 +319,7 @@ def _check_node_size(place: JobPlace, nodes: NodesRecord | None, asked: Mapping[
 
 
 def check_can_be_planned(place: JobPlace, view: JobView, num_workers: int | None) -> None:
-    """Refuse a plan that no worker would carry out.
-
-    Raises:
-        UsageError: the job does not train, or the number of workers is outside of its limits.
-    """
+    """Raise UsageError for a plan that no worker would carry out."""
     if view.job is None:
         raise UsageError(f"job {place.run_id!r} has not started training yet; try again in a moment")
     if view.job.phase in ("finished", "failed"):

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
-from lightning_dlrover.cli.options import find_place
+from lightning_dlrover.cli.lookup import find_place
 from lightning_dlrover.output import counted, show
 from lightning_dlrover.rdzv.etcd.types import EtcdError
 from lightning_dlrover.rdzv.job.journal import Journal, readable_folder
@@ -55,9 +55,7 @@ def data_command(options: argparse.Namespace) -> int:
             answer = _row(found, where, options)
             text = "\n".join(map(_row_text, answer))
         else:
-            answer = [
-                _progress(stream, found, where, options) | _skipped(skipped_rows(events, stream)) for stream in found.streams
-            ]
+            answer = [_progress(each, found, where, options) | _skipped(skipped_rows(events, each)) for each in found.streams]
             text = "\n".join(map(_progress_text, answer))
     except DataError as error:
         raise UsageError(f"job {options.job!r}: {error}") from error
@@ -66,12 +64,7 @@ def data_command(options: argparse.Namespace) -> int:
 
 
 def _read(options: argparse.Namespace) -> tuple[ReadStreams, Standing | None, Sequence[EventRecord], int | None]:
-    """Return the streams of a job, its position, its history and its last epoch, from etcd, else from its run folder.
-
-    Raises:
-        JobNotFoundError: neither has the job.
-        UsageError: the job reads no streams.
-    """
+    """Return the streams of a job, its position, its history and its last epoch, from etcd, else from its run folder."""
     events: list[EventRecord] = []
     profiles: list[StepProfile] = []
     is_training, max_epochs = False, None
@@ -165,20 +158,16 @@ def _skipped_lines(answer: dict[str, Any]) -> list[str]:
 
 def _progress_text(answer: dict[str, Any]) -> str:
     lines = [answer["text"]]
-    if answer["epoch"] is None:
-        lines.append("  position: not measured yet; DLRoverCallback in the Trainer's callbacks measures it")
-    else:
+    line = "  position: not measured yet; DLRoverCallback in the Trainer's callbacks measures it"
+    if answer["epoch"] is not None:
         share = 100 * answer["rows_done"] / max(1, answer["num_rows"])
         line = f"  epoch {answer['epoch']}: {answer['rows_done']} of {answer['num_rows']} rows ({share:.0f} %)"
         if answer["files_done"] is not None:
-            line += f", files: {answer['files_done']} done, {answer['files_in_work']} in work, {answer['files_left']} left"
-        lines.append(line)
+            line += f", files: {answer['files_done']} done, {answer['files_in_work']} in progress, {answer['files_left']} left"
+    lines.append(line)
     if answer.get("rows_per_s"):
-        age_s = answer["measured_s_ago"]
-        lines.append(
-            f"  {answer['rows_per_s']:.0f} rows/s, {answer['epoch_left_s']:.0f} s left of the epoch"
-            + (f"; at the pace measured {age_s:.0f} s ago" if age_s >= 1 else "")
-        )
+        age = f"; at the rate measured {answer['measured_s_ago']:.0f} s ago" if answer["measured_s_ago"] >= 1 else ""
+        lines.append(f"  {answer['rows_per_s']:.0f} rows/s, {answer['epoch_left_s']:.0f} s left of the epoch{age}")
     if skew := answer.get("wait_skew"):
         lines.append(
             f"  a step waits {1e3 * skew['longest_s']:.1f} ms for data on worker {skew['worker_id']}, and "
@@ -246,21 +235,11 @@ def _row(found: ReadStreams, where: Standing | None, options: argparse.Namespace
         except DataError as error:
             problems.append(error)
             continue
-        answers.append(
-            {
-                "source": stream.source,
-                "file": file,
-                "row": row,
-                "places": [
-                    {
-                        **dataclasses.asdict(each),
-                        "is_done": each.epoch < stream.epoch
-                        or (where is not None and lineage.is_done(each.epoch, each.batch, where.batches)),
-                    }
-                    for each in places
-                ],
-            }
-        )
+        shown = []
+        for each in places:
+            is_done = where is not None and lineage.is_done(each.epoch, each.batch, where.batches)
+            shown.append({**dataclasses.asdict(each), "is_done": is_done or each.epoch < stream.epoch})
+        answers.append({"source": stream.source, "file": file, "row": row, "places": shown})
     if not answers:
         raise problems[0]
     return answers
@@ -270,9 +249,8 @@ def _row_text(answer: dict[str, Any]) -> str:
     lines = [f"{answer['file']}:{answer['row']} of {answer['source']:.100}"]
     for place in answer["places"]:
         step = f", step {place['step']}" if place["step"] is not None else ""
-        lines.append(
-            f"  epoch {place['epoch']}: global batch {place['batch']}{step}, {'done' if place['is_done'] else 'to come'}"
-        )
+        state = "done" if place["is_done"] else "to come"
+        lines.append(f"  epoch {place['epoch']}: global batch {place['batch']}{step}, {state}")
     if not answer["places"]:
         lines.append("  in no batch: the epochs end before it")
     return "\n".join(lines)

@@ -7,7 +7,8 @@ import json
 import threading
 
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, Interrupted, UsageError, signals_as_exceptions
-from lightning_dlrover.cli.options import etcd_access, flag
+from lightning_dlrover.cli.lookup import etcd_access
+from lightning_dlrover.cli.options import flag
 from lightning_dlrover.cli.run_options import checked_prefix, checked_script
 from lightning_dlrover.doctor.report import Case, as_json, examine, lines, summary
 from lightning_dlrover.output import show, worst

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-# Exit codes of the command line, and the error for wrong usage.
-
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_LOST = 0, 1, 2, 3
 """`EXIT_USAGE`: refused before anything was started. `EXIT_LOST`: another controller acts for the job now."""
 
@@ -19,8 +17,6 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_LOST = 0, 1, 2, 3
 class UsageError(Exception):
     """The user asked for something impossible; the message names an alternative."""
 
-
-# Signal handling of the `dlrover` process: a quiet exit during its start, an orderly end of its job later.
 
 _AGAIN_S = 0.02
 """Seconds after which a signal is repeated that came while a lock was held."""

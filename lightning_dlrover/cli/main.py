@@ -6,6 +6,7 @@ import argparse
 import errno
 import importlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -14,27 +15,20 @@ from urllib.parse import unquote
 
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UsageError, quiet_start
 from lightning_dlrover.cli.options import flag
-from lightning_dlrover.cli.parser import build_parser
+from lightning_dlrover.cli.parser import build_parser, completions
 from lightning_dlrover.cli.plugins import Command
 from lightning_dlrover.components import ESCAPED
 from lightning_dlrover.files import give_home
 from lightning_dlrover.output import complain, escape_what_cannot_be_encoded, flush
 from lightning_dlrover.plugins import PluginError
 
-_HOMES = {
+_MODULES = {
     "run": "run",
     "doctor": "doctor",
-    "scale": "control",
-    "status": "show",
-    "report": "reports",
-    "explain": "reports",
-    "drain": "control",
-    "cancel": "control",
-    "logs": "show",
-    "stacks": "show",
     "data": "data",
-    "list": "show",
-    "history": "reports",
+    **dict.fromkeys(("scale", "drain", "cancel"), "control"),
+    **dict.fromkeys(("status", "list", "logs", "stacks"), "show"),
+    **dict.fromkeys(("report", "explain", "history"), "reports"),
 }
 """Module of each built-in command. Its function is named after the command, with the suffix `_command`."""
 
@@ -54,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(given: list[str], started: Callable[[], None]) -> int:
     if given[:2] == ["run", ESCAPED]:
         given[1:] = map(unquote, given[2:])
+    if given[:1] == ["--complete"] and "COMP_LINE" in os.environ:  # by bash, see docs/start/running.md
+        for name in completions(os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]):
+            print(name)
+        return EXIT_OK
     try:
         options = build_parser(given).parse_args(given)
     except PluginError as error:
@@ -79,21 +77,21 @@ def _main(given: list[str], started: Callable[[], None]) -> int:
 
 
 class _PlainLines(logging.Formatter):
-    """Writes `warning: MESSAGE`: which module logs it helps no user."""
+    """Writes `warning: MESSAGE`. The name of the module that logs it helps no user."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"{record.levelname.lower()}: {super().format(record)}"
 
 
 def _log_to_stderr(verbose: bool) -> None:
-    """Print warnings as plain lines, or with `verbose` information too, with the names of modules."""
+    """Print warnings as plain lines; with `verbose`, print information too, with the names of modules."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s") if verbose else _PlainLines())
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
 
 
 def _text(error: Exception, options: argparse.Namespace) -> str:
-    """Return an error's message: for a file of the system, with the option that names it."""
+    """Return an error's message. That of a file's error names the option with the file."""
     if not isinstance(error, OSError) or not isinstance(error.filename, str) or not error.strerror:
         return str(error)
     file = Path(error.filename)
@@ -108,13 +106,13 @@ def _text(error: Exception, options: argparse.Namespace) -> str:
 
 def command_function(command: str) -> Callable[[argparse.Namespace], int]:
     """Import the module of a built-in command, and return the function that runs the command."""
-    module = importlib.import_module(f"lightning_dlrover.cli.{_HOMES[command]}")
-    function: Callable[[argparse.Namespace], int] = getattr(module, f"{command.replace('-', '_')}_command")
+    module = importlib.import_module(f"lightning_dlrover.cli.{_MODULES[command]}")
+    function: Callable[[argparse.Namespace], int] = getattr(module, f"{command}_command")
     return function
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """Return the errors that are shown to the user without a traceback."""
+    """Return the types of errors that are shown to the user without a traceback."""
     from lightning_dlrover.codec import RecordError
     from lightning_dlrover.components.control.nodes import ControllerBusyError
     from lightning_dlrover.components.targets.target import TargetError
@@ -123,7 +121,7 @@ def _refusals() -> tuple[type[Exception], ...]:
     from lightning_dlrover.report.status import JobNotFoundError
     from lightning_dlrover.tuning.history import HistoryError
 
-    return (
+    ours = (
         UsageError,
         HistoryError,
         JobNotFoundError,
@@ -132,6 +130,5 @@ def _refusals() -> tuple[type[Exception], ...]:
         EtcdServerError,
         RecordError,
         TargetError,
-        ValueError,
-        OSError,
     )
+    return (*ours, ValueError, OSError)

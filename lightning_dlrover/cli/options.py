@@ -1,29 +1,23 @@
-"""Options that several commands share, the types of their values, and the job that they name. Loads nothing slow."""
+"""Options that several commands share, and the types of their values. Loads nothing slow."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import math
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning_dlrover.cli.errors import UsageError
 from lightning_dlrover.cli.plugins import add_renamed_option
-from lightning_dlrover.output import complain, counted
+from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.job.folders import DEFAULT_RUN_DIR
 
-if TYPE_CHECKING:
-    from lightning_dlrover.rdzv.etcd.client import EtcdClient
-    from lightning_dlrover.report.status import JobPlace
-
-# Argument types of the command line: each parses a text into a value, or refuses it.
+# The types of values: each parses a text into a value, or refuses it.
 
 MAX_COUNT = 999_999
-"""Largest count of anything: more is a typing error."""
+"""Largest count of anything: more is a typo."""
 
 MAX_WORKERS = 100_000
 """Largest number of workers of a job."""
@@ -80,20 +74,20 @@ def lease(text: str) -> float:
     return ttl_s
 
 
+def _whole(text: str, low: int, high: int, meaning: str = "a whole number") -> int:
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {meaning} from {low} to {high}")
+    return int(text)
+
+
 def count(text: str) -> int:
     """A whole number above 0."""
-    return _whole(text, MAX_COUNT)
+    return _whole(text, 1, MAX_COUNT)
 
 
 def processes(text: str) -> int:
     """A number of processes that run at once on this machine."""
-    return _whole(text, 1024)
-
-
-def _whole(text: str, most: int) -> int:
-    if not text.isdecimal() or not 0 < int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most}")
-    return int(text)
+    return _whole(text, 1, 1024)
 
 
 def num_workers(text: str) -> int:
@@ -112,9 +106,7 @@ def given(text: str) -> str:
 
 def step(text: str) -> int:
     """The number of an optimizer update, from 1."""
-    if not text.isdecimal() or not 0 < int(text) <= 10**12:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a step: give a whole number from 1 to 1000000000000")
-    return int(text)
+    return _whole(text, 1, 10**12, "a step: give a whole number")
 
 
 def row(text: str) -> tuple[str, int]:
@@ -129,9 +121,7 @@ def setting(text: str) -> int:
     """A setting of a plan, within the range of the plan's record."""
     from lightning_dlrover.rdzv.job.records import MAX_SETTING
 
-    if not text.isdecimal() or int(text) > MAX_SETTING:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {MAX_SETTING}")
-    return int(text)
+    return _whole(text, 0, MAX_SETTING, "a number")
 
 
 def workers(text: str) -> tuple[int, int]:
@@ -151,11 +141,7 @@ def workers(text: str) -> tuple[int, int]:
 
 def workers_per_node(text: str) -> int:
     """Workers of a node; 0 for `gpu`, one for each of its GPUs."""
-    if text == "gpu":
-        return 0
-    if not text.isdecimal() or not 0 < int(text) <= 1024:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers from 1 to 1024, such as 8, and not `gpu`")
-    return int(text)
+    return 0 if text == "gpu" else _whole(text, 1, 1024, "`gpu`, nor a number of workers")
 
 
 def positive(text: str, meaning: str = "a number") -> float:
@@ -197,7 +183,7 @@ def counted_field(name: str, value: int) -> str:
 NODE_OPTIONS = {
     "gpus": (
         "[TYPE:]N",
-        "GPUs per node. TYPE is the resource's name on Kubernetes (default nvidia.com/gpu); --target local accepts N only",
+        "GPUs per node. TYPE names the resource on Kubernetes (default nvidia.com/gpu); --target local: N only",
     ),
     "work_dir": (
         "DIR",
@@ -221,10 +207,7 @@ SLURM_OPTIONS = {
 """Fields of `SlurmOptions` that are passed on unchanged."""
 
 KUBERNETES_OPTIONS = {
-    "image": (
-        "IMAGE",
-        "container image of the nodes. It must contain this package, and the script unless a volume provides it",
-    ),
+    "image": ("IMAGE", "container image of the nodes, with this package, and with the script unless a volume provides it"),
     "namespace": ("NAME", "namespace of the nodes (default: kubectl's current one)"),
     "service_account": ("NAME", "service account of the nodes"),
     "secret": ("NAME", "Secret with the files for etcd's authentication: password, ca.crt, tls.crt, tls.key"),
@@ -263,20 +246,14 @@ def add_place_options(parser: argparse.ArgumentParser) -> None:
 
 def add_etcd_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that locate etcd and the jobs in it."""
-    parser.add_argument(
-        "--endpoint",
-        type=given,
-        metavar="HOST:PORT",
-        help="etcd v3 (default: DLROVER_ENDPOINT, else the job's own server)",
-    )
-    access = parser.add_argument_group(
-        "etcd authentication", "Default: the job's own settings, then DLROVER_USER, DLROVER_PASSWORD_FILE and so on."
-    )
+    text = "etcd v3 (default: DLROVER_ENDPOINT, else the job's own server)"
+    parser.add_argument("--endpoint", type=given, metavar="HOST:PORT", help=text)
+    text = "Default: the job's own settings, then DLROVER_USER, DLROVER_PASSWORD_FILE and so on."
+    access = parser.add_argument_group("etcd authentication", text)
     access.add_argument("--user", metavar="NAME", help="etcd user")
     access.add_argument("--password-file", metavar="FILE", help="file whose first line is the user's password")
-    access.add_argument(
-        "--ca-cert", metavar="FILE", help="PEM file of the authority that signed etcd's certificate; enables TLS"
-    )
+    text = "PEM file of the authority that signed etcd's certificate; enables TLS"
+    access.add_argument("--ca-cert", metavar="FILE", help=text)
     access.add_argument("--cert", metavar="FILE", help="PEM file of the client certificate")
     access.add_argument("--cert-key", metavar="FILE", help="PEM file of the client certificate's key")
     parser.add_argument("--key-prefix", metavar="PREFIX", help="prefix of all jobs' keys in etcd (default /dlrover)")
@@ -288,12 +265,8 @@ def add_objective_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--objective", choices=("fastest", "cheapest", "efficient"), help="what the planner optimizes (default fastest)"
     )
-    group.add_argument(
-        "--deadline",
-        type=duration,
-        metavar="TIME",
-        help="time limit of the whole job, counted from its start, such as 90m or 2h",
-    )
+    text = "time limit of the whole job, counted from its start, such as 90m or 2h"
+    group.add_argument("--deadline", type=duration, metavar="TIME", help=text)
     group.add_argument("--budget", type=float, metavar="MONEY", help="cost limit of the whole job; needs --prices")
     group.add_argument("--prices", metavar="LIST", help="prices per hour, such as core_hour=0.04,gpu_hour=2.5,gib_hour=0.005")
     group.add_argument("--history", metavar="PLACE", help="job history: a path, a SQLAlchemy URL, or off")
@@ -301,51 +274,30 @@ def add_objective_options(parser: argparse.ArgumentParser) -> None:
 
 def add_node_options(parser: argparse.ArgumentParser) -> None:
     """Add the resources of each node, for any target."""
-    title = "resources of each node"
     text = "Default: the cluster's. With --target local, nodes share the whole machine (docs/start/local.md)."
-    group = parser.add_argument_group(title, text)
+    group = parser.add_argument_group("resources of each node", text)
     _add_texts(group, NODE_OPTIONS)
-    within = "with MAX, a plan may raise it up to MAX and replaces smaller nodes one at a time"
-    group.add_argument(
-        "--cpus", type=cpus, metavar="N[:MAX]", help=f"cores per node (default 1; --target local: all, shared); {within}"
-    )
-    group.add_argument(
-        "--mem",
-        type=memory_range,
-        metavar="SIZE[:MAX]",
-        help="memory per node, such as 16G or 16G:64G; MAX as for --cpus",
-    )
+    text = "cores per node (default 1; --target local: all, shared); "
+    text += "with MAX, a plan may raise it up to MAX and replaces smaller nodes one at a time"
+    group.add_argument("--cpus", type=cpus, metavar="N[:MAX]", help=text)
+    text = "memory per node, such as 16G or 16G:64G; MAX as for --cpus"
+    group.add_argument("--mem", type=memory_range, metavar="SIZE[:MAX]", help=text)
     group.add_argument("--etcd-host", metavar="HOST", help="address of this host at which nodes reach the embedded etcd")
-    add_renamed_option(
-        group,
-        "--preemption-notice",
-        "--notice",
-        type=int,
-        metavar="S",
-        help="seconds of warning before a node is taken away (default 120). Slurm: also sent this long before the time limit, "
-        "so that a replacement can start; 0 disables it. Kubernetes: the pod's termination grace period. "
-        "Only with --target slurm or kubernetes",
-    )
-    group.add_argument(
-        "--poll-interval",
-        type=duration,
-        metavar="TIME",
-        help="time between two questions to the scheduler, and between two looks at the nodes' output (default 2s). While "
-        "nothing changes, Slurm is asked five times less often. Only with --target slurm or kubernetes",
-    )
+    text = "seconds of warning before a node is taken away (default 120). Slurm: also sent this long before the time limit, "
+    text += "so that a replacement can start; 0 disables it. Kubernetes: the pod's termination grace period. "
+    text += "Only with --target slurm or kubernetes"
+    add_renamed_option(group, "--preemption-notice", "--notice", type=int, metavar="S", help=text)
+    text = "time between two queries to the scheduler, and between two reads of the nodes' output (default 2s). While "
+    text += "nothing changes, Slurm is queried at five times this interval. Only with --target slurm or kubernetes"
+    group.add_argument("--poll-interval", type=duration, metavar="TIME", help=text)
 
 
 def add_slurm_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of Slurm alone."""
     group = parser.add_argument_group("Slurm", "Only with --target slurm; see docs/start/slurm.md.")
     _add_texts(group, SLURM_OPTIONS)
-    group.add_argument(
-        "--sbatch-arg",
-        action="append",
-        default=[],
-        metavar="ARG",
-        help="further option of sbatch, such as --sbatch-arg=--exclusive; repeatable",
-    )
+    text = "further option of sbatch, such as --sbatch-arg=--exclusive; repeatable"
+    group.add_argument("--sbatch-arg", action="append", default=[], metavar="ARG", help=text)
 
 
 def add_kubernetes_options(parser: argparse.ArgumentParser) -> None:
@@ -359,51 +311,5 @@ def add_kubernetes_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_texts(group: Any, options: Mapping[str, tuple[str, str]]) -> None:
-    for name, (value, text) in options.items():
-        group.add_argument(flag(name), default="", metavar=value, help=text)
-
-
-# Find the job that a command is about, and connect to its etcd.
-
-
-def find_place(run_id: str, options: argparse.Namespace) -> JobPlace:
-    """Find a job's place in etcd from the options or its run folder.
-
-    Raises:
-        JobNotFoundError: neither names the job.
-        UsageError: a file named by the options cannot be read.
-    """
-    from lightning_dlrover.report.status import find_job
-
-    return find_job(run_id, options.endpoint, options.key_prefix, options.run_dir, etcd_access(options))
-
-
-@contextlib.contextmanager
-def connected_job(options: argparse.Namespace) -> Iterator[tuple[JobPlace, EtcdClient]]:
-    """Yield the place of the command's job, and a client of its etcd."""
-    from lightning_dlrover.report.status import connect_to_job
-
-    place = find_place(options.job, options)
-    with connect_to_job(place, options.run_dir) as client:
-        yield place, client
-
-
-def etcd_access(options: argparse.Namespace) -> dict[str, str]:
-    """Return the options for authentication, keyed by the field names of `EtcdConfig`.
-
-    Raises:
-        UsageError: a file does not exist or cannot be read.
-    """
-    access = {name: getattr(options, name) for name in ("user", "password_file", "ca_cert", "cert", "cert_key")}
-    for name in set(access) - {"user"}:
-        if access[name] is not None:
-            access[name] = os.path.abspath(access[name])  # nodes may run in another folder
-            if not os.access(access[name], os.R_OK):
-                raise UsageError(f"{flag(name)} {access[name]!r} does not exist or cannot be read")
-    return {name: value for name, value in access.items() if value is not None}
-
-
-def tell_problems(problems: list[str]) -> None:
-    """Report the records of a job that could not be read."""
-    for problem in problems:
-        complain(f"ignored a record: {problem}")
+    for name, (metavar, text) in options.items():
+        group.add_argument(flag(name), default="", metavar=metavar, help=text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 from lightning_dlrover._version import __version__
 from lightning_dlrover.cli import options
@@ -26,9 +26,6 @@ from lightning_dlrover.cli.options import (
 from lightning_dlrover.cli.plugins import Command, add_hook_options, add_plugin_options, command_plugins
 from lightning_dlrover.plugins import PluginError
 
-if TYPE_CHECKING:
-    Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
-
 
 def build_parser(given: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """Build the parser of all commands; parsed options hold the command's name in `command`, and its plug-in in `plugin`.
@@ -44,38 +41,27 @@ def build_parser(given: Sequence[str] | None = None) -> argparse.ArgumentParser:
     parser = _CommandParser(prog="dlrover", description=text)
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("-v", "--verbose", action="store_true", help="print debug messages")
-    made: Any = _CommandParser if given is None else _made_if_in(given)  # argparse calls it as it would the class
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=made)
-    _add_run(commands)
-    _add_doctor(commands)
-    _add_scale(commands)
-    _add_status(commands)
-    _add_report(commands)
-    _add_explain(commands)
-    _add_drain(commands)
-    _add_cancel(commands)
-    _add_logs(commands)
-    _add_stacks(commands)
-    _add_data(commands)
-    _add_list(commands)
-    _add_history(commands)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (text, add_options) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if given is None or name == command_in(given):
+            add_options(command)
     if problems := _add_plugins(commands, given):
         parser.epilog = "Not available: " + "; ".join(map(str, problems)).replace("%", "%%")
     return parser
 
 
-def _add_plugins(commands: Commands, given: Sequence[str] | None) -> list[PluginError]:
+def _add_plugins(commands: Any, given: Sequence[str] | None) -> list[PluginError]:
     """Add the commands of other packages; return why some of them cannot be used.
 
     Raises:
-        PluginError: that is so of the given command.
+        PluginError: the given command cannot be used.
     """
-    built_in = list(commands.choices)
-    command = _command_in(given) if given is not None else ""
+    command = command_in(given) if given is not None else ""
     is_alone = given is not None and command and not {"-h", "--help"} & {*given[: given.index(command)]}
-    if is_alone and command in built_in:
+    if is_alone and command in _COMMANDS:
         return []
-    found = command_plugins(built_in)
+    found = command_plugins(list(_COMMANDS))
     if is_alone and any(plugin.name == command for plugin in found):
         found = [plugin for plugin in found if plugin.name == command]
     problems = []
@@ -94,13 +80,28 @@ def _add_plugins(commands: Commands, given: Sequence[str] | None) -> list[Plugin
     return problems
 
 
-def _command_in(given: Sequence[str]) -> str:
+def completions(line: str) -> list[str]:
+    """Return the commands or options that the last word of a command line may become."""
+    *given, word = line.split(" ")[1:]
+    parser: argparse.ArgumentParser = build_parser(given)
+    commands: dict[str, argparse.ArgumentParser] = {}
+    for each in ["", *given]:
+        parser = commands.get(each, parser)
+        groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        listed = {choice.dest for group in groups for choice in group._choices_actions}  # without former names
+        commands = {name: found for group in groups for name, found in group.choices.items() if name in listed}
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    names = [*commands] or [option for action in shown for option in action.option_strings]
+    return [name for name in names if name.startswith(word)]
+
+
+def command_in(given: Sequence[str]) -> str:
     """Return the command of a command line; empty if it has none."""
     return next((word for word in given if not word.startswith("-")), "")
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """Parser of a command, which answers wrong usage with one line, and takes arguments between options, too."""
+    """Parser of a command, which answers wrong usage with one line, and accepts arguments between options, too."""
 
     hint = ""  # ends the error about unknown arguments
     _is_mixing = False
@@ -128,101 +129,45 @@ class _CommandParser(argparse.ArgumentParser):
         return any(action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._get_positional_actions())
 
 
-class _Unused(argparse.ArgumentParser):
-    """Parser of a command that is not given: takes all options, and keeps none."""
-
-    def __init__(self) -> None:
-        pass
-
-    def _nothing(self, *_: Any, **__: Any) -> Any:
-        return self
-
-    add_argument = add_argument_group = add_mutually_exclusive_group = add_subparsers = add_parser = set_defaults = _nothing
-
-
-def _made_if_in(given: Sequence[str]) -> Callable[..., argparse.ArgumentParser]:
-    """Return a maker of parsers for the command in a command line; the other commands have no parser."""
-    command = _command_in(given)
-
-    def make(prog: str, **texts: Any) -> argparse.ArgumentParser:
-        return _CommandParser(prog, **texts) if prog.split()[-1] == command else _Unused()
-
-    return make
-
-
-def _add_job_command(commands: Commands, name: str, text: str, is_named: bool = True) -> argparse.ArgumentParser:
-    """Add a command about one job.
-
-    Args:
-        is_named: whether the name of the job must be given.
-    """
-    command = commands.add_parser(name, help=text, description=text)
-    if is_named:
-        command.add_argument("job", metavar="JOB", help="the job's --rdzv-id")
-    else:
-        command.add_argument("job", metavar="JOB", nargs="?", help="the job's --rdzv-id (default: the only one that runs here)")
+def _add_job(command: argparse.ArgumentParser, is_optional: bool = False) -> None:
+    """Add the name of the job that a command is about, and the options that locate it."""
+    text = "the job's --rdzv-id" + " (default: the only one that runs here)" * is_optional
+    command.add_argument("job", metavar="JOB", nargs="?" if is_optional else None, help=text)
     add_place_options(command)
-    return command
 
 
-def _add_run(commands: Commands) -> None:
-    run = commands.add_parser(
-        "run",
-        help="run a script as a live elastic job, on this machine, Slurm or Kubernetes",
-        usage="%(prog)s [OPTION ...] [-m] script [ARGUMENT ...]",  # all options would take 20 lines
-    )
-    run.add_argument(
-        "--workers",
-        type=options.workers,
-        metavar="MIN:MAX",
-        help="minimum and maximum number of workers (default: those of one node, and of two, such as 1:2)",
-    )
-    run.add_argument(
-        "--workers-per-node",
-        type=options.workers_per_node,
-        default=1,
-        metavar="N",
-        help="workers of each node, each with a GPU of its own; gpu: one for each of its --gpus (default 1). --workers and "
-        "plans count workers, and nodes come and go as a whole",
-    )
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    run.usage, run.description = "%(prog)s [OPTION ...] [-m] script [ARGUMENT ...]", None  # all options would take 20 lines
+    text = "minimum and maximum number of workers (default: those of one node, and of two, such as 1:2)"
+    run.add_argument("--workers", type=options.workers, metavar="MIN:MAX", help=text)
+    text = "workers of each node, each with a GPU of its own; gpu: one for each of its --gpus (default 1). --workers and "
+    text += "plans count workers, and nodes come and go as a whole"
+    run.add_argument("--workers-per-node", type=options.workers_per_node, default=1, metavar="N", help=text)
     run.add_argument(
         "--rdzv-id", type=options.given, metavar="JOB", help="name of the job (default: made from the script's name)"
     )
-    run.add_argument(
-        "--max-restarts",
-        type=int,
-        metavar="N",
-        help="restarts of a worker by its own agent before the node fails (default 0; with --spares 1, where each node keeps a "
-        "spare process: 3)",
+    text = (
+        "restarts of a worker by its own agent before the node fails (default 0; 3 where --spares 1 keeps a process per node)"
     )
-    run.add_argument(
-        "--spares",
-        type=int,
-        choices=(0, 1),
-        default=0,
-        help="1: keep a process that has imported the script's modules, and fork new workers from it, which then train after a "
-        "second or two; `dlrover status` shows its memory (default 0)",
-    )
+    run.add_argument("--max-restarts", type=int, metavar="N", help=text)
+    text = "1: keep a process that has imported the script's modules, and fork new workers from it, which then train after a "
+    text += "second or two; `dlrover status` shows its memory (default 0)"
+    run.add_argument("--spares", type=int, choices=(0, 1), default=0, help=text)
     for name, text in TIMEOUTS.items():
         run.add_argument(flag(name), type=options.lease if name == "lease_ttl" else options.duration, metavar="TIME", help=text)
-    run.add_argument(
-        "--target",
-        choices=(*TARGETS, "auto"),
-        default="local",
-        help="where nodes run (default local); auto: the Slurm or Kubernetes cluster that this command runs in, else local",
-    )
-    run.add_argument(
-        "--log-dir",
-        type=Path,
-        metavar="DIR",
-        help="folder for the nodes' output (default RUN_DIR/JOB/logs). Slurm: must be shared; output goes to DIR/JOB",
-    )
+    text = "where nodes run (default local); auto: the Slurm or Kubernetes cluster that this command runs in, else local"
+    run.add_argument("--target", choices=(*TARGETS, "auto"), default="local", help=text)
+    text = "folder for the nodes' output (default RUN_DIR/JOB/logs). Slurm: must be shared; output goes to DIR/JOB"
+    run.add_argument("--log-dir", type=Path, metavar="DIR", help=text)
     run.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable of the nodes; repeatable"
     )
     add_objective_options(run)
-    if not isinstance(run, _Unused):
-        add_hook_options(run)
+    add_hook_options(run)
     add_place_options(run)
     add_node_options(run)
     add_slurm_options(run)
@@ -233,32 +178,22 @@ def _add_run(commands: Commands) -> None:
     arguments.required = False  # not to be named where the script is missing
 
 
-def _add_doctor(commands: Commands) -> None:
-    doctor = commands.add_parser("doctor", help="check this machine, its packages, etcd and a script before a job")
+def _add_doctor(doctor: argparse.ArgumentParser) -> None:
     doctor.description = (
         "Check packages, etcd, limits, names, clock and ports of this machine. With a script, also run it up to its first "
         "batch and show which of its parts a job supports. Exit code: 0 without errors, 1 with errors, 2 for wrong usage."
     )
-    doctor.add_argument("--json", action="store_true", help="print JSON")
-    doctor.add_argument(
-        "--timeout",
-        type=options.duration,
-        default=120.0,
-        metavar="TIME",
-        help="time until the script's first batch (default 2m)",
-    )
+    _add_json(doctor)
+    text = "time limit for the script's first batch (default 2m)"
+    doctor.add_argument("--timeout", type=options.duration, default=120.0, metavar="TIME", help=text)
     add_etcd_options(doctor)
-    doctor.add_argument(
-        "script",
-        nargs="*",
-        metavar="SCRIPT",
-        help="training script with a Lightning Trainer, then -- and its arguments",
-    )
+    text = "training script with a Lightning Trainer, then -- and its arguments"
+    doctor.add_argument("script", nargs="*", metavar="SCRIPT", help=text)
     doctor.hint = "; arguments of a script go after --, as in: dlrover doctor train.py -- --epochs 2"  # type: ignore[attr-defined]
 
 
-def _add_scale(commands: Commands) -> None:
-    scale = _add_job_command(commands, "scale", "set the number of workers and their settings by hand")
+def _add_scale(scale: argparse.ArgumentParser) -> None:
+    _add_job(scale)
     scale.add_argument(
         "num_workers", type=options.num_workers, nargs="?", metavar="N", help="number of workers (default: unchanged)"
     )
@@ -270,22 +205,20 @@ def _add_scale(commands: Commands) -> None:
     scale.add_argument("--mem", dest="node_memory_mb", type=options.memory, metavar="SIZE", help=f"memory {size}")
 
 
-def _add_status(commands: Commands) -> None:
-    status = _add_job_command(commands, "status", "show rounds, workers, rates and the current plan", is_named=False)
-    status.add_argument("--json", action="store_true", help="print JSON")
+def _add_status(status: argparse.ArgumentParser) -> None:
+    _add_job(status, is_optional=True)
+    _add_json(status)
     status.add_argument("--watch", action="store_true", help="show it every two seconds, until the job ends")
 
 
-def _add_report(commands: Commands) -> None:
-    report = _add_job_command(commands, "report", "write the job's report")
+def _add_report(report: argparse.ArgumentParser) -> None:
+    _add_job(report)
     report.add_argument("--output", type=Path, metavar="FILE", help="HTML file to write (default: RUN_DIR/JOB/report.html)")
     report.add_argument("--open", action="store_true", help="open the report in the browser")
 
 
-def _add_explain(commands: Commands) -> None:
-    explain = _add_job_command(
-        commands, "explain", "explain and draw the planner's decisions: measurements, predictions, results"
-    )
+def _add_explain(explain: argparse.ArgumentParser) -> None:
+    _add_job(explain)
     explain.add_argument("--plan", type=int, metavar="N", help="show this plan only, with every setting that it considered")
     explain.add_argument(
         "--output", type=Path, metavar="FILE", help="picture to write, .png or .svg (default: RUN_DIR/JOB/plans.png)"
@@ -295,72 +228,58 @@ def _add_explain(commands: Commands) -> None:
     )
 
 
-def _add_drain(commands: Commands) -> None:
-    drain = _add_job_command(commands, "drain", "drain the workers of a node: they hand over their state and leave")
-    drain.add_argument(
-        "worker",
-        metavar="WORKER",
-        help="worker's id from `dlrover status`, or its node, such as node1; all of the node's leave",
-    )
+def _add_drain(drain: argparse.ArgumentParser) -> None:
+    _add_job(drain)
+    text = "worker's id from `dlrover status`, or its node, such as node1; all workers of the node leave"
+    drain.add_argument("worker", metavar="WORKER", help=text)
     drain.add_argument("--replace", action="store_true", help="start a replacement first")
 
 
-def _add_cancel(commands: Commands) -> None:
-    cancel = _add_job_command(commands, "cancel", "end a job and all of its nodes, with or without a running `dlrover run`")
+def _add_cancel(cancel: argparse.ArgumentParser) -> None:
+    _add_job(cancel)
     cancel.add_argument(
         "--timeout", type=float, default=120.0, metavar="S", help="seconds to wait until all nodes have ended (default 120)"
     )
 
 
-def _add_logs(commands: Commands) -> None:
-    logs = _add_job_command(commands, "logs", "show the output of all nodes")
+def _add_logs(logs: argparse.ArgumentParser) -> None:
+    _add_job(logs)
     logs.add_argument("-f", "--follow", action="store_true", help="follow the output until the job ends")
     logs.add_argument("--log-dir", type=Path, metavar="DIR", help="--log-dir of `dlrover run` (default RUN_DIR/JOB/logs)")
 
 
-def _add_stacks(commands: Commands) -> None:
-    stacks = _add_job_command(commands, "stacks", "show the stack traces of all workers")
+def _add_stacks(stacks: argparse.ArgumentParser) -> None:
+    _add_job(stacks)
     stacks.add_argument(
         "--timeout", type=float, default=10.0, metavar="S", help="seconds to wait for the workers' answers (default 10)"
     )
 
 
-def _add_data(commands: Commands) -> None:
-    data = _add_job_command(commands, "data", "show what a job's streams have read, and which rows made a step")
+def _add_data(data: argparse.ArgumentParser) -> None:
+    _add_job(data)
     data.description = (
         "Show how far the streams of the job's newest fit are: files, rows and the time left of the epoch. Nothing is recorded "
         "per step; rows follow from the order of the stream, whose files are listed again and compared with those of the job."
     )
     which = data.add_mutually_exclusive_group()
-    which.add_argument(
-        "--step",
-        type=options.step,
-        metavar="N",
-        help="list the rows that make optimizer update N, counted from 1 over the whole job, with all of its accumulated "
-        "batches; N counts global batches where the number of batches per update varies",
-    )
-    which.add_argument(
-        "--row",
-        type=options.row,
-        metavar="FILE:ROW",
-        help="show in which batch and update of each epoch this row is trained; FILE may be the end of a path, and the first "
-        "row has number 0",
-    )
+    text = "list the rows that make optimizer update N, counted from 1 over the whole job, with all of its accumulated "
+    text += "batches; N counts global batches where the number of batches per update varies"
+    which.add_argument("--step", type=options.step, metavar="N", help=text)
+    text = "show in which batch and update of each epoch this row is trained; FILE may be the end of a path, and the first "
+    text += "row has number 0"
+    which.add_argument("--row", type=options.row, metavar="FILE:ROW", help=text)
     data.add_argument(
         "--files", nargs="+", default=[], metavar="PATH", help="paths or patterns of the files on this host, if others"
     )
-    data.add_argument("--json", action="store_true", help="print JSON")
+    _add_json(data)
 
 
-def _add_list(commands: Commands) -> None:
-    text = "list the jobs of the run folders, or of an etcd server"
-    listing = commands.add_parser("list", help=text, description=text)
-    listing.add_argument("--json", action="store_true", help="print JSON")
+def _add_list(listing: argparse.ArgumentParser) -> None:
+    _add_json(listing)
     add_place_options(listing)
 
 
-def _add_history(commands: Commands) -> None:
-    history = commands.add_parser("history", help="show or remove jobs that later jobs start from")
+def _add_history(history: argparse.ArgumentParser) -> None:
     actions = history.add_subparsers(dest="action", required=True, metavar="ACTION")
     texts = {
         "list": "list jobs",
@@ -374,9 +293,29 @@ def _add_history(commands: Commands) -> None:
         action.add_argument(
             "--history", metavar="PLACE", help="path or SQLAlchemy URL (default: DLROVER_HISTORY, else the user's own history)"
         )
-        if name != "list":
+        if name == "list":
+            _add_json(action)
+        else:
             jobs = "the job's --rdzv-id, or its key as listed" + (" (default: all)" if name == "export" else "")
             action.add_argument("job", metavar="JOB", nargs=num_jobs[name], help=jobs)
         if name == "export":
             action.add_argument("--format", choices=("csv", "jsonl"), default="csv")
             action.add_argument("--output", type=Path, metavar="FILE", help="file to write (default: standard output)")
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "run": ("run a script as a live elastic job, on this machine, Slurm or Kubernetes", _add_run),
+    "doctor": ("check this machine, its packages, etcd and a script before a job", _add_doctor),
+    "scale": ("set the number of workers and their settings by hand", _add_scale),
+    "status": ("show rounds, workers, rates and the current plan", _add_status),
+    "report": ("write the job's report", _add_report),
+    "explain": ("explain and draw the planner's decisions: measurements, predictions, results", _add_explain),
+    "drain": ("drain the workers of a node: they hand over their state and leave", _add_drain),
+    "cancel": ("end a job and all of its nodes, with or without a running `dlrover run`", _add_cancel),
+    "logs": ("show the output of all nodes", _add_logs),
+    "stacks": ("show the stack traces of all workers", _add_stacks),
+    "data": ("show what a job's streams have read, and which rows made a step", _add_data),
+    "list": ("list the jobs of the run folders, or of an etcd server", _add_list),
+    "history": ("show or remove jobs that later jobs start from", _add_history),
+}
+"""Purpose and options of each built-in command, in the order of `dlrover --help`."""

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
     from lightning_dlrover.rdzv.job.records import Keys
 
-# Commands of `dlrover` that other packages add by entry points of the group `dlrover.commands`.
-
 COMMANDS = "dlrover.commands"
-"""Group of the entry points. The name of each is that of its command."""
+"""Group of the entry points of commands. The name of each is that of its command."""
 
 
 @runtime_checkable
@@ -32,7 +30,6 @@ class Command(Protocol):
 
     def add_options(self, parser: argparse.ArgumentParser, /) -> None:
         """Add the command's options to its parser."""
-        ...
 
     def run(self, options: argparse.Namespace) -> int:
         """Run the command, and return the process's exit code.
@@ -44,11 +41,7 @@ class Command(Protocol):
 
 
 class CommandGroup:
-    """A command with subcommands, such as `dlrover pool run`.
-
-    Args:
-        commands: by their names.
-    """
+    """A command with subcommands, by name, such as `dlrover pool run`."""
 
     def __init__(self, summary: str, commands: Mapping[str, Command]) -> None:
         self.summary = summary
@@ -65,41 +58,27 @@ class CommandGroup:
 
 
 def command_plugins(taken: Collection[str]) -> list[Plugin]:
-    """Return the commands of other packages, without importing them.
-
-    Args:
-        taken: names of the built-in commands.
-    """
+    """Return the commands of other packages, without importing them. `taken`: names of the built-in commands."""
     return plugins(COMMANDS, taken)
 
 
 def add_plugin_options(plugin: Plugin, plugged: Command | RunHook, parser: argparse.ArgumentParser) -> None:
-    """Add the options of a plug-in's object.
-
-    Raises:
-        PluginError: it raises any error, such as one about an option that exists.
-    """
+    """Add the options of a plug-in's object. Raise PluginError for any error of it, such as an option that exists."""
     try:
         plugged.add_options(parser)
     except Exception as error:
         raise plugin.error(f"its options: {type(error).__name__}: {error}") from error
 
 
-# Names that commands, options and policies had before 0.1, which are accepted until 0.2 with one line on stderr.
+# Names of commands, options and policies before 0.1, which are accepted until 0.2 with one line on stderr.
 
 FORMER_POLICIES = {"ours": "jct"}
 """Former names of policies that divide a cluster, and today's."""
 
 
 def add_renamed_option(parser: Any, name: str, former: str, **given: Any) -> None:
-    """Add an option that had another name.
-
-    Args:
-        given: the other arguments of `add_argument`.
-    """
+    """Add an option that had another name. `given` holds the other arguments of `add_argument`."""
     added = parser.add_argument(name, **given)
-    if not isinstance(added, argparse.Action):
-        return  # a command that is not given has no options, see `parser.py`
     kind: Any = type(added)
 
     class _Former(kind):  # type: ignore[misc]
@@ -113,11 +92,7 @@ def add_renamed_option(parser: Any, name: str, former: str, **given: Any) -> Non
 
 
 class FormerCommand:
-    """A command under its former name: it is not listed in `dlrover --help`.
-
-    Args:
-        former, today: names, such as `brain` and `pool run`.
-    """
+    """A command under its former name, such as `brain` for `pool run`. It is not listed in `dlrover --help`."""
 
     summary = ""
 
@@ -146,16 +121,12 @@ def warn_of_former_name(former: str, today: str) -> None:
     complain(f"{former} is now called {today}; the former name will be gone in 0.2")
 
 
-# Hooks of `dlrover run` that other packages add by entry points of the group `dlrover.run`.
-#
-# A hook decides when a job may start its first node, such as once its pool has room for it.
-
 RUN_HOOKS = "dlrover.run"
-"""Group of the entry points."""
+"""Group of the entry points of hooks. A hook decides when a job may start its first node."""
 
 
 class Ticket(Protocol):
-    """The permission of a job to run. Leaving the context gives it back; all nodes have ended by then."""
+    """The permission of a job to run. Leaving the context releases it; all nodes have ended by then."""
 
     @property
     def gpus(self) -> Claims | None:
@@ -170,15 +141,14 @@ class Ticket(Protocol):
 
     def keep(self) -> None:
         """Renew the permission. Called several times a second while the job runs; must neither wait nor raise."""
-        ...
 
 
 class TicketRequest(Protocol):
-    """A job's wish to run, as its options give it."""
+    """A job's request to run, as its options describe it."""
 
     @property
     def surplus_s(self) -> float:
-        """Seconds that a node may outlast its place in the job, as others wait for its resources."""
+        """Seconds that a node may outlast its place in the job, because others wait for its resources."""
         ...
 
     @property
@@ -201,7 +171,6 @@ class RunHook(Protocol):
 
     def add_options(self, run: argparse.ArgumentParser, /) -> None:
         """Add the hook's options to those of `dlrover run`."""
-        ...
 
     def request(self, options: argparse.Namespace, endpoint: str | None, prefix: str) -> TicketRequest | None:
         """Return the job's request; None if its options do not ask for one.
@@ -231,11 +200,7 @@ def add_hook_options(run: argparse.ArgumentParser) -> None:
 
 
 def requested_ticket(options: argparse.Namespace, endpoint: str | None, prefix: str) -> TicketRequest | None:
-    """Return the request of the hook that the options of `dlrover run` ask for.
-
-    Raises:
-        UsageError: they ask for more than one, or contradict each other.
-    """
+    """Return the request of the hook that the options of `dlrover run` ask for. Raise UsageError if there are several."""
     found = {name: asked for name, hook in _hooks().items() if (asked := hook.request(options, endpoint, prefix)) is not None}
     if len(found) > 1:
         raise UsageError(f"the options ask for {' and '.join(found)}; a job can wait for one of them only")

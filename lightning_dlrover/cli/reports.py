@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import json
 import sys
 import time
 import webbrowser
 from typing import TYPE_CHECKING
 
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
-from lightning_dlrover.cli.options import find_place
+from lightning_dlrover.cli.lookup import find_place
 from lightning_dlrover.output import complain, counted, show, text_table
 from lightning_dlrover.rdzv.etcd.types import EtcdError
 from lightning_dlrover.rdzv.job.journal import Journal
@@ -23,8 +25,6 @@ from lightning_dlrover.tuning.history import HistoryError, JobHistory, export_wi
 if TYPE_CHECKING:
     from lightning_dlrover.rdzv.job.records import EventRecord
     from lightning_dlrover.tuning.history import JobEntry
-
-# `dlrover history`: list, show, export and remove the jobs of the history.
 
 SILENT_S = 600.0
 """Seconds without a new measurement after which a job is not called running."""
@@ -39,27 +39,22 @@ def history_command(options: argparse.Namespace) -> int:
 def _list_jobs(options: argparse.Namespace) -> int:
     with open_history(options) as history:
         jobs = history.jobs()
+    if options.json:
+        show(json.dumps([dataclasses.asdict(job) for job in jobs], indent=2))
+        return EXIT_OK
     rows = []
     for job in jobs:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started_at))
         lasted = f"{job.updated_at - job.started_at:.0f} s"
-        rows.append(
-            (
-                job.key,
-                when,
-                lasted,
-                _end(job, time.time()),
-                job.descriptor.device,
-                counted(job.num_settings, "measured setting"),
-            )
-        )
-    show("\n".join(text_table("<<><<<", rows)) or "no jobs are remembered yet")
+        measured = counted(job.num_settings, "measured setting")
+        rows.append((job.key, when, lasted, _end(job), job.descriptor.device, measured))
+    show("\n".join(text_table("<<><<<", rows)) or "no jobs are recorded yet")
     return EXIT_OK
 
 
-def _end(job: JobEntry, now: float) -> str:
+def _end(job: JobEntry) -> str:
     """Return a job's outcome. A job that was cancelled, interrupted or lost has written none."""
-    return job.outcome if job.outcome != "running" or now - job.updated_at < SILENT_S else "no end recorded"
+    return job.outcome if job.outcome != "running" or time.time() - job.updated_at < SILENT_S else "no end recorded"
 
 
 def _show_job(options: argparse.Namespace) -> int:
@@ -67,7 +62,7 @@ def _show_job(options: argparse.Namespace) -> int:
         job = find_in_history(history, options.job)[0]
         windows, decisions, outcomes = history.windows(job.key), history.decisions(job.key), history.outcomes(job.key)
     counts = f"{counted(len(windows), 'window')}, {counted(len(decisions), 'plan')}, {len(outcomes)} of them judged"
-    show(f"{job.key}: {_end(job, time.time())}, {counts}")
+    show(f"{job.key}: {_end(job)}, {counts}")
     facts = [(k.replace("_", " "), v if isinstance(v, str) else f"{v:,.6g}") for k, v in vars(job.descriptor).items()]
     show("\n".join(text_table("<<", facts, indent=2)))
     if windows:
@@ -83,10 +78,8 @@ def _export(options: argparse.Namespace) -> int:
         jobs = [find_in_history(history, name)[0] for name in options.job] or history.jobs()
         output = stack.enter_context(options.output.open("w", newline="", encoding="utf-8")) if options.output else sys.stdout
         count = export_windows(history, jobs, options.format, output)
-    print(
-        f"{counted(count, 'window')} of {counted(len(jobs), 'job')}" + (f" in {options.output}" if options.output else ""),
-        file=sys.stderr,
-    )
+    where = f" in {options.output}" if options.output else ""
+    print(f"{counted(count, 'window')} of {counted(len(jobs), 'job')}{where}", file=sys.stderr)
     return EXIT_OK
 
 
@@ -105,11 +98,7 @@ def _remove(options: argparse.Namespace) -> int:
 
 
 def open_history(options: argparse.Namespace) -> JobHistory:
-    """Open the job history named by the options or the environment.
-
-    Raises:
-        UsageError: the history is switched off.
-    """
+    """Open the job history named by the options or the environment. Raise UsageError if it is switched off."""
     url = history_url(options.history)
     if url is None:
         raise UsageError("the job history is switched off; name one with --history, or unset DLROVER_HISTORY")
@@ -117,18 +106,11 @@ def open_history(options: argparse.Namespace) -> JobHistory:
 
 
 def find_in_history(history: JobHistory, name: str) -> list[JobEntry]:
-    """Return the jobs of this name or key, newest first.
-
-    Raises:
-        UsageError: the job does not exist.
-    """
+    """Return the jobs of this name or key, newest first. Raise UsageError if there is none."""
     found = [job for job in history.jobs() if name in (job.key, job.run_id)]
     if not found:
-        raise UsageError(f"the job history knows no job {name!r}; `dlrover history list` shows those it knows")
+        raise UsageError(f"the job history has no job {name!r}; `dlrover history list` shows its jobs")
     return found
-
-
-# `dlrover report` and `dlrover explain`: a job and its plans as page, text and picture.
 
 
 def report_command(options: argparse.Namespace) -> int:
@@ -183,14 +165,13 @@ def _events_of_history(options: argparse.Namespace) -> list[EventRecord]:
     except (HistoryError, UsageError) as error:
         if _is_in_etcd(options):
             raise UsageError(f"job {options.job!r} has recorded nothing yet; try again once it trains") from error
-        raise UsageError(f"job {options.job!r} is neither in etcd, nor in {options.run_dir}; {error}") from error
+        raise UsageError(f"job {options.job!r} is neither in etcd nor in {options.run_dir}; {error}") from error
 
 
 def _is_in_etcd(options: argparse.Namespace) -> bool:
-    try:
+    with contextlib.suppress(EtcdError, JobNotFoundError):
         place = find_place(options.job, options)
         with connect(place, timeout_s=2.0) as client:
             read_job(client, place.keys)
-    except (EtcdError, JobNotFoundError):
-        return False
-    return True
+        return True
+    return False

@@ -22,7 +22,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from lightning_dlrover import variables
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_LOST, Interrupted, UsageError, signals_as_exceptions
-from lightning_dlrover.cli.options import NODE_OPTIONS, SLURM_OPTIONS, TIMEOUTS, etcd_access, flag
+from lightning_dlrover.cli.lookup import etcd_access
+from lightning_dlrover.cli.options import NODE_OPTIONS, SLURM_OPTIONS, TIMEOUTS, flag
 from lightning_dlrover.cli.plugins import requested_ticket
 from lightning_dlrover.cli.run_options import (
     check_target,
@@ -87,12 +88,10 @@ if TYPE_CHECKING:
     from lightning_dlrover.components.targets.target import Target
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
 
-# The run folder of a job, which one process uses at a time.
-
 
 @contextlib.contextmanager
 def run_folder(folder: Path, run_id: str, endpoint: str | None, target: str) -> Iterator[Path]:
-    """The run folder of a job, locked while the job runs.
+    """Lock the run folder of a job, which one process uses at a time, and yield it.
 
     Raises:
         UsageError: a job runs in the folder, or it holds another job's files.
@@ -145,11 +144,7 @@ def _remove_if_unused(folder: Path) -> None:
 
 
 def _try_to_lock(lock: IO[str]) -> bool:
-    """Lock the file for this process; return False if another process holds the lock.
-
-    Raises:
-        OSError: the file system has no locks.
-    """
+    """Lock the file for this process; return False if another process holds the lock."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -157,28 +152,12 @@ def _try_to_lock(lock: IO[str]) -> bool:
     return True
 
 
-# The lines that `dlrover run` prints while its job runs, and the report at the end.
-
-SHOWN = {
-    each.KIND
-    for each in (
-        RoundFormed,
-        DecisionMade,
-        SizeRequested,
-        WorkerLost,
-        FitResumed,
-        StragglerFound,
-        MemoryShort,
-        HangFound,
-        StreamOpened,
-        IterableOpened,
-        RowsSkipped,
-        ValuesLost,
-        ReplicaDrifted,
-    )
-}
+_SHOWN_EVENTS = (
+    *(RoundFormed, DecisionMade, SizeRequested, WorkerLost, FitResumed, StragglerFound, MemoryShort, HangFound),
+    *(StreamOpened, IterableOpened, RowsSkipped, ValuesLost, ReplicaDrifted),
+)
+SHOWN = {each.KIND for each in _SHOWN_EVENTS}
 """Kinds of events that `dlrover run` prints."""
-
 
 PROGRESS_EVERY_S = 10.0
 """Seconds between two lines about the progress of training, where they cannot replace each other."""
@@ -206,11 +185,7 @@ class Announcer:
 
 
 class ProgressLine:
-    """Shows how far the job has trained: a line at the bottom of a terminal, elsewhere a new line every ten seconds.
-
-    Args:
-        progress: mirror of the job's record of its progress.
-    """
+    """Shows how far the job has trained: a line at the bottom of a terminal, elsewhere a new line every ten seconds."""
 
     def __init__(self, progress: Mirror) -> None:
         self._progress = progress
@@ -247,14 +222,13 @@ def write_final_report(run_id: str, folder: Path) -> None:
     events = read_event_file(file) if file.exists() else []
     if not any(event.kind == RoundFormed.KIND for event in events):
         return  # nothing was trained; an empty report would only hide the error
+    report = f"\nreport: {folder / 'report.html'}"
     try:
         write_report(run_id, events, folder / "report.html")
     except Exception as error:  # the job has ended well, and matplotlib and the user's fonts may raise anything
         complain(f"no report was written: {printable(str(error) or type(error).__name__)}; see `dlrover report {run_id}`")
-        say(printable(summary_text(run_id, events)))
-    else:
-        say(printable(summary_text(run_id, events)))
-        say(f"report: {folder / 'report.html'}")
+        report = ""
+    say(printable(summary_text(run_id, events)) + report)
 
 
 # The etcd that `dlrover run` starts for its job alone. Access depends on the target:
@@ -267,32 +241,24 @@ _PASSWORD_FILE = "etcd.password"
 """File in the run folder, as nodes on other hosts must read it."""
 
 
-@dataclass(frozen=True)
-class OwnEtcd:
-    """A running server and the access to it."""
-
-    server: EmbeddedEtcd
-    access: dict[str, Any]  # see `EtcdConfig.access`
-
-
 class EtcdLostError(Exception):
     """The job's own etcd ended while the job ran."""
 
 
 def without_etcd(server: EmbeddedEtcd, target: str) -> str:
     """Explain why the job's own etcd ended, what remains of the job, and how to continue."""
-    left = (
-        "The job's records are lost with it: the script's checkpoints are still there, but the job restarts from scratch "
-        "unless the script is given one (ckpt_path). With an etcd of its own (--endpoint), the same command would continue"
-        if target == "local"
-        else "The same command continues from the newest checkpoint"
-    )
-    return f"the embedded etcd has ended unasked: {server.why_it_ended()}. {left}"
+    left = "The same command continues from the newest checkpoint"
+    if target == "local":
+        left = (
+            "The job's records are lost with it: the script's checkpoints are still there, but the job restarts from scratch "
+            "unless you pass it one (ckpt_path). With an external etcd (--endpoint), the same command would continue"
+        )
+    return f"the embedded etcd has ended unexpectedly: {server.why_it_ended()}. {left}"
 
 
 @contextlib.contextmanager
-def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[OwnEtcd]:
-    """Run an etcd for this job alone.
+def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[tuple[EmbeddedEtcd, dict[str, Any]]]:
+    """Run an etcd for this job alone. Yield the server and the access to it, see `EtcdConfig.access`.
 
     Nodes at a scheduler survive if this process is killed. The next `dlrover run` then finds etcd's data in the same folder,
     and the nodes find etcd at the same address. The data is removed when the job ends in order.
@@ -303,7 +269,7 @@ def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[OwnEtcd]:
     """
     if options.target == "local":
         with EmbeddedEtcd(private=True) as server:
-            yield OwnEtcd(server, {})
+            yield server, {}
         return
     host, port = options.etcd_host or own_address(), None
     with contextlib.suppress(JobNotFoundError):
@@ -325,15 +291,15 @@ def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[OwnEtcd]:
         with _started(data, host, port) as server:
             if not access and not host.startswith("127."):
                 say(
-                    f"etcd listens on {server.endpoint} without authentication, as the release that has started this job had "
+                    f"etcd listens on {server.endpoint} without authentication, because the release that started this job had "
                     "none; a new job has a password of its own"
                 )
             if "VC_TASK_INDEX" in os.environ:
                 # TorchX requests Volcano's plugin `svc`. Its network policy admits only pods of the same Job.
                 say(
-                    "this pod is of a Job of Volcano's, which may keep nodes away from this etcd: if none comes, use --endpoint"
+                    "this pod is part of a Volcano Job, which may keep nodes away from this etcd: if none joins, use --endpoint"
                 )
-            yield OwnEtcd(server, access)
+            yield server, access
         is_over = True
     finally:
         if is_over or not (folder / JOB_FILE).exists():
@@ -342,11 +308,7 @@ def own_etcd(options: argparse.Namespace, folder: Path) -> Iterator[OwnEtcd]:
 
 
 def _protect(data: Path, password: Path) -> None:
-    """Make a new etcd, without data yet, require a password from its first moment on a network.
-
-    Raises:
-        EtcdServerError: the password cannot be written, or etcd refuses it.
-    """
+    """Make a new etcd, without data yet, require a password from its first moment on a network."""
     if data.exists():
         return  # it does already
     unfinished = data.with_name(f"{data.name}.new")  # a killed process leaves all of it or nothing
@@ -384,10 +346,8 @@ def _is_own_address(host: str) -> bool:
     return True
 
 
-# `dlrover run`: one job from its start to its end.
-
 POLL_S = 2.0
-"""Seconds between two questions to a scheduler, unless --poll-interval sets others."""
+"""Seconds between two queries to a scheduler, unless --poll-interval sets others."""
 
 
 @dataclass
@@ -417,8 +377,8 @@ def run_command(options: argparse.Namespace) -> int:
     endpoint = options.endpoint or defaults.endpoint
     if endpoint is None and (access := etcd_access(options)):
         raise UsageError(
-            f"{', '.join(map(flag, access))}: only with --endpoint; the etcd that is started for this job alone makes its own "
-            "password, and has no TLS"
+            f"{', '.join(map(flag, access))}: only with --endpoint; the etcd started for this job alone makes its own password "
+            "and has no TLS"
         )
     check_target(options, endpoint)
     prefix = checked_prefix(options.key_prefix or defaults.prefix)
@@ -433,9 +393,8 @@ def run_command(options: argparse.Namespace) -> int:
             ):
                 server = None
                 if endpoint is None:
-                    own = stack.enter_context(own_etcd(options, folder))
-                    server = own.server
-                    place = JobPlace(run_id, server.endpoint, prefix, own.access)
+                    server, access = stack.enter_context(own_etcd(options, folder))
+                    place = JobPlace(run_id, server.endpoint, prefix, access)
                 else:
                     place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or defaults.access)
                 return _run_job(options, command, place, folder, server, hurry, asked, course)
@@ -462,7 +421,7 @@ def _what_is_left(run_id: str, course: _Course) -> str:
 
 
 def _problem(error: Exception) -> str:
-    """Return the reason why a job that had begun could not continue: with a traceback if it may be our fault."""
+    """Return the reason why a job that had begun could not continue, with a traceback if it may be our fault."""
     if isinstance(error, ControllerBusyError):
         return str(error).partition(";")[0]  # the rest is for a job that has not begun
     if isinstance(error, EtcdLostError | EtcdError | EtcdServerError | RecordError | TargetError | OSError):
@@ -480,7 +439,7 @@ def _run_job(
     asked: TicketRequest | None,
     course: _Course,
 ) -> int:
-    """Run the job to its end; all nodes but those that `course` names have ended when this returns or raises."""
+    """Run the job to its end; all nodes but those in `course.left` have ended when this returns or raises."""
     end: FinishJob | None = None
     fewest, most = options.workers
     limits = Limits(fewest, most, *node_sizes(options), options.workers_per_node)
@@ -495,7 +454,7 @@ def _run_job(
         client = stack.enter_context(connect(place))
         is_resumed = (folder / JOB_FILE).exists()
         _refuse_unusable_job(client, place, is_resumed, options.workers_per_node)
-        # Before the target: its nodes end before the ticket is given back.
+        # Before the target: its nodes end before the ticket is released.
         ticket = stack.enter_context(asked.wait(client, place.keys)) if asked is not None else None
         gpus = ticket.gpus if ticket is not None else None
         target = _make_target(options, spec, folder / "logs", hurry, has_own_etcd=server is not None, claims=gpus)
@@ -515,12 +474,10 @@ def _run_job(
         except OSError as error:
             if not is_resumed:
                 raise
-            complain(f"{folder / JOB_FILE} keeps the former process's number ({error.strerror}); the job goes on")
+            complain(f"{folder / JOB_FILE} keeps the former process's id ({error.strerror}); the job continues")
         course.has_begun = True
-        say(
-            f"job {place.run_id}: {limits.min_workers} to {limits.max_workers} workers, etcd at {place.endpoint}, "
-            f"files in {folder}"
-        )
+        workers = f"{limits.min_workers} to {limits.max_workers} workers"
+        say(f"job {place.run_id}: {workers}, etcd at {place.endpoint}, files in {folder}")
         try:
             end = _steer(controller, server, options.target, [announce, progress], ticket)
         finally:
@@ -547,11 +504,7 @@ def _run_job(
 
 
 def _how_to_continue(run_id: str, checkpoint: CheckpointRecord, same_command: bool) -> str:
-    """Return the next move after the end of a job that is not done.
-
-    Args:
-        same_command: whether the job can continue under its name.
-    """
+    """Return the next move after the end of an unfinished job. `same_command`: it can continue under its name."""
     move = "the same command continues from it"
     if not same_command:
         script = f"trainer.fit(..., ckpt_path={checkpoint.path!r}), or --ckpt_path of LightningCLI"
@@ -560,22 +513,21 @@ def _how_to_continue(run_id: str, checkpoint: CheckpointRecord, same_command: bo
 
 
 def _node_spec(options: argparse.Namespace, command: Sequence[str], place: JobPlace, asked: TicketRequest | None) -> NodeSpec:
-    fewest, most = options.workers
-    # This command may run inside of another job, which others decide on.
-    decided = {variables.POOL: "", **(asked.environment if asked is not None else {})}
+    # This command may run inside of another job, which may be in a pool.
+    of_pool = {variables.POOL: "", **(asked.environment if asked is not None else {})}
     return NodeSpec(
         script=command[0],
         script_args=(*command[1:], *options.script_args),
         endpoint=place.endpoint,
         run_id=place.run_id,
         prefix=place.prefix,
-        min_workers=fewest,
-        max_workers=most,
+        min_workers=options.workers[0],
+        max_workers=options.workers[1],
         max_restarts=options.max_restarts,
         has_spares=bool(options.spares),
         workers_per_node=options.workers_per_node,
         access=place.access,
-        environment={**objective(options), **decided, **pairs(options, "env", "NAME=VALUE")},
+        environment={**objective(options), **of_pool, **pairs(options, "env", "NAME=VALUE")},
         timeouts={name: value for name in TIMEOUTS if (value := getattr(options, name)) is not None},
     )
 
@@ -589,9 +541,6 @@ def _steer(
 ) -> FinishJob:
     """Let the controller act until the job is over; return how it has ended.
 
-    Args:
-        shows: print news of the job.
-
     Raises:
         EtcdLostError: the job's own etcd has ended before the job.
         Interrupted: a signal asked this process to end.
@@ -599,7 +548,7 @@ def _steer(
     try:
         while (end := controller.step()) is None:
             if server is not None and not server.is_running():
-                say("the embedded etcd has ended unasked: ending all nodes, as the job cannot continue without it")
+                say("the embedded etcd has ended unexpectedly: ending all nodes, because the job cannot continue without it")
                 raise EtcdLostError(without_etcd(server, target))
             for show in shows:
                 show()
@@ -609,11 +558,11 @@ def _steer(
     except (Interrupted, EtcdLostError) as error:
         if isinstance(error, Interrupted):
             name = signal.Signals(error.signal_number).name
-            say(f"{name}: ending all nodes, which takes some seconds; a second Ctrl-C does not wait for them")
+            say(f"{name}: ending all nodes, which takes some seconds; press Ctrl-C again to exit without waiting for them")
         # Slurm signals all processes of a job at once, etcd included. Nodes can be ended without etcd, but nothing would
         # record the end of the job: restart etcd.
         if server is not None and (not server.is_running() or variables.slurm_job(os.environ)):
-            controller.tell_scheduler_to_end_nodes()  # before the restart: there may be little time
+            controller.request_end_of_nodes()  # before the restart: there may be little time
             with contextlib.suppress(EtcdServerError):
                 server.restart()
         raise
@@ -629,7 +578,7 @@ def _remove_snapshots(client: EtcdClient, place: JobPlace, server: EmbeddedEtcd 
 
 
 def _poll_s(options: argparse.Namespace) -> float:
-    """Return the minimum seconds between two questions to a scheduler, or to a file system that it shares with this host."""
+    """Return the minimum seconds between two queries to a scheduler, or to a file system that it shares with this host."""
     return POLL_S if options.poll_interval is None else float(options.poll_interval)
 
 
@@ -661,30 +610,24 @@ def _make_target(
 
 
 def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool, workers_per_node: int) -> None:
-    """Refuse the name of a job in etcd that this process can neither start nor continue.
-
-    Raises:
-        UsageError: the job has ended, another launcher's workers train it, its nodes have another number of workers, or its
-            records cannot be read.
-    """
+    """Raise UsageError for the name of a job in etcd that this process can neither start nor continue."""
     try:
         found = read_job(client, place.keys)
     except JobNotFoundError:
         return  # the usual case: the name is unused
     if found.problems:
         raise UsageError(f"job {place.run_id!r} cannot be run under this name: {found.problems[0]}")
-    job = found.view.job
+    if (job := found.view.job) is None:
+        return
     # If a controller acts for the job, `Controller` refuses with an error that names it.
     is_others = found.view.workers and not is_resumed and client.get(place.keys.controller) is None
-    if job is not None and job.phase == "training" and is_others:
-        raise UsageError(
-            f"job {place.run_id!r} is training already in the etcd at {place.endpoint}, with "
-            f"{counted(len(found.view.workers), 'worker')} that others have started; choose another --rdzv-id, or use "
-            "`dlrover scale` to resize it"
-        )
-    if job is not None and job.phase in ("finished", "failed"):
+    if job.phase == "training" and is_others:
+        workers = f"{counted(len(found.view.workers), 'worker')} of another launcher"
+        move = "choose another --rdzv-id, or use `dlrover scale` to resize it"
+        raise UsageError(f"job {place.run_id!r} is training already in the etcd at {place.endpoint}, with {workers}; {move}")
+    if job.phase in ("finished", "failed"):
         raise UsageError(f"job {place.run_id!r} has {job.phase} in the etcd at {place.endpoint}; choose another --rdzv-id")
-    if job is not None and job.workers_per_node != workers_per_node:
+    if job.workers_per_node != workers_per_node:
         raise UsageError(
             f"job {place.run_id!r} has {job.workers_per_node} workers on each of its nodes, which cannot change; continue it "
             f"with --workers-per-node {job.workers_per_node}, or choose another --rdzv-id"

@@ -45,14 +45,16 @@ _MEANT_FOR = {
 
 
 def surrounding_target(options: argparse.Namespace) -> str:
-    """Return the target of the surroundings, and drop options of other targets: one command may serve several places."""
+    """Return the target that this process runs in, and drop options of other targets: one command may serve several places."""
     target = "slurm" if variables.slurm_job(os.environ) else "kubernetes" if is_in_pod() else "local"
     ignored = _meant_for_others(options, target)
     for name in ignored:
         setattr(options, name, None)
-    place = {"local": "on this machine", "slurm": "on Slurm", "kubernetes": "on Kubernetes"}[target]
-    said = f"nodes run {place}" + (f", where these mean nothing: {', '.join(map(flag, ignored))}" if ignored else "")
-    say(said + ("; `--target local` keeps them on this host" if target != "local" else ""))
+    text = {"local": "nodes run on this machine", "slurm": "nodes run on Slurm", "kubernetes": "nodes run on Kubernetes"}[
+        target
+    ]
+    text += f", where these are ignored: {', '.join(map(flag, ignored))}" if ignored else ""
+    say(text + ("; `--target local` keeps them on this host" if target != "local" else ""))
     return target
 
 
@@ -82,10 +84,8 @@ def settle_workers(options: argparse.Namespace) -> None:
             f"(--workers-per-node): give multiples of {each}, such as {fewest}:{most}"
         )
     if gpus not in (0, each):
-        raise UsageError(
-            f"--workers-per-node {each} with --gpus {options.gpus}: each worker has one GPU of its own; give --gpus {each}, or "
-            "--workers-per-node gpu"
-        )
+        problem = f"--workers-per-node {each} with --gpus {options.gpus}: each worker has one GPU of its own"
+        raise UsageError(f"{problem}; give --gpus {each}, or --workers-per-node gpu")
     for name, unit in (("cpus", ""), ("mem", "M")):
         low, high = getattr(options, name) or (0, 0)
         if low < high:
@@ -138,11 +138,11 @@ def check_target(options: argparse.Namespace, endpoint: str | None) -> None:
         )
     if options.target == "local":
         _check_this_machine(options)
-    if options.target == "slurm":
+    elif options.target == "slurm":
         from lightning_dlrover.components.targets.slurm import check_commands
 
         check_commands()
-    if options.target == "kubernetes":
+    else:
         if not options.image and not options.pod_template:
             raise UsageError("--target kubernetes needs the --image that nodes run, or a --pod-template with one")
         kubernetes_options(options)
@@ -155,28 +155,23 @@ def check_target(options: argparse.Namespace, endpoint: str | None) -> None:
 
 
 def _check_this_machine(options: argparse.Namespace) -> None:
-    """Check the resources of nodes against this machine, and lower the largest number of workers to its limit.
-
-    Raises:
-        UsageError: nodes would need more than this machine has.
-    """
+    """Check the resources of nodes against this machine, and lower the maximum number of workers to its limit."""
     cores = len(os.sched_getaffinity(0))
     limit = max(LEAST_LOCAL_WORKERS, LOCAL_WORKERS_PER_CORE * cores)
     limit -= limit % options.workers_per_node
     fewest, most = options.workers
     if fewest > limit:
-        raise UsageError(
-            f"--workers {fewest}:{most}: this machine has {cores} cores, which is enough for "
-            f"{counted(limit, 'worker')} at most ({LOCAL_WORKERS_PER_CORE} per core); ask for fewer, or use "
-            "--target slurm or kubernetes"
+        enough = (
+            f"this machine has {cores} cores, enough for {counted(limit, 'worker')} at most ({LOCAL_WORKERS_PER_CORE} per core)"
         )
+        raise UsageError(f"--workers {fewest}:{most}: {enough}; use fewer, or --target slurm or kubernetes")
     if most > limit:
         say(f"at most {counted(limit, 'worker')}, not {most}: this machine has {cores} cores")
         options.workers = fewest, limit
     low, high = options.cpus or (0, 0)
     if high > cores:
-        asked = f"{low}:{high}" if low < high else f"{high}"
-        raise UsageError(f"--cpus {asked}, but only {cores} cores may be used here; ask for {cores} at most")
+        given = f"{low}:{high}" if low < high else f"{high}"
+        raise UsageError(f"--cpus {given}, but only {cores} cores may be used here; give {cores} at most")
     if options.workers_per_node > 1 and not options.gpus and visible_devices(os.environ):
         options.gpus = str(options.workers_per_node)  # otherwise the workers of two nodes would have the same GPUs
     if not options.gpus:
@@ -189,18 +184,13 @@ def _check_this_machine(options: argparse.Namespace) -> None:
     if each * most > there:
         enough = there // each // options.workers_per_node * options.workers_per_node
         seen = f"{DEVICES_VARIABLE} is {os.environ[DEVICES_VARIABLE]!r}" if DEVICES_VARIABLE in os.environ else "by nvidia-smi"
-        raise UsageError(
-            f"{counted(most, 'worker')} with {counted(each, 'GPU')} each: {each * most} needed, {there} found ({seen}); "
-            + (f"--workers {options.workers_per_node}:{enough} is the most that fits" if enough else "use fewer, or none")
-        )
+        fitting = f"--workers {options.workers_per_node}:{enough} is the most that fits" if enough else "use fewer, or none"
+        needs = f"{counted(most, 'worker')} with {counted(each, 'GPU')} each"
+        raise UsageError(f"{needs}: {each * most} needed, {there} found ({seen}); {fitting}")
 
 
 def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
-    """Build the request to Kubernetes for each node.
-
-    Raises:
-        UsageError: a value is invalid.
-    """
+    """Return the settings of each node's pod. Raise UsageError for an invalid value."""
     import yaml
 
     from lightning_dlrover.components.targets.kubernetes import KubernetesOptions, Mount
@@ -211,7 +201,7 @@ def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
     if options.gpus and not re.fullmatch(r"([^:]+:)?[1-9]\d*", options.gpus):
         raise UsageError(f"--gpus {options.gpus!r} is not [RESOURCE:]NUMBER, such as 1 or amd.com/gpu:1")
     if options.queue and options.plain_jobs:
-        raise UsageError(f"--queue {options.queue} is one of Volcano, which --plain-jobs does without: leave one of them out")
+        raise UsageError(f"--queue {options.queue} needs Volcano, and --plain-jobs disables it: leave one of them out")
     template: Any = {}
     if options.pod_template:
         try:
@@ -237,11 +227,7 @@ def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
 
 
 def pairs(options: argparse.Namespace, name: str, form: str) -> dict[str, str]:
-    """Parse the values of an option that may be repeated.
-
-    Raises:
-        UsageError: a value does not have the form `form`.
-    """
+    """Parse the values of an option that may be repeated. Raise UsageError for one that is not of the form `form`."""
     before = r"[A-Za-z_]\w*" if name == "env" else "[^=]+"  # names that a shell accepts
     if wrong := [text for text in getattr(options, name) if not re.match(f"{before}=", text)]:
         raise UsageError(f"{flag(name)} {wrong[0]!r} is not {form}")
@@ -256,7 +242,7 @@ def node_sizes(options: argparse.Namespace) -> tuple[NodeSize, NodeSize]:
 
 
 def objective(options: argparse.Namespace) -> dict[str, str]:
-    """Return checked environment variables that carry the user's objective to the nodes' workers.
+    """Return environment variables that carry the user's objective to the nodes' workers.
 
     Raises:
         ValueError: the options contradict each other.
@@ -270,11 +256,7 @@ def objective(options: argparse.Namespace) -> dict[str, str]:
 
 
 def checked_command(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the script, or `-m` and the module, as torchrun takes it.
-
-    Raises:
-        UsageError: it is missing, unreadable or not valid Python.
-    """
+    """Return the script, or `-m` and the module, as torchrun takes it. Raise UsageError if it cannot be run."""
     if options.target == "kubernetes":  # pods have it in their image or in a volume, so it may not exist here
         return ("-m", options.script) if options.module else (options.script,)
     if not options.module:
@@ -285,11 +267,7 @@ def checked_command(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _file_of_module(name: str, folder: str) -> str:
-    """Return the file that `python -m` would run in a folder; empty if it is none of Python's. No module is imported.
-
-    Raises:
-        UsageError: the module does not exist.
-    """
+    """Return the file that `python -m` would run in a folder; empty if it is not a Python file. No module is imported."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise UsageError(f"-m {name!r} is not the name of a module: give it as in `import`, without a path and without '.py'")
     places: Sequence[str] | None = [folder, *sys.path]
@@ -307,11 +285,7 @@ def _file_of_module(name: str, folder: str) -> str:
 
 
 def checked_script(text: str) -> Path:
-    """Return the absolute path of the script to run.
-
-    Raises:
-        UsageError: the script is missing, unreadable or not valid Python.
-    """
+    """Return the absolute path of the script. Raise UsageError if it is missing, unreadable or not valid Python."""
     script = Path(text)
     if not script.is_file():
         raise UsageError(f"script {text!r} does not exist or is not a file (looked in {Path.cwd()})")
@@ -325,11 +299,7 @@ def checked_script(text: str) -> Path:
 
 
 def checked_prefix(prefix: str) -> str:
-    """Return the folder of all jobs' keys in etcd, without a slash at its end.
-
-    Raises:
-        UsageError: the prefix is malformed.
-    """
+    """Return the folder of all jobs' keys in etcd, without a slash at its end. Raise UsageError if it is malformed."""
     # Agents receive the prefix in --rdzv-conf, where ',' and '=' are separators.
     if not re.fullmatch(r"(/[^/,=\s]+)+/?", prefix):
         raise UsageError(f"--key-prefix {prefix!r} must start with '/' and hold no ',', '=', '//' or space, such as /dlrover")

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, UsageError
-from lightning_dlrover.cli.options import COUNTED, connected_job, counted_field, etcd_access, find_place, tell_problems
-from lightning_dlrover.components.control.nodes import SignalFilter
+from lightning_dlrover.cli.lookup import connected_job, etcd_access, find_place, report_problems
+from lightning_dlrover.cli.options import COUNTED, counted_field
+from lightning_dlrover.components.control.nodes import ShownLog, SignalFilter
 from lightning_dlrover.components.targets.target import LogFile, NodeSpec, TargetError, log_files
 from lightning_dlrover.output import complain, counted, has_terminal, show, text_table
 from lightning_dlrover.rdzv.etcd.connection import full_text
@@ -47,10 +48,8 @@ if TYPE_CHECKING:
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
     from lightning_dlrover.report.status import JobPlace
 
-# `dlrover status` and `dlrover list`: show one job, or all jobs.
-
 WATCH_S = 2.0
-"""Seconds between two looks of `dlrover status --watch`."""
+"""Seconds between two queries of `dlrover status --watch`."""
 
 _STAGES = {
     "requested": "was requested from the scheduler",
@@ -80,13 +79,8 @@ def status_command(options: argparse.Namespace) -> int:
 
 
 def _only_job(options: argparse.Namespace) -> str:
-    """Return the only job that a `dlrover run` of this machine runs in the folder of run folders.
-
-    Raises:
-        UsageError: none exists, or several do.
-    """
-    folders = [file.parent for file in sorted(options.run_dir.glob(f"*/{JOB_FILE}"))]
-    running = [folder.name for folder in folders if is_locked(folder)]
+    """Return the only job that a `dlrover run` of this machine runs in the folder of run folders."""
+    running = [file.parent.name for file in sorted(options.run_dir.glob(f"*/{JOB_FILE}")) if is_locked(file.parent)]
     if len(running) != 1:
         found = f"{', '.join(running)} run" if running else "no job runs"
         raise UsageError(f"{found} in folder {options.run_dir}: name the job, as in `dlrover status JOB`")
@@ -107,7 +101,7 @@ def _show_once(options: argparse.Namespace) -> int:
 
 def _print(options: argparse.Namespace, status: dict[str, Any], problems: list[str]) -> None:
     show(json.dumps(status, indent=2) if options.json else _status_text(status))
-    tell_problems(problems)
+    report_problems(problems)
 
 
 def _status(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -144,14 +138,12 @@ def _status_text(status: dict[str, Any]) -> str:
     if status["progress"]:
         lines.append(progress_text(ProgressRecord(**status["progress"])))
     rate = status["samples_per_s"]
-    lines.append(
-        f"rate: {rate:.0f} samples/s, global batch {status['global_batch_size']}" if rate else "rate: not measured yet"
-    )
+    measured = f"{rate:.0f} samples/s, global batch {status['global_batch_size']}" if rate else "not measured yet"
+    lines.append(f"rate: {measured}")
     lines += [f"reads {text}" for text in status["streams"]]
     lines += _snapshot_lines(status["snapshot"])
     lines += status["values_lost"]
-    plan = status["plan"]
-    if plan:
+    if plan := status["plan"]:
         binding = "" if plan["binding"] else " (a recommendation)"
         each = ", ".join(counted_field(name, plan[name]) for name in COUNTED if name in plan)
         binding += f", {each} each" if each else ""
@@ -159,13 +151,10 @@ def _status_text(status: dict[str, Any]) -> str:
         lines.append(f"plan: {counted(plan['num_workers'], 'worker')}{binding}, by {by}")
     again = f"`dlrover scale {status['run_id']}"
     lines += [f"not tried again: {why}; {again} {size}` does" for size, why in status["failed_sizes"].items()]
-    if status["controller"]:
-        controller = status["controller"]
+    if controller := status["controller"]:
+        line = f"controller: process {controller['pid']} on {controller['host']}, target {controller['target']}"
         nodes = ", ".join(controller["awaited_nodes"])
-        lines.append(
-            f"controller: process {controller['pid']} on {controller['host']}, target {controller['target']}"
-            + (f"; waits for {nodes} to come" if nodes else "")
-        )
+        lines.append(line + (f"; waits for {nodes}" if nodes else ""))
         lines += [f"nodes: {controller['held_up']}"] if controller["held_up"] else []
     elif status["target"] not in (None, "local") and (status["phase"] in ("starting", "training") or status["agents"]):
         lines.append(
@@ -177,11 +166,9 @@ def _status_text(status: dict[str, Any]) -> str:
         lines.append(f"spare process of {spare['owner']}: {spare['state']}{memory}")
     for agent in status["agents"]:
         if agent["waits"]:
-            gives_up = agent["gives_up_in_s"]
-            lines.append(
-                f"node {agent['host']}:{agent['pid']} {agent['waits']}, for {agent['for_s']:.0f} s"
-                + (f", gives up in {max(0.0, gives_up):.0f} s" if gives_up is not None else "")
-            )
+            left_s = agent["gives_up_in_s"]
+            end = f", gives up in {max(0.0, left_s):.0f} s" if left_s is not None else ""
+            lines.append(f"node {agent['host']}:{agent['pid']} {agent['waits']}, for {agent['for_s']:.0f} s{end}")
     for node in status["joining"]:
         lines.append(f"joining: {node['node']} {_STAGES[node['stage']]}, for {node['for_s']:.0f} s")
     rows = [("rank", "state", "step", "process", "worker")]
@@ -194,6 +181,8 @@ def _status_text(status: dict[str, Any]) -> str:
     lines.append(head)
     for worker, line in zip(status["workers"], table, strict=True):
         lines.append(line)
+        if worker["samples"] is not None:
+            lines.append(f"      share by speed: {worker['samples']} of {status['global_batch_size']} samples")
         if worker["waits"]:
             lines.append(f"      {worker['waits']}, for {worker['for_s']:.0f} s")
     if status["events"]:
@@ -229,9 +218,6 @@ def list_command(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-# `dlrover stacks`: collect the stack traces of all workers of a job.
-
-
 def stacks_command(options: argparse.Namespace) -> int:
     """Show the stack traces of all workers of a job."""
     with connected_job(options) as (place, client):
@@ -242,7 +228,7 @@ def stacks_command(options: argparse.Namespace) -> int:
         deadline = time.monotonic() + options.timeout
         while (request := ask_for_stacks(journal, "dlrover stacks", "asked for by `dlrover stacks`")) is None:
             if time.monotonic() > deadline:
-                raise UsageError(f"workers of job {place.run_id!r} ask each other again and again; try again in a moment")
+                raise UsageError(f"other processes keep asking the workers of job {place.run_id!r}; try again in a moment")
         while True:
             answers = {w: a for w, a in read_stacks(journal).items() if a.request >= request.number}
             missing = [w for w in view.survivors if w not in answers]
@@ -259,8 +245,6 @@ def stacks_command(options: argparse.Namespace) -> int:
         show(f"{worker} has not answered within {options.timeout:g} s: it has no DLRoverCallback, was stopped, or runs C code")
     return EXIT_FAILED if missing else EXIT_OK
 
-
-# `dlrover logs`: show the output of all nodes, or follow it.
 
 _OUTPUT_S = 60.0
 """Seconds that followed output may be unreadable before the command fails."""
@@ -283,17 +267,16 @@ def logs_command(options: argparse.Namespace) -> int:
 
 def _print_file(node: str, file: Path) -> int:
     """Print all lines of a file. One that cannot be read, such as another user's, hides no other."""
-    lines, signals = LogFile(file).new_lines(whole=True), SignalFilter()
+    lines = SignalFilter().shown(LogFile(file).new_lines(whole=True), is_complete=True)
     while True:
         try:
             line = next(lines, None)
         except OSError as error:
             complain(f"{file} cannot be read: {error.strerror}")
             return EXIT_FAILED
-        for shown in signals.lines(line) if line is not None else signals.rest():
-            print(f"[{node}] {shown}")
         if line is None:
             return EXIT_OK
+        print(f"[{node}] {line}")
 
 
 @dataclass(frozen=True)
@@ -306,11 +289,7 @@ class _Output:
 
 
 def _output(options: argparse.Namespace, stack: contextlib.ExitStack) -> _Output:
-    """Find a job's output: in a folder of this machine or a shared one, else at its scheduler.
-
-    Raises:
-        UsageError: the output is on another machine.
-    """
+    """Find a job's output: in a folder of this machine or a shared one, else at its scheduler."""
     folder = options.log_dir or options.run_dir / options.job / "logs"
     if options.log_dir is not None and os.path.isdir(options.log_dir / options.job):
         folder = options.log_dir / options.job  # schedulers' targets append the job's name
@@ -337,8 +316,8 @@ def _output(options: argparse.Namespace, stack: contextlib.ExitStack) -> _Output
         return _Output(copies, lambda: target.copy_output(timeout_s=0.0), lambda: target.copy_output(timeout_s=60.0))
     if job.controller is None:
         missing += "; torchrun keeps the output of a job without `dlrover run`: on its terminal, or in its --log-dir"
-    theirs = Path(job.controller.run_dir) / "logs" if job.controller and job.controller.run_dir else None
-    if theirs is not None and job.controller is not None:
+    elif job.controller.run_dir:
+        theirs = Path(job.controller.run_dir) / "logs"
         if os.path.isdir(theirs):
             return _Output(theirs)  # a shared folder
         missing += f"; its `dlrover run` on {job.controller.host} writes to {theirs}, unless it was given a --log-dir"
@@ -354,11 +333,10 @@ class _Follower:
         self._stack = stack
         self._place: JobPlace | None = None
         self._client: EtcdClient | None = None
-        self._files: dict[Path, LogFile] = {}
-        self._filters: dict[Path, SignalFilter] = {}
+        self._files: dict[Path, ShownLog] = {}
         for files in log_files(output.folder).values():
             for file in files:
-                self._files[file] = LogFile(file)
+                self._files[file] = ShownLog(file, SignalFilter())
                 self._files[file].skip()
 
     def run(self) -> None:
@@ -411,12 +389,10 @@ class _Follower:
         for node, files in found.items():
             for file in files:
                 try:
-                    lines = list(self._files.setdefault(file, LogFile(file)).new_lines(whole=is_over))
+                    lines = self._files.setdefault(file, ShownLog(file, SignalFilter())).new_lines(whole=is_over)
                 except OSError as error:
                     lines, problem = [], error  # lines of other files are still shown
-                signals = self._filters.setdefault(file, SignalFilter())
-                shown = [each for line in lines for each in signals.lines(line)]
-                for line in [*shown, *(signals.rest() if is_over else ())]:
+                for line in lines:
                     print(f"[{node}{ranks.get(node, '')}] {line}", flush=True)
         return problem
 
@@ -431,8 +407,8 @@ def _ranks(client: EtcdClient, place: JobPlace) -> tuple[dict[str, str], bool | 
     is_over = view.job is not None and view.job.phase in ("finished", "failed") and not view.agents
     if view.round is None:
         # Nodes that end before they register leave no record, so an empty job may not have started, or may be over.
-        nobody = view.job is None and not view.agents and controller is None
-        return {}, None if nobody else is_over
+        is_empty = view.job is None and not view.agents and controller is None
+        return {}, None if is_empty else is_over
     ranks: dict[str, list[int]] = {}
     for global_rank, worker in enumerate(view.round.members):
         record = view.workers.get(worker)

@@ -21,12 +21,12 @@ from lightning_dlrover.files import atomic_write
 
 ANSWER, PROGRESS = "answer", "progress-"
 REPORT_S = 0.2
-"""Least seconds between two reports."""
+"""Minimum seconds between two reports."""
 LOOK_S, FIRST_LOOK_S = 0.05, 0.005
-"""Seconds between two looks for the answer, and for a moment after the request, when it often comes."""
+"""Seconds between two checks for the answer; the second one just after the request, when the answer often comes."""
 MAX_BYTES = 65_536
 ADMISSION_S = 7 * 86_400.0
-"""A job may wait for others for days. The dispatcher's end ends its jobs, so none waits for nothing."""
+"""Deadline for admission. A job may wait for others for days. Jobs exit with their dispatcher, so no job waits forever."""
 
 
 class NotAdmittedError(TimeoutError):
@@ -70,7 +70,7 @@ class Answer:
 
 
 class AdmissionClient:
-    """One process's place in a dispatcher's folder.
+    """One process's reports to a dispatcher, and the dispatcher's answers.
 
     Args:
         folder: the job's folder for reports and the answer.
@@ -187,13 +187,8 @@ class AdmissionClient:
             data_wait_s=self._data_wait_s,
             threads=self._threads,
         )
-        with suppress(OSError):  # a full disk must not stop training; the dispatcher then knows less
+        with suppress(OSError):  # a full disk must not stop training; the dispatcher then has older figures
             atomic_write(self._path, to_json(report))
-
-
-def needs_admission(environ: Mapping[str, str]) -> bool:
-    """Return whether a dispatcher has started the process with this environment."""
-    return bool(environ.get(variables.SEAT))
 
 
 def has_reported(folder: Path) -> bool:
@@ -231,7 +226,7 @@ def _document(path: Path) -> object:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     with os.fdopen(descriptor, "rb") as stream:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise RecordError(f"{path} is no file")
+            raise RecordError(f"{path} is not a file")
         text = stream.read(MAX_BYTES)
     try:
         return json.loads(text)

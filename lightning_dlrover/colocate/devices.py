@@ -1,4 +1,4 @@
-"""Devices and their use: the GPUs of this machine with their memory by process, and what a job's processes use."""
+"""Devices and their use: the GPUs of this machine with their memory by process, and the resources of a job's processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any
 
 from lightning_dlrover.host import PROC
@@ -20,9 +19,9 @@ log = logging.getLogger(__name__)
 
 SAMPLE_S = 0.2
 END_S = 5.0
-"""Seconds within which the thread must end."""
+"""Deadline, in seconds, for the thread to end."""
 WAIT_S = 1.0
-"""Seconds that a look waits for a call of NVML in the other thread."""
+"""Seconds to wait for a call of NVML in the other thread."""
 PCIE_BYTES_PER_LANE_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """One direction of a lane, by generation of the link (PCI-SIG)."""
 VISIBLE, ORDER, BY_BUS = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
@@ -36,7 +35,7 @@ class Gpu:
         index: as `nvidia-smi` counts.
         uuid: its name in `CUDA_VISIBLE_DEVICES`; CUDA numbers GPUs in another order.
         free_bytes: memory that no process has now.
-        limits: largest use of each resource that NVML knows, by names in `tuning/cluster.py`.
+        limits: largest use of each resource that NVML reports, by names in `tuning/cluster.py`.
     """
 
     index: int
@@ -60,10 +59,7 @@ class GpuSums:
         seconds = self.at_s - then.at_s
         if seconds <= 0:
             return {}
-        return {
-            "gpu": (self.busy_s - then.busy_s) / seconds,
-            "pcie": (self.pcie_bytes - then.pcie_bytes) / seconds,
-        }
+        return {"gpu": (self.busy_s - then.busy_s) / seconds, "pcie": (self.pcie_bytes - then.pcie_bytes) / seconds}
 
 
 @dataclass(frozen=True)
@@ -167,13 +163,11 @@ def bytes_of_jobs(use: GpuUse, used_before: int, jobs: Sequence[JobOnGpu]) -> li
     return [rest if size is None else size for size in known]
 
 
-# Read the memory by process and the utilization of this machine's GPUs from NVML.
-#
 # NVML reports how busy a GPU is, not which process keeps it busy. So these figures describe a job only while it runs alone.
 # In a container, NVML may use other process ids than the container does. A job's memory is then its own report, or
 # the rest that no other job accounts for.
 class GpuWatch:
-    """Measures GPUs a few times a second, in a thread. Use as a context manager."""
+    """Measures GPUs by NVML a few times a second, in a thread. Use as a context manager."""
 
     def __init__(self, nvml: Any, gpus: Collection[Gpu]) -> None:
         self._nvml = nvml
@@ -191,7 +185,7 @@ class GpuWatch:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join(END_S)
 
@@ -239,11 +233,7 @@ class GpuWatch:
         pcie = known(nvml, lambda: _pcie_bytes_per_s(nvml, handle)) if self._has_pcie[index] else None
         now = time.monotonic()
         passed = now - then.at_s
-        sums = GpuSums(
-            now,
-            then.busy_s + passed * busy,
-            then.pcie_bytes + passed * (pcie or 0.0),
-        )
+        sums = GpuSums(now, then.busy_s + passed * busy, then.pcie_bytes + passed * (pcie or 0.0))
         return replace(self._memory(index), sums=sums)
 
 
@@ -266,10 +256,8 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-# Resources in use by a job's processes, from `/proc`.
-
 AGAIN_S = 0.25
-"""Least seconds between two passes over all processes of the machine, unless a root is new."""
+"""Minimum seconds between two passes over all processes of the machine, unless a root is new."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 STAT_BYTES = 1024
 """Longer than any first fields of a process's `stat`."""

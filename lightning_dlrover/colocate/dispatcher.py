@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,16 +58,16 @@ log = logging.getLogger(__name__)
 PR_SET_CHILD_SUBREAPER = 36
 LOOK_S = 0.1
 NEWS_S = 0.01
-"""Seconds between two looks for requests of jobs that start. Until such a job is admitted, its core is idle."""
+"""Seconds between two checks for requests of starting jobs. Until such a job is admitted, its core is idle."""
 END_S = 10.0
-"""Seconds that processes may take to vanish after SIGKILL."""
+"""Deadline, in seconds, for processes to vanish after SIGKILL."""
 GRACE_WITHOUT_STEPS_S = 1.0
 PROBE_STEPS = 3
 """Steps after which the peak of a job shows its need: the second one also holds the optimizer's state."""
 PATIENCE = 3.0
-"""A command that keeps no core busy is probed for this times as long."""
+"""Factor on the probe of a command that keeps no core busy."""
 AGAIN_S = 5.0
-"""Least seconds before an evicted job starts again."""
+"""Minimum seconds before an evicted job starts again."""
 
 
 @dataclass(frozen=True)
@@ -92,35 +92,33 @@ class Dispatcher:
 
     Args:
         folder: holds the jobs' output, each attempt in a folder of its own.
-        places: devices, of different names.
+        devices: have different names.
         shown: called after each look.
         hurry: when set, jobs that end get no more grace period.
-        gpu_watch: measures the GPUs of `places`; None: they have none.
+        gpu_watch: measures the GPUs of `devices`; None: they have none.
     """
 
     def __init__(
         self,
         folder: Path,
         journal: Journal,
-        places: Sequence[LocalDevice],
+        devices: Sequence[LocalDevice],
         scheduler: Scheduler,
         knowledge: Knowledge,
         rules: Rules | None = None,
         shown: Callable[[Dispatcher], None] = lambda _: None,
         hurry: threading.Event | None = None,
-        clock: Callable[[], float] = time.monotonic,
         gpu_watch: GpuWatch | None = None,
     ) -> None:
         self.folder = folder
         self.journal = journal
-        self.places = {place.name: place for place in places}
+        self.devices = {device.name: device for device in devices}
         self.knowledge = knowledge
         self._scheduler = scheduler
         self._rules = rules or Rules()
         self._shown = shown
         self._hurry = hurry or threading.Event()
-        self._clock = clock
-        self._epoch_s = time.time() - clock()
+        self._epoch_s = time.time() - time.monotonic()
         self.running: dict[str, WatchedJob] = {}
         self.ended: dict[str, Ended] = {}
         self.past: list[WatchedJob] = []
@@ -133,7 +131,7 @@ class Dispatcher:
         self._families = Families()
         self._gpu_watch = gpu_watch
         self._settled_s = 0.0  # moment of the last end of a job
-        self._meters = {place.name: InterferenceMeter(place.name, place.kind) for place in places}
+        self._meters = {device.name: InterferenceMeter(device.name, device.kind) for device in devices}
         for record in journal.records:
             self._recall(record)
 
@@ -145,10 +143,10 @@ class Dispatcher:
         Raises:
             ValueError: a job of the same name is in the queue, and differs; or no device is of the kind that a job asks for.
         """
-        kinds = {place.where for place in self.places.values()}
+        kinds = {device.where for device in self.devices.values()}
         for spec in (*specs, *self._specs.values()):
             if spec.name not in self.ended and spec.device not in ("any", *kinds):
-                have = ", ".join(self.places)
+                have = ", ".join(self.devices)
                 raise ValueError(f"job {spec.name!r} asks for device {spec.device!r}; --devices has only {have}")
         for spec in specs:
             known = self._specs.get(spec.name)
@@ -164,7 +162,7 @@ class Dispatcher:
 
     def waiting(self) -> list[Waiting]:
         """Return the jobs that have no processes, in the order of their arrival."""
-        types: set[Where] = {place.where for place in self.places.values()}
+        types: set[Where] = {device.where for device in self.devices.values()}
         return [
             Waiting(
                 name=name,
@@ -181,7 +179,7 @@ class Dispatcher:
 
     def now_epoch(self) -> float:
         """Seconds since the epoch, by the dispatcher's clock."""
-        return self._epoch_s + self._clock()
+        return self._epoch_s + time.monotonic()
 
     def _recall(self, record: Record) -> None:
         if isinstance(record, Added):
@@ -207,16 +205,16 @@ class Dispatcher:
         """
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._settle_former()
-        cores = sum(place.num_cores for place in self.places.values())
-        memory_bytes = sum(place.memory_bytes for place in self.places.values())
+        cores = sum(device.num_cores for device in self.devices.values())
+        memory_bytes = sum(device.memory_bytes for device in self.devices.values())
         self.journal.add(Opened(self._scheduler.policy_name, cores, memory_bytes, self.now_epoch()))
         try:
             while self.running or self.waiting():
-                began = self._clock()
+                began = time.monotonic()
                 self.look()
                 self._shown(self)
                 if self.running or self.waiting():
-                    self._await_news(max(NEWS_S, LOOK_S - (self._clock() - began)))
+                    self._await_news(max(NEWS_S, LOOK_S - (time.monotonic() - began)))
         finally:
             self._stop()
 
@@ -226,7 +224,7 @@ class Dispatcher:
         for job in self.running.values():
             if job.supervised.end_descriptor is not None:
                 ends.register(job.supervised.end_descriptor, select.POLLIN)
-        starting = [job.seat for job in self.running.values() if job.phase == "starting" and not job.has_reported]
+        starting = [job.admission for job in self.running.values() if job.phase == "starting" and not job.has_reported]
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             if ends.poll(1000 * (min(NEWS_S, left_s) if starting else left_s)) or any(map(has_reported, starting)):
@@ -239,44 +237,74 @@ class Dispatcher:
             is_settled = (name, attempt) in self.ends or name in self.running or name not in self._specs
             if is_settled or outcome is None or outcome.asked_to_end:
                 continue
-            result = "done" if outcome.succeeded else "failed"
-            run_s = max(0.0, outcome.ended_s - outcome.began_s)
-            spans = (Span("running", outcome.began_s, outcome.ended_s),)
-            used = outcome.cpu_s, outcome.largest_process_bytes
-            reason = "" if result == "done" else outcome.text
-            ended = Ended(name, attempt, result, outcome.exit_code, reason, outcome.ended_s, run_s, 0.0, *used, spans=spans)
+            ended = Ended(
+                job=name,
+                attempt=attempt,
+                result="done" if outcome.succeeded else "failed",
+                code=outcome.exit_code,
+                reason="" if outcome.succeeded else outcome.text,
+                at=outcome.ended_s,
+                run_s=max(0.0, outcome.ended_s - outcome.began_s),
+                paused_s=0.0,
+                cpu_s=outcome.cpu_s,
+                peak_bytes=outcome.largest_process_bytes,
+                spans=(Span("running", outcome.began_s, outcome.ended_s),),
+            )
             self._record(ended)
 
     def look(self) -> None:
         """Look at all jobs once, decide, and act."""
-        now = self._clock()
+        now = time.monotonic()
         below = self._families.below([job.supervised.supervisor_pid for job in self.running.values()], now)
         for job in list(self.running.values()):
             if (outcome := job.supervised.outcome()) is not None:
                 self._settle(job, outcome, now)
-                continue
-            job.look(now, below[job.supervised.supervisor_pid])
+            else:
+                job.look(now, below[job.supervised.supervisor_pid])
         if self._gpu_watch is not None:
-            _look_at_gpus(self._gpu_watch, self._settled_s, self.places, self.running.values(), below)
+            self._look_at_gpus(self._gpu_watch, below)
         for job in self.running.values():
             self._follow(job, now)
         self._learn(now)
-        for place in self.places.values():
-            for action in memory_actions(place.sizes, self._tenants(place)):
+        for device in self.devices.values():
+            for action in memory_actions(device.sizes, self._tenants(device)):
                 self._act(action, now)
-        tenants = [tenant for place in self.places.values() for tenant in self._tenants(place)]
-        for action in self._scheduler.actions(now, list(self.places.values()), self.waiting(), tenants):
+        tenants = [tenant for device in self.devices.values() for tenant in self._tenants(device)]
+        for action in self._scheduler.actions(now, list(self.devices.values()), self.waiting(), tenants):
             self._act(action, now)
         self._share_threads()
 
+    def _look_at_gpus(self, watch: GpuWatch, below: Mapping[int, Sequence[int]]) -> None:
+        """Pass each job on a GPU its part of that GPU's memory.
+
+        Args:
+            below: ids of the processes of each supervisor.
+        """
+        for device in self.devices.values():
+            here = [job for job in self.running.values() if job.device == device.name]
+            if device.gpu is None or not here:
+                continue
+            # The memory of the job that ended last must no longer be counted.
+            use = watch.use(device.gpu.index, self._settled_s)
+            known = [
+                JobOnGpu(
+                    below[job.supervised.supervisor_pid],
+                    sum(each.gpu_bytes for each in job.reports) if job.reports else None,
+                    job.charges["gpu"],
+                )
+                for job in here
+            ]
+            for job, size in zip(here, bytes_of_jobs(use, watch.used_before[device.gpu.index], known), strict=True):
+                job.look_at_gpu(use.sums, size)
+
     def _follow(self, job: WatchedJob, now: float) -> None:
         """Move a job to the phase that its own processes have reached, or end it if it hangs."""
-        if job.phase in ("starting", "running") and job.asks:
+        if job.is_active and job.asks:
             job.probed = {}
             job.charges = {m: min(charge, int(GROWTH * job.resident_bytes(m))) for m, charge in job.charges.items()}
             # On the host, a process just before its first step has most of its final memory.
-            knows_gpu = "gpu" not in job.charges or self.knowledge.knows(job.spec, "gpu", "gpu") or job.estimate("gpu")[0] > 0
-            job.guessed = set() if knows_gpu else {"gpu"}
+            has_peak = "gpu" not in job.charges or self.knowledge.has_gpu_peak(job.spec) or job.estimate("gpu")[0] > 0
+            job.guessed = set() if has_peak else {"gpu"}
             job.enter("asks", now)
         elif job.phase == "starting" and self._is_probed(job, now):
             job.probed = {m: self.knowledge.probed_bytes(job.spec, job.where, m, job.peaks.get(m, 0)) for m in job.charges}
@@ -291,8 +319,8 @@ class Dispatcher:
             log.warning("job %s does not end: its supervisor is killed, too", job.spec.name)
             job.grace_over_s = now
             _kill(job)
-        if job.phase in ("starting", "running") and now - job.moved_s > self._rules.hang_s:
-            used = "a core" if self.places[job.device].gpu is None else "a core or its GPU"
+        if job.is_active and now - job.moved_s > self._rules.hang_s:
+            used = "a core" if self.devices[job.device].gpu is None else "a core or its GPU"
             reason = f"no step and no use of {used} for {self._rules.hang_s:.0f} s: it hangs"
             self._act(End(job.spec.name, "failed", reason), now)
 
@@ -306,29 +334,29 @@ class Dispatcher:
     def _learn(self, now: float) -> None:
         by_device = defaultdict(list)
         for job in self.running.values():
-            if job.phase in ("starting", "running", "ending"):
+            if job.is_active or job.phase == "ending":
                 step_bytes = job.reports[0].step_bytes if job.reports else 0
                 reports = bool(job.reports) or job.phase == "starting"
                 co_runner = CoRunner(job.spec.name, job.spec.kind, job.moment(), step_bytes, reports)
                 by_device[job.device].append(co_runner)
         for name, meter in self._meters.items():
-            alone = self.knowledge.alone(self.places[name].kind)
+            alone = self.knowledge.alone(self.devices[name].kind)
             for record in meter.look(now, by_device[name], alone):
                 if self.knowledge.learn(record):
                     self.journal.add(record)
 
-    def _tenants(self, place: LocalDevice) -> list[Tenant]:
+    def _tenants(self, device: LocalDevice) -> list[Tenant]:
         return [
             job.tenant(
                 {
                     memory: self.knowledge.need_bytes(
-                        job.spec, place.where, memory, job.estimate(memory), job.resident_bytes(memory), size
+                        job.spec, device.where, memory, job.estimate(memory), job.resident_bytes(memory), size
                     )
-                    for memory, size in place.sizes.items()
+                    for memory, size in device.sizes.items()
                 }
             )
             for job in self.running.values()
-            if job.device == place.name
+            if job.device == device.name
         ]
 
     # --- actions -------------------------------------------------------------------------------------------------------------
@@ -345,7 +373,7 @@ class Dispatcher:
         elif isinstance(action, Charge):
             job.charges[action.memory] = action.charge_bytes
         elif isinstance(action, Shrink):
-            log.warning("job %s goes on with %d processes: %s", action.job, action.num_processes, action.reason)
+            log.warning("job %s continues with %d processes: %s", action.job, action.num_processes, action.reason)
             job.most_processes, job.asked_to_shrink_s = action.num_processes, now
             self._answer(job, job.answered)
         elif isinstance(action, Pause):
@@ -377,38 +405,46 @@ class Dispatcher:
         attempt = self._attempts[start.job] + 1
         while (folder := self.folder / "jobs" / start.job / str(attempt)).exists():
             attempt += 1  # the journal was edited or removed
-        seat = folder / "seat"
-        seat.mkdir(parents=True)
-        place = self.places[start.device]
-        if self.knowledge.is_familiar(spec.kind, place.kind):
-            write_answer(seat, Answer(memory_known=True))
+        admission = folder / "admission"
+        admission.mkdir(parents=True)
+        device = self.devices[start.device]
+        if self.knowledge.is_familiar(spec.kind, device.kind):
+            write_answer(admission, Answer(memory_known=True))
         self.journal.add(Started(start.job, attempt, start.device, self.now_epoch()))
         self._attempts[start.job] = attempt
-        threads = self._scheduler.threads(place, 2)
-        of_place = place.environment(threads)
+        threads = self._scheduler.threads(device)
+        own = device.environment(threads)
         environment = {
             **os.environ,
-            **of_place,
+            **own,
             **spec.env,
-            VISIBLE: of_place[VISIBLE],
-            variables.SEAT: str(seat.resolve()),
+            VISIBLE: own[VISIBLE],
+            variables.SEAT: str(admission.resolve()),
             variables.QUEUE: self.journal.queue,
         }
         try:
-            supervised = SupervisedJob(spec.command, folder.resolve(), spec.folder, environment, place.cores)
+            supervised = SupervisedJob(spec.command, folder.resolve(), spec.folder, environment, device.cores)
         except (OSError, ValueError) as error:  # its folder is gone, or its arguments are too long
             reason = f"its command cannot be started in {spec.folder}: {error}"
             self._record(Ended(start.job, attempt, "failed", 127, reason, self.now_epoch(), 0.0, 0.0, 0.0, 0))
             return
         self.running[start.job] = WatchedJob(
-            spec, attempt, start.device, supervised, seat, self._added_s[start.job], now, {**start.charges}, threads=threads
+            spec,
+            attempt,
+            start.device,
+            supervised,
+            admission,
+            self._added_s[start.job],
+            now,
+            {**start.charges},
+            threads=threads,
         )
 
     def _share_threads(self) -> None:
         """Give the jobs that run on a device its cores."""
-        for place in self.places.values():
-            active = [job for job in self.running.values() if job.device == place.name and job.phase in ("starting", "running")]
-            shares = self._scheduler.thread_shares(place, [job.spec.kind if job.phase == "running" else "" for job in active])
+        for device in self.devices.values():
+            active = [job for job in self.running.values() if job.device == device.name and job.is_active]
+            shares = self._scheduler.thread_shares(device, [job.spec.kind if job.phase == "running" else "" for job in active])
             for job, threads in zip(active, shares, strict=True):
                 if job.phase == "running" and job.reports and job.threads != threads:
                     job.threads = threads
@@ -417,7 +453,7 @@ class Dispatcher:
     def _answer(self, job: WatchedJob, request: int) -> None:
         """Answer a job with the memory that it may use, with all requests up to this one granted."""
         try:
-            write_answer(job.seat, Answer(request > 0, request, job.threads, most_processes=job.most_processes))
+            write_answer(job.admission, Answer(request > 0, request, job.threads, most_processes=job.most_processes))
             job.answered = request
         except OSError as error:
             log.warning("job %s gets no answer: %s", job.spec.name, error)
@@ -468,31 +504,26 @@ class Dispatcher:
         self.knowledge.learn_end(self._specs[ended.job], ended)
 
     def _result(self, job: WatchedJob, outcome: Outcome) -> tuple[str, str]:
-        if outcome.code is not None and not outcome.asked_to_end:
-            return self._own_result(outcome, job.supervised)
-        if job.end_result == "evicted" and self._evictions[job.spec.name] >= self._rules.max_evictions:
-            return "failed", f"{job.end_reason}; it had to give its memory back {self._rules.max_evictions} times before"
-        if job.end_result:
+        """Return a job's result and its reason: the dispatcher's if it has ended the job, else the command's own."""
+        if job.end_result and (outcome.code is None or outcome.asked_to_end):
+            if job.end_result == "evicted" and self._evictions[job.spec.name] >= self._rules.max_evictions:
+                return "failed", f"{job.end_reason}; it had to give its memory back {self._rules.max_evictions} times before"
             return job.end_result, job.end_reason
-        return self._own_result(outcome, job.supervised)
-
-    @staticmethod
-    def _own_result(outcome: Outcome, supervised: SupervisedJob) -> tuple[str, str]:
         if outcome.succeeded:
             return "done", ""
-        last = supervised.last_words()
+        last = job.supervised.last_words()
         return "failed", outcome.text + (f": {last}" if last else "")
 
     def _stop(self) -> None:
         """End all jobs, as with the dispatcher's own end, and record it."""
-        now = self._clock()
+        now = time.monotonic()
         for job in self.running.values():
             if not job.end_result:
                 job.end_result, job.end_reason = "stopped", "the dispatcher was stopped"
             self._end(job, now)
         failed: OSError | None = None
         deadline = now + self._rules.grace_s + END_S
-        while self.running and self._clock() < deadline:
+        while self.running and time.monotonic() < deadline:
             if self._hurry.is_set():
                 self._hurry.clear()
                 for job in self.running.values():
@@ -500,7 +531,7 @@ class Dispatcher:
             for job in list(self.running.values()):
                 if (outcome := job.supervised.outcome()) is not None:
                     try:
-                        self._settle(job, outcome, self._clock())
+                        self._settle(job, outcome, time.monotonic())
                     except OSError as error:  # the others must end, too
                         failed = failed or error
             time.sleep(0.02)
@@ -515,7 +546,9 @@ class Dispatcher:
 
     def _end_leftovers(self, of: WatchedJob | None = None) -> None:
         """Kill processes of this queue, or of a job, that have no supervisor: it was killed, or a former dispatcher was."""
-        variable, value = (variables.SEAT, str(of.seat.resolve())) if of is not None else (variables.QUEUE, self.journal.queue)
+        variable, value = (
+            (variables.SEAT, str(of.admission.resolve())) if of is not None else (variables.QUEUE, self.journal.queue)
+        )
         _end_marked(variable, value, {job.supervised.supervisor_pid for job in self.running.values()})
 
 
@@ -550,38 +583,6 @@ def _end_marked(variable: str, value: str, supervisors: Collection[int] = ()) ->
             log.warning("processes %s of this queue do not end", left)
             return
         time.sleep(0.02)
-
-
-def _look_at_gpus(
-    watch: GpuWatch,
-    settled_s: float,
-    places: Mapping[str, LocalDevice],
-    jobs: Iterable[WatchedJob],
-    below: Mapping[int, Sequence[int]],
-) -> None:
-    """Publish to each job on a GPU its part of that GPU's memory.
-
-    Args:
-        settled_s: moment of the last end of a job; its memory must no longer be counted.
-        below: ids of the processes of each supervisor.
-    """
-    by_device: dict[str, list[WatchedJob]] = defaultdict(list)
-    for job in jobs:
-        by_device[job.device].append(job)
-    for name, here in by_device.items():
-        gpu = places[name].gpu
-        if gpu is not None:
-            use = watch.use(gpu.index, settled_s)
-            known = [
-                JobOnGpu(
-                    below[job.supervised.supervisor_pid],
-                    sum(each.gpu_bytes for each in job.reports) if job.reports else None,
-                    job.charges["gpu"],
-                )
-                for job in here
-            ]
-            for job, size in zip(here, bytes_of_jobs(use, watch.used_before[gpu.index], known), strict=True):
-                job.look_at_gpu(use.sums, size)
 
 
 def _kill(job: WatchedJob) -> None:

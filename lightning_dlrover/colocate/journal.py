@@ -20,8 +20,6 @@ from lightning_dlrover.colocate.devices import VISIBLE
 from lightning_dlrover.colocate.tenants import Where
 from lightning_dlrover.files import RecordFile, RecordForm, read_lines
 
-# Read `jobs.yaml`: the jobs of a queue, each a training command.
-
 DEVICES = ("any", "cpu", "gpu")
 MAX_JOBS = 10_000
 MAX_PRIORITY = 1_000
@@ -68,10 +66,9 @@ class JobSpec:
     declared_kind: str = ""
 
     def __post_init__(self) -> None:
-        if not NAME.fullmatch(self.name):
-            raise ValueError(f"name {self.name!r}: up to 100 letters, digits and `._-`, the first a letter or digit")
-        if self.declared_kind and not NAME.fullmatch(self.declared_kind):
-            raise ValueError(f"kind {self.declared_kind!r}: up to 100 letters, digits and `._-`, the first a letter or digit")
+        for what, text in (("name", self.name), ("kind", self.declared_kind or self.name)):
+            if not NAME.fullmatch(text):
+                raise ValueError(f"{what} {text!r}: up to 100 letters, digits and `._-`, the first a letter or digit")
         if not self.command or not all(self.command[:1]):
             raise ValueError("command is empty; give the program and its arguments")
         if self.device not in DEVICES:
@@ -360,14 +357,7 @@ class Ended:
 Record: TypeAlias = Opened | Added | Started | Profiled | Rates | Ended
 FORM = RecordForm(
     header=Header,
-    records={
-        "opened": Opened,
-        "added": Added,
-        "started": Started,
-        "profiled": Profiled,
-        "rates": Rates,
-        "ended": Ended,
-    },
+    records={"opened": Opened, "added": Added, "started": Started, "profiled": Profiled, "rates": Rates, "ended": Ended},
     format=FORMAT,
     file_of="a queue",
     line_of="a record of a queue",
@@ -376,11 +366,11 @@ FORM = RecordForm(
 )
 
 
-# The history of a queue's jobs: records as lines of JSON, each on disk before the dispatcher acts on it.
-#
-# A dispatcher that was killed leaves the file as it is. The next one reads it and continues.
 class Journal(RecordFile[Header]):
-    """The journal of one folder, which this process alone may add to. Use as a context manager.
+    """The history of one folder's queue, which this process alone may add to. Use as a context manager.
+
+    Records are lines of JSON, each on disk before the dispatcher acts on it. A dispatcher that was killed leaves the file as
+    it is, and the next one continues it.
 
     Raises:
         JournalError: the folder's journal is unreadable, or in use.

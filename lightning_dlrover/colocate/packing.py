@@ -22,17 +22,14 @@ from lightning_dlrover.tuning.cluster import (
     Floats,
     Job,
     Policy,
-    Profile,
     State,
     is_overdue,
     turn_of,
 )
 
-# An allocation while a policy builds it: workers on each device, and the room left.
-
 
 class Packing:
-    """Starts with the running jobs, which stay where they are, and grows by `start`.
+    """An allocation while a policy builds it: the running jobs, which stay where they are, and those that it starts.
 
     Memory and places are hard: `start` refuses to exceed them. The limits of other resources are only asked for.
     """
@@ -41,52 +38,47 @@ class Packing:
         self.devices = {device.name: device for device in state.devices}
         if len(self.devices) != len(state.devices):
             raise ValueError(f"two of the devices {sorted(d.name for d in state.devices)} have one name")
+        self.allocation: dict[str, tuple[str, ...]] = {}
         self._workers: dict[str, list[Job]] = {name: [] for name in self.devices}
         self._used = dict.fromkeys(self.devices, 0)
         self._host_used: Counter[str] = Counter()  # host memory of workers on GPUs, by node
         self._use: defaultdict[tuple[str, str], float] = defaultdict(float)  # amounts by node or device, and resource
         self._hosts = {device.node: device for device in state.devices if device.is_host}
-        self._host_limits: dict[tuple[str, str], float] = {}
-        for device in state.devices:
-            for resource in HOST_RESOURCES:
-                if resource in device.limits:
-                    self._host_limits[device.node, resource] = device.limits[resource]
-        self._allocation: dict[str, tuple[str, ...]] = {}
+        self._host_limits = {
+            (device.node, resource): device.limits[resource]
+            for device in state.devices
+            for resource in HOST_RESOURCES
+            if resource in device.limits
+        }
         self._closed: set[str] = set()
         for running in state.running:
             self._enter(running.job, running.devices)
 
-    @property
-    def allocation(self) -> Allocation:
-        return dict(self._allocation)
-
     def members(self, device: Device) -> tuple[Job, ...]:
-        """The workers on a device; a job with two workers there appears twice."""
+        """Return the workers on a device."""
         return tuple(self._workers[device.name])
 
     def free_bytes(self, device: Device) -> int:
-        """Memory of a device that no worker has."""
-        return self._room(device) - self._used[device.name]
+        """Return the memory of a device that no worker has."""
+        on_gpus = self._host_used[device.node] if device.is_host else 0
+        return device.memory_bytes - on_gpus - self._used[device.name]
 
     def open_devices(self) -> list[Device]:
-        """Devices with a free place that are not kept free for another job, in the order of the state."""
+        """Return the devices with a free place that are not kept free for another job, in the order of the state."""
         return [d for d in self.devices.values() if d.name not in self._closed and len(self._workers[d.name]) < d.places]
 
     def close(self, devices: Iterable[Device]) -> None:
         """Let no more jobs start on these devices."""
         self._closed.update(device.name for device in devices)
 
-    def fits(self, job: Job, device: Device, beside: Sequence[Job] = ()) -> bool:
-        """Whether the device has memory and a slot for one more worker, given those present and those of `beside`."""
+    def fits(self, job: Job, device: Device, others: Sequence[Job] = ()) -> bool:
+        """Whether the device has memory and a slot for one more worker, given those present and `others`."""
         workers = self._workers[device.name]
-        if device.name in self._closed or len(workers) + len(beside) >= device.places:
+        if device.name in self._closed or len(workers) + len(others) >= device.places:
             return False
-        profile = job.profiles.get(device.kind)
-        if profile is None or any(
-            other.name != job.name and (job.exclusive or other.exclusive) for other in (*workers, *beside)
-        ):
+        if device.kind not in job.profiles:
             return False
-        profiles = (profile, *(other.profiles[device.kind] for other in beside))
+        profiles = [each.profiles[device.kind] for each in (job, *others)]
         if sum(p.memory_bytes for p in profiles) > self.free_bytes(device):
             return False
         host = self._hosts.get(device.node)
@@ -108,35 +100,36 @@ class Packing:
                 used[index] = (present + sum(job.profiles[device.kind].use.get(resource, 0.0) for job in jobs)) / limit
         return used
 
-    def start(self, job: Job, devices: Sequence[Device]) -> None:
-        """Give a waiting job its devices.
+    def present_use(self, device: Device) -> float:
+        """Return the largest fraction of a limit that the workers on a device use; 0 on an empty one."""
+        return float(self.use_of_limits((), device, with_present=True).max()) if self.members(device) else 0.0
+
+    def start(self, job: Job, device: Device) -> None:
+        """Give a waiting job of one device that device.
 
         Raises:
-            ValueError: the job runs already, or one of the devices has no room for it.
+            ValueError: the job runs already or asks for several devices, or the device has no room for it.
         """
-        if job.name in self._allocation:
-            raise ValueError(f"job {job.name!r} runs on {self._allocation[job.name]} already")
-        for device, workers in Counter(d.name for d in devices).items():
-            if not self.fits(job, self.devices[device], (job,) * (workers - 1)):
-                raise ValueError(f"{workers} workers of job {job.name!r} do not fit on device {device!r}")
-        self._enter(job, tuple(device.name for device in devices))
+        if job.name in self.allocation:
+            raise ValueError(f"job {job.name!r} runs on {self.allocation[job.name]} already")
+        if job.num_devices > 1 or not self.fits(job, device):
+            raise ValueError(f"job {job.name!r} of {job.num_devices} devices does not fit on device {device.name!r}")
+        self._enter(job, (device.name,))
 
     def _enter(self, job: Job, names: Sequence[str]) -> None:
-        self._allocation[job.name] = tuple(names)
+        self.allocation[job.name] = tuple(names)
         for name in names:
             device = self.devices.get(name)
             if device is None:
                 raise ValueError(f"job {job.name!r} runs on device {name!r}, which is not among {sorted(self.devices)}")
-            profile = _profile(job, device)
+            if device.kind not in job.profiles:
+                raise ValueError(f"job {job.name!r} has no profile for {device.kind!r}, the kind of device {name!r}")
+            profile = job.profiles[device.kind]
             self._workers[name].append(job)
             self._used[name] += profile.memory_bytes
             self._host_used[device.node] += profile.host_memory_bytes
             for resource, amount in profile.use.items():
-                self._use[_scope(device, resource), resource] += amount
-
-    def _room(self, device: Device) -> int:
-        """Bytes that the workers on a device may have together."""
-        return device.memory_bytes - (self._host_used[device.node] if device.is_host else 0)
+                self._use[device.node if resource in HOST_RESOURCES else name, resource] += amount
 
 
 def why_never(job: Job, devices: Sequence[Device]) -> str | None:
@@ -157,30 +150,18 @@ def why_never(job: Job, devices: Sequence[Device]) -> str | None:
     return None
 
 
-def _profile(job: Job, device: Device) -> Profile:
-    try:
-        return job.profiles[device.kind]
-    except KeyError:
-        raise ValueError(f"job {job.name!r} has no profile for {device.kind!r}, the kind of device {device.name!r}") from None
-
-
-def _scope(device: Device, resource: str) -> str:
-    """The owner of a resource's limit: the node or the device."""
-    return device.node if resource in HOST_RESOURCES else device.name
-
-
 WINDOW = 64
-"""Waiting jobs that one decision considers, the first in order. Bounds the time of a decision."""
+"""Maximum number of waiting jobs that one decision considers, in their order. Bounds the time of a decision."""
 
-PlacementRule = Callable[[Packing, Sequence[Job], float], None]
-"""Starts some of these jobs, which have one priority and are in order of submission, in a packing. The float is now, s."""
+PlacementRule = Callable[[Packing, Sequence[Job]], None]
+"""Starts some of these jobs, which have one priority and are in order of submission, in a packing."""
 
 
 # The bound on waiting that every policy keeps, and the order of priorities.
 #
-# Jobs that have waited longer than `max_wait_s` go first, the longest wait before all. Where such a job does not fit, the
-# devices with the fewest workers are closed for all others until it does. Those lose workers and gain none, so the job
-# starts as soon as they have ended. Below that, no job of a lower priority is considered before those of a higher one.
+# Jobs that have waited longer than `max_wait_s` go first, in the order of their waits. Where such a job does not fit, the
+# device with the fewest workers is closed for all others until it does. It loses workers and gains none, so the job starts
+# as soon as they have ended. Below that, no job of a lower priority is considered before those of a higher one.
 def with_bounded_wait(place: PlacementRule, max_wait_s: float) -> Policy:
     """Return the policy that places jobs with `place`, priority by priority, after those that have waited too long."""
 
@@ -195,59 +176,34 @@ def with_bounded_wait(place: PlacementRule, max_wait_s: float) -> Policy:
         for _, jobs in groupby(islice(others, WINDOW), lambda job: job.priority):
             if not packing.open_devices():
                 break
-            place(packing, list(jobs), state.now_s)
+            place(packing, list(jobs))
         return packing.allocation
 
     return decide
 
 
-def spread(packing: Packing, job: Job) -> list[Device] | None:
-    """Return the devices with the fewest workers that fit a job, all of its fastest possible kind; None: too few exist."""
+def emptiest(packing: Packing, job: Job) -> Device | None:
+    """Return the device with the fewest workers that fits a job, of its fastest possible kind; None: it fits on none."""
     open_devices = packing.open_devices()
     for kind in sorted(job.profiles, key=lambda kind: (-job.profiles[kind].steps_per_s, kind)):
         fitting = [device for device in open_devices if device.kind == kind and packing.fits(job, device)]
-        wanted = num_wanted(job, kind, packing)
-        if wanted and len(fitting) >= wanted:
-            return sorted(fitting, key=lambda device: (len(packing.members(device)), device.name))[:wanted]
+        if fitting:
+            return min(fitting, key=lambda device: (len(packing.members(device)), device.name))
     return None
 
 
-def start_spread(packing: Packing, jobs: Sequence[Job]) -> list[Job]:
-    """Start those jobs of several devices that fit, on the devices with the fewest workers. Return the jobs of one device."""
-    for job in jobs:
-        if job.num_devices > 1 and (devices := spread(packing, job)) is not None:
-            packing.start(job, devices)
-    return [job for job in jobs if job.num_devices == 1]
-
-
-def num_wanted(job: Job, kind: str, packing: Packing) -> int:
-    """Number of devices that a job starts with: as requested, or its minimum if too few are large enough; 0: none."""
-    large = _large_enough(job, kind, packing)
-    return job.num_devices if len(large) >= job.num_devices else job.fewest_devices if len(large) >= job.fewest_devices else 0
-
-
 def _start_or_reserve(packing: Packing, job: Job) -> None:
-    devices = spread(packing, job)
-    if devices is not None and all(packing.fits(job, device) for device in devices):
-        packing.start(job, devices)
+    if (device := emptiest(packing, job)) is not None:
+        packing.start(job, device)
         return
-    if why_never(job, tuple(packing.devices.values())) is not None:
-        return
-    kinds = [kind for kind in job.profiles if num_wanted(job, kind, packing)]
-    closing = {
-        kind: sorted(_large_enough(job, kind, packing), key=lambda d: (len(packing.members(d)), d.name))[
-            : num_wanted(job, kind, packing)
-        ]
-        for kind in kinds
-    }
-    # The kind with the fewest workers to wait for; the faster one if they are equal.
-    kind = min(kinds, key=lambda k: (sum(len(packing.members(d)) for d in closing[k]), -job.profiles[k].steps_per_s, k))
-    packing.close(closing[kind])
-
-
-def _large_enough(job: Job, kind: str, packing: Packing) -> list[Device]:
-    profile = job.profiles[kind]
-    return [d for d in packing.devices.values() if d.kind == kind and profile.memory_bytes <= d.memory_bytes]
+    large = [
+        device
+        for device in packing.devices.values()
+        if device.kind in job.profiles and job.profiles[device.kind].memory_bytes <= device.memory_bytes
+    ]
+    if large:
+        # The device with the fewest workers to wait for, on the faster kind if they are equal.
+        packing.close([min(large, key=lambda d: (len(packing.members(d)), -job.profiles[d.kind].steps_per_s, d.kind, d.name))])
 
 
 # Maximum-weight matching, and the best partition into sets.
@@ -299,7 +255,7 @@ def best_partition(set_costs: dict[int, float], num_items: int) -> list[int]:
 
 
 def _greedy(gains: Floats) -> NDArray[np.intp]:
-    """The partner of each node, itself where it has none."""
+    """Match the heaviest edges first. Return the partner of each node, itself where it has none."""
     rows, columns = np.nonzero(np.triu(gains, 1))
     order = np.argsort(-gains[rows, columns], kind="stable")
     partner = np.arange(len(gains))
@@ -312,6 +268,7 @@ def _greedy(gains: Floats) -> NDArray[np.intp]:
 
 
 def _improved(gains: Floats, partner: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Exchange partners while that gains."""
     nodes = np.arange(len(gains))
     for _ in range(4 * len(gains)):
         now = gains[nodes, partner]
@@ -336,7 +293,7 @@ def _improved(gains: Floats, partner: NDArray[np.intp]) -> NDArray[np.intp]:
 
 
 FEW = 24
-"""Jobs to choose from even where only one place is free."""
+"""Minimum number of jobs to choose from, even where only one place is free."""
 
 
 @dataclass(frozen=True)
@@ -394,7 +351,6 @@ class Room:
             [packing.free_bytes(d) if g.device else d.memory_bytes for g, d in zip(groups, on, strict=True)], dtype=float
         )
         self._places = np.array([min(device.places, most_together) for device in on])
-        self._exclusive = np.array([any(job.exclusive for job in group.members) for group in groups])
         self._use = np.zeros((len(groups), len(RESOURCES)))
         if under_limits:
             for row, (group, device) in enumerate(zip(groups, on, strict=True)):
@@ -407,8 +363,7 @@ class Room:
         places = np.where(device_first, self._places[i], self._places[j])
         free = np.where(device_first, self._bytes_free[i], self._bytes_free[j])
         fit = ~(self._has_device[i] & self._has_device[j]) & (self._sizes[i] + self._sizes[j] <= places)
-        fit &= (self._bytes[i] + self._bytes[j] <= free) & ~(self._exclusive[i] | self._exclusive[j])
-        fit &= (self._use[i] + self._use[j] <= self._most_use).all(axis=1)
+        fit &= (self._bytes[i] + self._bytes[j] <= free) & (self._use[i] + self._use[j] <= self._most_use).all(axis=1)
         return np.column_stack([i[fit], j[fit]])
 
     def fits(self, indices: Sequence[int]) -> bool:
@@ -420,7 +375,6 @@ class Room:
             len(with_device) < 2
             and self._sizes[some].sum() <= self._places[where]
             and self._bytes[some].sum() <= self._bytes_free[where]
-            and not self._exclusive[some].any()
             and (self._use[some].sum(axis=0) <= self._most_use).all()
         )
 
@@ -431,11 +385,8 @@ class Room:
 # pairs of those, so a device's four places are filled after two. A policy supplies the weight of a merger. A device with
 # running jobs is a set, too, which waiting jobs can join.
 def group_and_start(packing: Packing, jobs: Sequence[Job], merge: Merge, most_together: int) -> None:
-    """Start jobs of one device each in sets that `merge` makes, kind by kind, the kind with the fastest jobs first.
-
-    Jobs of several devices start first, on the devices with the fewest workers.
-    """
-    waiting = start_spread(packing, jobs)
+    """Start jobs in sets that `merge` makes, kind by kind, the kind with the fastest jobs first."""
+    waiting = list(jobs)
     kinds = sorted({device.kind for device in packing.open_devices()}, key=lambda kind: (-_speed(waiting, kind), kind))
     for kind in kinds:
         rivals = Counter(_best_kind(job) for job in waiting)
@@ -486,6 +437,7 @@ def merge_in_rounds(
 
 
 def _on_kind(packing: Packing, kind: str, jobs: Sequence[Job], merge: Merge, most_together: int) -> set[str]:
+    """Start jobs on the devices of one kind; return their names."""
     devices = [device for device in packing.open_devices() if device.kind == kind]
     empty = [device for device in devices if not packing.members(device)]
     occupied = [Group((), packing.members(d), d) for d in devices if 0 < len(packing.members(d)) < most_together]
@@ -501,34 +453,28 @@ def _start(packing: Packing, groups: Sequence[Group], empty: list[Device]) -> se
     """Start jobs that join running ones, then the sets with the first jobs in order on empty devices."""
     started: set[str] = set()
     free = list(empty)
-    for group in sorted(groups, key=lambda group: (group.device is None, _first(group))):
-        device = group.device
+    changed = [group for group in groups if group.waiting]
+    for group in sorted(changed, key=lambda group: (group.device is None, min(map(turn_of, group.waiting)))):
+        able = free if group.device is None else [group.device]
+        device = next((d for d in able if packing.fits(group.waiting[-1], d, group.waiting[:-1])), None)
         if device is None:
-            device = next((d for d in free if packing.fits(group.waiting[-1], d, group.waiting[:-1])), None)
-            if device is None:
-                continue
-            free.remove(device)
-        elif group.waiting and not packing.fits(group.waiting[-1], device, group.waiting[:-1]):
             continue
+        if group.device is None:
+            free.remove(device)
         for job in group.waiting:
-            packing.start(job, [device])
+            packing.start(job, device)
             started.add(job.name)
     return started
 
 
-def _first(group: Group) -> tuple[int, float, str]:
-    if not group.waiting:
-        return (0, 0.0, "")
-    return min(map(turn_of, group.waiting))
-
-
 def _speed(jobs: Sequence[Job], kind: str) -> float:
-    """Mean speed of jobs on a kind of device over their best."""
+    """Return the mean speed of jobs on a kind of device, relative to their fastest kinds."""
     shares = [_share(job, kind) for job in jobs if kind in job.profiles]
     return sum(shares) / len(shares) if shares else 0.0
 
 
 def _share(job: Job, kind: str) -> float:
+    """Return a job's speed on a kind of device over that on its fastest kind."""
     return job.profiles[kind].steps_per_s / max(profile.steps_per_s for profile in job.profiles.values())
 
 
@@ -537,7 +483,7 @@ def _best_kind(job: Job) -> str:
 
 
 def _is_worth(job: Job, kind: str, rivals: Mapping[str, int], packing: Packing) -> bool:
-    """Whether a job ends earlier here than if it waited for its fastest kind of device, judged by the length of that queue."""
+    """Whether a job ends earlier here than if it waited for its fastest kind of device, by the length of that queue."""
     best = _best_kind(job)
     if best == kind:
         return True

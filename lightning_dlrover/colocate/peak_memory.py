@@ -28,12 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlrover.colocate.admission_client import AdmissionReport
-from lightning_dlrover.private_names import MissingNamesError, check_names
+from lightning_dlrover.private_names import MissingNamesError
 from lightning_dlrover.tuning.memory import Allocator, CudaCache, Event, Footprint, MemoryMargin
 from lightning_dlrover.tuning.profiler import CUDA_CONTEXT_BYTES
 from lightning_dlrover.tuning.resources import available_bytes, forget_peak, status_bytes
-
-# A training step in the form that the estimate runs, and its loss.
 
 Step = Callable[[Any], Any]
 """Takes a batch and returns the loss, a dict with ``loss``, or None if it runs backward and the optimizers itself."""
@@ -53,7 +51,7 @@ def run_backward(result: Any) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def step_of(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batch_idx: int = 0) -> Step:
+def step_of(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Step:
     """Return a step that runs a LightningModule's ``training_step``, without its trainer, its logger and its strategy.
 
     The step replaces methods of the module when it runs, so it is for a process that is thrown away, as `estimate_peak`'s is.
@@ -74,7 +72,7 @@ def step_of(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batc
                 object.__setattr__(module, name, method)
         training_step: Callable[..., Any] = module.training_step  # type: ignore[assignment]
         parameters = inspect.signature(training_step).parameters
-        result = training_step(batch, batch_idx) if len(parameters) > 1 else training_step(batch)
+        result = training_step(batch, 0) if len(parameters) > 1 else training_step(batch)
         return result if getattr(module, "automatic_optimization", True) else None
 
     return step
@@ -84,12 +82,9 @@ def _ignore(*_: Any, **__: Any) -> None:
     """Stand in for a method that needs the trainer."""
 
 
-# Resident memory of this process, from `/proc/self/status` (proc(5)).
-
-
 @dataclass(frozen=True)
 class Resident:
-    """Bytes in physical memory."""
+    """Bytes of this process in physical memory, from `/proc/self/status` (proc(5))."""
 
     now_bytes: int
     peak_bytes: int  # since the start, or the last `forget_peak`
@@ -112,11 +107,9 @@ class ChildError(Exception):
     """The copy did not return a result; the message gives the cause."""
 
 
-# Run a function in a forked copy of this process, so that it cannot affect the training.
-#
 # The copy has this thread only. Other threads' locks may stay locked in it, which its deadline covers.
 def run_in_child(function: Callable[[], Any], deadline_s: float, extra_bytes: int | None = None) -> Any:
-    """Return the result of `function`, which has to be JSON, from a forked copy of this process.
+    """Return the result of `function`, which has to be JSON, from a forked copy of this process: it cannot affect training.
 
     Args:
         deadline_s: seconds until the copy is killed.
@@ -188,8 +181,6 @@ def _read(reading: int, deadline_s: float) -> bytes:
     return b""
 
 
-# Measure real steps of a small part of the batch, for modules without shape rules. Runs in a process that is thrown away.
-
 NUM_STEPS = 2  # the second has the optimizer's state
 PARTS = (8, 4)  # the batch's fractions, 1/8 and 1/4
 MIN_SAMPLES = 64  # a smaller batch is measured whole
@@ -198,7 +189,7 @@ MIN_SAMPLES = 64  # a smaller batch is measured whole
 def measure_steps(
     optimizers: Sequence[torch.optim.Optimizer], batch: Any, step: Step, deadline_s: float, extra_bytes: int
 ) -> int:
-    """Return the bytes that steps add to this process, extrapolated from two sizes of the batch.
+    """Return the bytes that steps add to this process, extrapolated from real steps on two sizes of the batch.
 
     A batch without a common first dimension is measured whole. Anonymous memory counts, as a copy of a process starts with
     few of the pages of files that its parent has mapped.
@@ -211,9 +202,8 @@ def measure_steps(
 
     if (num_samples := _num_samples(batch)) < MIN_SAMPLES:
         return peak_bytes(batch)
-    (few, small), (more, large) = [
-        (size, peak_bytes(_first(batch, num_samples, size))) for size in (num_samples // part for part in PARTS)
-    ]
+    few, more = (num_samples // part for part in PARTS)
+    small, large = (peak_bytes(_first(batch, size)) for size in (few, more))
     return max(large, round(small + (large - small) * (num_samples - few) / (more - few)))
 
 
@@ -235,13 +225,13 @@ def _run(optimizers: Sequence[torch.optim.Optimizer], batch: Any, step: Step) ->
 def _num_samples(batch: Any) -> int:
     """Return the size of the first dimension that all tensors have in common, 0 without one."""
     leaves: list[Any] = []
-    _map(batch, lambda leaf: leaves.append(leaf))
+    _map(batch, leaves.append)
     tensors = [each for each in leaves if isinstance(each, Tensor)]
     sizes = {len(each) if each.dim() else 0 for each in tensors}
     return sizes.pop() if len(sizes) == 1 and len(tensors) == len(leaves) else 0
 
 
-def _first(batch: Any, num_samples: int, size: int) -> Any:
+def _first(batch: Any, size: int) -> Any:
     return _map(batch, lambda leaf: leaf[:size].clone())
 
 
@@ -266,11 +256,9 @@ class _Figures(ctypes.Structure):
     ]
 
 
-# The process's own allocator as it would serve a step: real requests, without a touch of their pages.
-#
 # A heap with the holes and thresholds of this process cannot be simulated from outside. An untouched page needs no memory.
 class OwnHeap:
-    """glibc's malloc in this process.
+    """glibc's malloc in this process, as it would serve a step: real requests, whose pages stay untouched.
 
     The held bytes are the live ones and the growth of the free memory in the heap. Other requests of the process do not count,
     but they fill holes, as they do in training.
@@ -322,20 +310,16 @@ def own_heap() -> Allocator:
     library = _library()
     if not hasattr(library, "mallinfo2"):
         return OtherHeap()
-    heap, before = OwnHeap(), _figures()
+    heap, before = OwnHeap(), library.mallinfo2()
     heap.allocate(0, 64 << 20)
-    after = _figures()
+    after = library.mallinfo2()
     heap.free(0)
     grew = after.arena + after.hblkhd - before.arena - before.hblkhd
     return OwnHeap() if grew >= 32 << 20 or after.uordblks - before.uordblks >= 32 << 20 else OtherHeap()
 
 
 def _free_bytes() -> int:
-    return int(_figures().fordblks)
-
-
-def _figures() -> Any:
-    return _library().mallinfo2()
+    return int(_library().mallinfo2().fordblks)
 
 
 @functools.cache
@@ -346,8 +330,6 @@ def _library() -> ctypes.CDLL:
     library.free.restype = None
     return library
 
-
-# Allocations of a few training steps, and their causes.
 
 KINDS = ("activations", "workspace", "gradients", "optimizer_state", "embedding_gradients")
 
@@ -370,9 +352,8 @@ class Trace:
         return {kind: sum(size for handle, size in live.items() if self.kinds[handle] == kind) for kind in KINDS}
 
 
-# Memory that operations of torch on the CPU take inside, which shape propagation does not see.
-#
-# Measured on torch 2.13 with oneDNN: the growth of the process over one operation, without its results.
+# Memory that operations of torch on the CPU take inside, which shape propagation does not see: the growth of the process over
+# one operation, without its results, measured on torch 2.13 with oneDNN.
 
 aten = torch.ops.aten
 
@@ -404,27 +385,13 @@ def _num_bytes(tensor: Any) -> int:
     return tensor.nbytes if isinstance(tensor, Tensor) else 0
 
 
-# The private names of torch that shape propagation depends on. `check` finds those that an installed release lacks.
-
+# The private names of torch that shape propagation depends on.
 try:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves, tree_map_only
 except ImportError as error:
     raise MissingNamesError("torch", [str(error)]) from error
-
-
-NAMES: dict[str, tuple[str, ...]] = {
-    "torch._subclasses.fake_tensor": ("FakeTensor", "FakeTensorMode"),
-    "torch.utils._python_dispatch": ("TorchDispatchMode",),
-    "torch.utils._pytree": ("tree_leaves", "tree_map_only"),
-}
-
-
-@functools.cache
-def check() -> None:
-    """Raise `MissingNamesError` for the names that the installed torch lacks."""
-    check_names("torch", NAMES)
 
 
 NUM_FAKE_STEPS = 4  # the second also has the optimizer state; the holes of the allocator grow for a few steps
@@ -531,11 +498,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record(handle, 0)
 
 
-# Trace the allocations of training steps on fake tensors: shapes without memory.
-#
 # It replaces the module's parameters and the optimizers' state in place, so it runs in a process that is thrown away.
 def trace_steps(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batch: Any, step: Step) -> Trace:
-    """Run `NUM_STEPS` steps on fake tensors and return their allocations.
+    """Run `NUM_FAKE_STEPS` steps on fake tensors, which have shapes but no memory, and return their allocations.
 
     Raises:
         Exception: any that the module raises on fake tensors, such as for an operation without a shape rule.
@@ -602,7 +567,7 @@ class _Fakes:
 def _end_step(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], recorder: _Recorder) -> None:
     """Name the gradients, run the optimizers, and free the gradients."""
     recorder.phase = "workspace"
-    tables = embedding_weights(module)
+    tables = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
     for parameter in module.parameters():
         if parameter.grad is not None and parameter.grad.layout == torch.strided:
             recorder.name(parameter.grad, "embedding_gradients" if id(parameter) in tables else "gradients")
@@ -615,11 +580,6 @@ def _end_step(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], re
     for optimizer in optimizers:
         optimizer.zero_grad()
     recorder.end_step()
-
-
-def embedding_weights(module: nn.Module) -> set[int]:
-    """Return the ids of the weights of torch's embeddings."""
-    return {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
 
 
 def _plausible_value(dtype: torch.dtype) -> bool | int | float:
@@ -641,13 +601,13 @@ def _unique2(tensor: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor
 
 
 def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
-    places: list[Tensor | None] = []
+    positions: list[Tensor | None] = []
     for each in indices:
         if each is not None and each.dtype in (torch.bool, torch.uint8):
-            places += [each.new_empty((each.numel(),), dtype=torch.int64) for _ in range(each.dim())]
+            positions += [each.new_empty((each.numel(),), dtype=torch.int64) for _ in range(each.dim())]
         else:
-            places.append(each)
-    result: Tensor = aten.index.Tensor(tensor, places)
+            positions.append(each)
+    result: Tensor = aten.index.Tensor(tensor, positions)
     return result
 
 
@@ -674,7 +634,7 @@ CPU_FIRST_STEP_BYTES = 16 * MIB  # code of libraries that the first step reads f
 CUBLAS_WORKSPACE_BYTES = 32 * MIB  # cublasGetSmWorkspaceSize on Hopper; 4 to 8 MiB before it (ATen/cuda/CublasHandlePool.cpp)
 LOADER_WORKER_BYTES = 30 * MIB  # pages that a forked loader worker writes: reference counts, its own heap
 PINNED_SHARE = 0.15  # share of a step's live bytes: holes that small objects keep open; chosen on six models
-SPAWNED_WORKER_BYTES = 260 * MIB  # a spawned one imports torch again
+NUM_READY = 1  # batches that the training loop fetches ahead of the one in use
 
 
 @dataclass(frozen=True)
@@ -718,8 +678,6 @@ class LoaderShape:
 
     num_workers: int = 0
     prefetch_factor: int = 2
-    is_forked: bool = True
-    num_ready: int = 1  # batches that the training loop fetches ahead of the one in use
 
 
 # On the CPU, the estimate is the peak resident memory: the present amount, and the growth of a step. On CUDA, it is the
@@ -734,7 +692,6 @@ def estimate_peak(
     loader: LoaderShape | None = None,
     margin: MemoryMargin | None = None,
     deadline_s: float = DEADLINE_S,
-    probe_bytes: int | None = None,
 ) -> MemoryEstimate | Unknown:
     """Estimate the peak memory of training steps, without a step of this process. Never raises.
 
@@ -750,13 +707,12 @@ def estimate_peak(
         batch: as `step` takes it; its tensors may be on the meta device.
         device: ``cpu``, or ``cuda`` for the need of one GPU.
         margin: from the errors of earlier estimates; default: 35 % of the estimate.
-        deadline_s: seconds for each copy.
-        probe_bytes: most that a real step in a copy may allocate; default: half of the available memory.
+        deadline_s: seconds for each copy. A real step in a copy may allocate half of the available memory.
     """
     start = time.perf_counter()
     job = _Job(module, [*optimizers], batch, step, torch.device(device).type == "cuda", loader or LoaderShape(), deadline_s)
     try:
-        parts, source = _estimate(job, probe_bytes)
+        parts, source = _estimate(job)
     except ChildError as error:
         return Unknown(str(error))
     except Exception as error:  # an estimate must not end a job
@@ -778,21 +734,26 @@ class _Job:
     deadline_s: float
 
 
-def _estimate(job: _Job, probe_bytes: int | None) -> tuple[MemoryParts, Source]:
+def _estimate(job: _Job) -> tuple[MemoryParts, Source]:
     """Return the parts and their source."""
-    standing = _standing_parts(job)
+    source: Source = "shapes"
+    standing = MemoryParts(  # tensors that exist before the first step
+        parameters=_sum_bytes(job.module.parameters()),
+        buffers=_sum_bytes(job.module.buffers()),
+        optimizer_state=_sum_bytes(_state_tensors(job.optimizers)),
+        batch=_sum_bytes(tensors_in(job.batch)),
+    )
     try:
         added = _parts_by_shape(job)
+        added["optimizer_state"] += standing.optimizer_state
     except ChildError as error:
         if job.is_cuda:
             raise
         log.info("no estimate from shapes (%s); measuring steps on a part of the batch in a copy of this process", error)
-        if probe_bytes is None:
-            probe_bytes = available_bytes() // 2
-        added = {"activations": measure_steps(job.optimizers, job.batch, job.step, job.deadline_s, probe_bytes)}
-        return _with_process(replace(standing, **added), job), "measured"
-    added["optimizer_state"] += standing.optimizer_state
-    return _with_process(replace(standing, **added), job), "shapes"
+        measured = measure_steps(job.optimizers, job.batch, job.step, job.deadline_s, available_bytes() // 2)
+        added = {"activations": measured}
+        source = "measured"
+    return _with_process(replace(standing, **added), job), source
 
 
 def _parts_by_shape(job: _Job) -> dict[str, int]:
@@ -803,24 +764,15 @@ def _parts_by_shape(job: _Job) -> dict[str, int]:
     Raises:
         ChildError: the module has an operation without a shape rule, or a copy failed.
     """
-    found = run_in_child(lambda: _trace(job), job.deadline_s)
+    found = run_in_child(lambda: asdict(trace_steps(job.module, job.optimizers, job.batch, job.step)), job.deadline_s)
     trace = Trace(
         [(handle, size) for handle, size in found["events"]], {int(key): kind for key, kind in found["kinds"].items()}
     )
     # On the CPU, tensors that exist already have their memory, and steps do not free it.
-    standing = (
-        [size for each in _one_of_each_storage(_tensors(job)) if (size := _bytes_of_storage(each))] if job.is_cuda else []
-    )
+    standing = [size for each in _one_of_each_storage(_tensors(job)) if job.is_cuda and (size := _bytes_of_storage(each))]
     held, live, peak_at = run_in_child(lambda: _serve(trace.events, standing, job.is_cuda), job.deadline_s)
     pinned = 0 if job.is_cuda else round(PINNED_SHARE * live)
     return {**trace.live_bytes(peak_at - len(standing)), "allocator_rounding": max(0, held - live) + pinned}
-
-
-def _trace(job: _Job) -> dict[str, Any]:
-    """Return the allocations of steps. It changes the module, so it runs in a copy of the process."""
-
-    check()
-    return asdict(trace_steps(job.module, job.optimizers, job.batch, job.step))
 
 
 def _serve(events: Sequence[Event], standing: Sequence[int], is_cuda: bool) -> tuple[int, int, int]:
@@ -833,29 +785,16 @@ def _serve(events: Sequence[Event], standing: Sequence[int], is_cuda: bool) -> t
     return found.peak_held_bytes, found.peak_live_bytes, found.peak_at
 
 
-def _standing_parts(job: _Job) -> MemoryParts:
-    """Return the memory of tensors that exist before the first step."""
-    return MemoryParts(
-        parameters=_sum_bytes(job.module.parameters()),
-        buffers=_sum_bytes(job.module.buffers()),
-        optimizer_state=_sum_bytes(_state_tensors(job.optimizers)),
-        batch=_sum_bytes(tensors_in(job.batch)),
-    )
-
-
 def _with_process(parts: MemoryParts, job: _Job) -> MemoryParts:
     """Add the process itself, the batches that its loader prepares, and loader workers."""
-    batch_bytes, loader = parts.batch, job.loader
-    ready = parts.batch * (1 + loader.num_ready)
+    ready = parts.batch * (1 + NUM_READY)
     if job.is_cuda:
         return replace(
             parts, batch=ready, framework_context=CUDA_CONTEXT_BYTES, workspace=parts.workspace + CUBLAS_WORKSPACE_BYTES
         )
     held = _sum_bytes(each for each in _tensors(job) if each.device.type == "cpu")
     context = max(0, resident().now_bytes - held) + CPU_FIRST_STEP_BYTES
-    workers = loader.num_workers * (
-        (LOADER_WORKER_BYTES if loader.is_forked else SPAWNED_WORKER_BYTES) + loader.prefetch_factor * batch_bytes
-    )
+    workers = job.loader.num_workers * (LOADER_WORKER_BYTES + job.loader.prefetch_factor * parts.batch)
     return replace(parts, batch=ready, framework_context=context, loader_workers=workers)
 
 
@@ -895,11 +834,8 @@ def _bytes_of_storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else 0
 
 
-# An estimate, as a job reports it to a dispatcher.
-
-
 def report_of(estimate: MemoryEstimate | Unknown, num_processes: int = 1, on_gpu: bool = False) -> AdmissionReport:
-    """Return the report; one without an estimate has zero bytes and the reason.
+    """Return an estimate as a job reports it to a dispatcher; one without an estimate has zero bytes and the reason.
 
     Args:
         on_gpu: the estimate is that of the GPU's memory.

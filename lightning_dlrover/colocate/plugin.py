@@ -18,25 +18,22 @@ class ColocateCommand:
     summary = "run a queue of training commands side by side on this machine"
 
     def add_options(self, command: argparse.ArgumentParser) -> None:
+        add = command.add_argument
         command.description = (
             "Run the jobs of a file to their ends, several at once: jobs whose needs complement each other run side by side, "
-            "and their memory never exceeds the machine's. Every start and end is recorded, so the same command goes on with "
+            "and their memory never exceeds the machine's. Every start and end is recorded, so the same command continues with "
             "the rest after an interruption. Exit code: 0 if all jobs are done, 1 if one has failed, 2 for wrong usage."
         )
-        command.add_argument("jobs", type=Path, metavar="JOBS.yaml", help="the jobs: a list `jobs` with a `command` each")
-        command.add_argument(
-            "--policy", choices=POLICIES, default=POLICIES[0], help=f"policy of co-location (default {POLICIES[0]})"
-        )
-        command.add_argument(
+        add("jobs", type=Path, metavar="JOBS.yaml", help="the jobs: a list `jobs` with a `command` each")
+        add("--policy", choices=POLICIES, default=POLICIES[0], help=f"policy of co-location (default {POLICIES[0]})")
+        add(
             "--devices",
             nargs="+",
             default=["cpu"],
             metavar="DEVICE",
             help="`cpu`, sets of cores such as cpu:0-3 cpu:4-7, or GPUs such as gpu:0 or, with cores, gpu:0:0-7 (default cpu)",
         )
-        command.add_argument(
-            "--memory", type=options.memory, metavar="SIZE", help="host memory for all jobs (default: most of what is free)"
-        )
+        add("--memory", type=options.memory, metavar="SIZE", help="host memory for all jobs (default: most of what is free)")
         add_renamed_option(
             command,
             "--max-parallel",
@@ -47,7 +44,7 @@ class ColocateCommand:
             help="maximum of jobs at once on a device (default: twice its cores, on a GPU no more than 8; complementary: "
             "twice as many)",
         )
-        command.add_argument(
+        add(
             "--out",
             type=Path,
             default=Path("colocation"),
@@ -65,9 +62,7 @@ class ColocateCommand:
             help="folders of earlier queues, whose measurements count",
         )
         _add_patience(command)
-        command.add_argument(
-            "--seed", type=options.setting, default=0, metavar="N", help="seed of the policy `random_sets` (default 0)"
-        )
+        add("--seed", type=options.setting, default=0, metavar="N", help="seed of the policy `random_sets` (default 0)")
 
     def run(self, options: argparse.Namespace) -> int:
         from lightning_dlrover.colocate.queue import colocate_command
@@ -80,6 +75,7 @@ COLOCATE = ColocateCommand()
 
 def _add_patience(command: argparse.ArgumentParser) -> None:
     """Add the times after which `dlrover colocate` acts."""
+    add = command.add_argument
     add_renamed_option(
         command,
         "--max-wait",
@@ -89,17 +85,15 @@ def _add_patience(command: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="a job that waits longer goes first (default 1h)",
     )
-    command.add_argument(
+    add(
         "--probe",
         type=options.duration,
         default=20.0,
         metavar="TIME",
         help="a command without DLRoverCallback is measured for this long (default 20s)",
     )
-    command.add_argument(
-        "--grace", type=options.duration, default=10.0, metavar="TIME", help="from SIGTERM to SIGKILL (default 10s)"
-    )
-    command.add_argument(
+    add("--grace", type=options.duration, default=10.0, metavar="TIME", help="from SIGTERM to SIGKILL (default 10s)")
+    add(
         "--hang-after",
         type=options.duration,
         default=600.0,

@@ -21,61 +21,54 @@ from lightning_dlrover.colocate.packing import (
     PlacementRule,
     Room,
     best_partition,
+    emptiest,
     group_and_start,
     merge_in_rounds,
     merged,
-    spread,
-    start_spread,
     with_bounded_wait,
 )
 from lightning_dlrover.tuning.cluster import Device, Floats, Job, Policy, PolicySettings
 
-# One job at a time on each device, in order: the baseline of co-location.
-
 
 def sequential(settings: PolicySettings) -> PlacementRule:
-    """Return the policy; a job that finds no empty device stops those behind it."""
+    """Run one job at a time on each device, in order. A job that finds no empty device stops those behind it."""
 
-    def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
+    def place(packing: Packing, jobs: Sequence[Job]) -> None:
         for job in jobs:
-            devices = spread(packing, job)  # those with the fewest workers
-            if devices is None or any(packing.members(device) for device in devices):
+            device = emptiest(packing, job)
+            if device is None or packing.members(device):
                 return
-            packing.start(job, devices)
+            packing.start(job, device)
 
     return place
 
 
-# As many jobs at once as fit by memory and slots, first come first served; ignores interference.
-
-
 def fifo(settings: PolicySettings) -> PlacementRule:
-    """Return the policy; a job that does not fit stops those behind it on the kinds of device that it could use."""
+    """Run as many jobs at once as fit by memory and slots, first come first served; ignore interference.
 
-    def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
+    A job that does not fit stops those behind it on the kinds of device that it could use.
+    """
+
+    def place(packing: Packing, jobs: Sequence[Job]) -> None:
         for job in jobs:
-            devices = spread(packing, job)
-            if devices is not None:
-                packing.start(job, devices)
+            if (device := emptiest(packing, job)) is not None:
+                packing.start(job, device)
             else:
                 packing.close([device for device in packing.open_devices() if device.kind in job.profiles])
 
     return place
 
 
-# Random jobs together, as many as fit: the chance level of choosing sets.
-
-
 def random_sets(settings: PolicySettings) -> PlacementRule:
-    """Return the policy. A job's turn depends on the seed and its name alone, so equal states lead to equal decisions."""
+    """Run random jobs together, as many as fit: the chance level of choosing sets.
 
-    def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
+    A job's turn depends on the seed and its name alone, so equal states lead to equal decisions.
+    """
+
+    def place(packing: Packing, jobs: Sequence[Job]) -> None:
         for job in sorted(jobs, key=lambda job: random.Random(f"{settings.seed}/{job.name}").random()):
-            if not packing.open_devices():
-                return
-            devices = spread(packing, job)
-            if devices is not None:
-                packing.start(job, devices)
+            if (device := emptiest(packing, job)) is not None:
+                packing.start(job, device)
 
     return place
 
@@ -92,20 +85,23 @@ def rmixer(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
     together = settings.most_together
 
-    def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
-        waiting = start_spread(packing, jobs)
+    def place(packing: Packing, jobs: Sequence[Job]) -> None:
+        waiting = list(jobs)
         while True:
-            with_room = [each for each in packing.open_devices() if len(packing.members(each)) < together]
-            for device in sorted(with_room, key=lambda d: (-packing.free_bytes(d), d.name)):
+            for device in sorted(_with_room(packing, together), key=lambda d: (-packing.free_bytes(d), d.name)):
                 chosen = _next_job(packing, device, waiting, together)
                 if chosen is not None:
                     break
             else:
                 return
-            packing.start(chosen, [device])
+            packing.start(chosen, device)
             waiting.remove(chosen)
 
     return place
+
+
+def _with_room(packing: Packing, together: int) -> list[Device]:
+    return [device for device in packing.open_devices() if len(packing.members(device)) < together]
 
 
 def type_of(job: Job, device: Device, together: int) -> str:
@@ -120,7 +116,7 @@ def type_of(job: Job, device: Device, together: int) -> str:
 
 def _next_job(packing: Packing, device: Device, waiting: Sequence[Job], together: int) -> Job | None:
     present = Counter(type_of(job, device, together) for job in packing.members(device))
-    most = max(sorted(present), key=lambda t: present[t]) if present else None
+    most = max(sorted(present), key=present.__getitem__) if present else None
     fitting = sorted(
         (job for job in waiting if packing.fits(job, device)),
         key=lambda job: (-job.profiles[device.kind].memory_bytes, job.name),
@@ -142,12 +138,12 @@ BETA = 2.0
 # Differences from the published code: utilisation comes from profiles, not from a table by the name of the model; it is 1
 # where it was not measured. The list holds the jobs that wait, as a policy does not see those that have ended, and jobs
 # that remain are those that wait or run. Jobs that can use no GPU go to the cores, and those that cannot use cores stay
-# away from them. Where the cluster has devices of one type, or a job several workers, jobs start in the order of the list.
+# away from them. Where the cluster has devices of one type, jobs start in the order of the list.
 def rmixer_mixed(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
     together = settings.most_together
 
-    def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
+    def place(packing: Packing, jobs: Sequence[Job]) -> None:
         devices = list(packing.devices.values())
         num_gpu_workers = sum(min(device.places, together) for device in devices if not device.is_host)
         num_workers = sum(min(device.places, together) for device in devices)
@@ -156,29 +152,24 @@ def rmixer_mixed(settings: PolicySettings) -> PlacementRule:
         num_left = len(waiting) + num_running
         first_of_tail = len(waiting) * num_gpu_workers / max(1, num_workers)
         tail = {job.name for number, job in enumerate(waiting) if number >= first_of_tail}
-        waiting = start_spread(packing, waiting)
         while found := _next(packing, waiting, together, tail, num_left > BETA * num_gpu_workers):
-            job, device = found
-            packing.start(job, [device])
-            waiting.remove(job)
+            packing.start(*found)
+            waiting.remove(found[0])
 
     return place
 
 
 def _next(packing: Packing, waiting: Sequence[Job], together: int, tail: set[str], is_early: bool) -> tuple[Job, Device] | None:
     """Return the next job to start, and its device."""
-    free = [device for device in packing.open_devices() if len(packing.members(device)) < together]
-    has_gpus = any(not device.is_host for device in packing.devices.values())
+    gpu_kinds = {device.kind for device in packing.devices.values() if not device.is_host}
+    free = _with_room(packing, together)
     for device in sorted(free, key=lambda device: (device.is_host, -packing.free_bytes(device), device.name)):
         for job in waiting:
-            may = not device.is_host or not has_gpus or _only_cores(job, packing) or (is_early and job.name in tail)
+            # Without GPUs, no job could use one.
+            may = not device.is_host or gpu_kinds.isdisjoint(job.profiles) or (is_early and job.name in tail)
             if may and packing.fits(job, device):
                 return job, device
     return None
-
-
-def _only_cores(job: Job, packing: Packing) -> bool:
-    return not any(device.kind in job.profiles for device in packing.devices.values() if not device.is_host)
 
 
 def _utilisation(job: Job, devices: Sequence[Device]) -> float:
@@ -212,7 +203,7 @@ def muri(settings: PolicySettings) -> PlacementRule:
     def weigh(pairs: Sequence[tuple[Group, Group]], device: Device) -> Floats:
         return efficiencies([[*one.members, *other.members] for one, other in pairs], device)
 
-    def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
+    def place(packing: Packing, jobs: Sequence[Job]) -> None:
         def merge(groups: list[Group], sample: Device, num_devices: int) -> list[Group]:
             return merge_in_rounds(packing, groups, sample, weigh, together, under_limits=False, num_enough=num_devices)
 
@@ -222,7 +213,7 @@ def muri(settings: PolicySettings) -> PlacementRule:
 
 
 def stages(job: Job, device: Device) -> Floats:
-    """Seconds of a step that a job keeps each resource of `STAGES` busy, shape ``(4,)``."""
+    """Return the seconds of a step that a job keeps each resource of `STAGES` busy, shape ``(4,)``."""
     profile = job.profiles[device.kind]
     shares = [min(profile.use.get(r, 0.0) / device.limits[r], 1.0) if device.limits.get(r) else 0.0 for r in STAGES]
     if not any(shares):
@@ -249,7 +240,7 @@ def efficiencies(groups: Sequence[Sequence[Job]], device: Device) -> Floats:
 
 
 def _step_s(tables: Floats) -> Floats:
-    """Seconds of a step of each group in its best order, shape ``(num_groups,)``."""
+    """Return the seconds of a step of each group in its best order, shape ``(num_groups,)``."""
     num_jobs = tables.shape[1]
     slots = (_OFFSETS[num_jobs][:, :, None] + np.arange(len(STAGES))) % len(STAGES)  # (orders, jobs, slots)
     turned = tables[:, np.arange(num_jobs)[None, :, None], slots]  # (groups, orders, jobs, slots)
@@ -269,7 +260,7 @@ def _step_s(tables: Floats) -> Floats:
 def complementary(settings: PolicySettings) -> PlacementRule:
     """Return the policy."""
 
-    def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
+    def place(packing: Packing, jobs: Sequence[Job]) -> None:
         def merge(groups: list[Group], sample: Device, num_devices: int) -> list[Group]:
             return groups if len(groups) <= num_devices else best_sets(packing, groups, sample, settings, num_devices)
 
@@ -367,19 +358,19 @@ def turns(settings: PolicySettings, are_last: bool = False) -> PlacementRule:
             once where they nearly fit, and take turns otherwise. A leftover job would leave cores idle at the end.
     """
 
-    def place(packing: Packing, jobs: Sequence[Job], now_s: float) -> None:
+    def place(packing: Packing, jobs: Sequence[Job]) -> None:
         waiting = list(jobs)
         for device in packing.open_devices():
             able = [job for job in waiting if packing.fits(job, device)]
             if are_last:
                 able.sort(key=functools.partial(_in_turn, device=device))
-            if are_last and able and _end_together(able, device) and _fit_beside(packing, device, able, settings, FULL_USE):
+            if are_last and able and _end_together(able, device) and _fit(packing, device, able, settings, FULL_USE):
                 chosen = tuple(able)
             else:
                 chosen = _chosen(packing, device, able, settings)
             for job in chosen:
                 if packing.fits(job, device):
-                    packing.start(job, [device])
+                    packing.start(job, device)
                     waiting.remove(job)
 
     return place
@@ -404,7 +395,7 @@ def _end_together(jobs: Sequence[Job], device: Device) -> bool:
 def _chosen(packing: Packing, device: Device, jobs: Sequence[Job], settings: PolicySettings) -> tuple[Job, ...]:
     """Return the jobs to run on a device, in addition to those present. On an empty one at least one runs."""
     present = packing.members(device)
-    most_use = MOST_USE - _present_use(packing, device)
+    most_use = MOST_USE - packing.present_use(device)
     if present:
         jobs = [job for job in jobs if packing.use_of_limits((job,), device, with_present=False).max() <= most_use]
     if not jobs:
@@ -414,7 +405,7 @@ def _chosen(packing: Packing, device: Device, jobs: Sequence[Job], settings: Pol
     good = [group for group, amount in zip(sets, progress, strict=True) if amount >= (1 - SAME) * progress.max()]
     place_of = {job.name: number for number, job in enumerate(jobs)}
     best = min(good, key=lambda group: min(place_of[job.name] for job in group.waiting)).waiting
-    first = _with_earlier(packing, device, best, jobs, settings, most_use)
+    first = _with_earlier(packing, device, best, jobs, settings)
     chosen = _filled(packing, device, first, jobs, settings)
     if not present:
         return chosen
@@ -423,7 +414,7 @@ def _chosen(packing: Packing, device: Device, jobs: Sequence[Job], settings: Pol
 
 
 def _with_earlier(
-    packing: Packing, device: Device, chosen: tuple[Job, ...], jobs: Sequence[Job], settings: PolicySettings, most_use: float
+    packing: Packing, device: Device, chosen: tuple[Job, ...], jobs: Sequence[Job], settings: PolicySettings
 ) -> tuple[Job, ...]:
     """Put earlier jobs of the order in the place of later ones that make no more progress there.
 
@@ -433,7 +424,7 @@ def _with_earlier(
     for number, job in enumerate(jobs):
         for leaver in [other for other in reversed(jobs[number + 1 :]) if other in chosen and job not in chosen]:
             others = (job, *(each for each in chosen if each is not leaver))
-            if _fit(packing, device, others, settings, most_use) and _progress([others], device, settings)[0] >= least:
+            if _fit(packing, device, others, settings, MOST_USE) and _progress([others], device, settings)[0] >= least:
                 chosen = others
                 break
     return chosen
@@ -448,7 +439,7 @@ def _filled(
         if _busy(device, (*packing.members(device), *chosen)) >= BUSY:
             break
         more = (*chosen, job)
-        if _fit_beside(packing, device, more, settings, FULL_USE) and _progress([more], device, settings)[0] >= least:
+        if _fit(packing, device, more, settings, FULL_USE) and _progress([more], device, settings)[0] >= least:
             chosen = more
     return chosen
 
@@ -471,22 +462,16 @@ def _busy(device: Device, jobs: Sequence[Job]) -> float:
     return max(fractions)
 
 
-def _fit_beside(packing: Packing, device: Device, jobs: Sequence[Job], settings: PolicySettings, most_use: float) -> bool:
-    """Whether jobs that fit one by one also fit together, given those present, which leave them less of each limit."""
-    return _fit(packing, device, jobs, settings, most_use - _present_use(packing, device))
-
-
-def _present_use(packing: Packing, device: Device) -> float:
-    """Return the largest fraction of a limit that the jobs on a device use."""
-    return float(packing.use_of_limits((), device, with_present=True).max()) if packing.members(device) else 0.0
-
-
 def _fit(packing: Packing, device: Device, jobs: Sequence[Job], settings: PolicySettings, most_use: float) -> bool:
-    """Whether jobs that fit one by one also fit together. A single job on an empty device always does."""
+    """Whether jobs that fit one by one also fit together. A single job on an empty device always does.
+
+    Args:
+        most_use: the jobs stay under this times every limit, together with those present.
+    """
     if len(jobs) == 1 and not packing.members(device):
         return True
-    room = Room(packing, [Group((job,)) for job in jobs], device, settings.most_together, True, most_use)
-    return room.fits(range(len(jobs)))
+    left = most_use - packing.present_use(device)
+    return Room(packing, [Group((job,)) for job in jobs], device, settings.most_together, True, left).fits(range(len(jobs)))
 
 
 def _progress(sets: Sequence[Sequence[Job]], device: Device, settings: PolicySettings) -> Floats:

@@ -8,9 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, Interrupted, signals_as_exceptions
 from lightning_dlrover.colocate.devices import GpuWatch, find_gpus
@@ -19,15 +19,17 @@ from lightning_dlrover.colocate.journal import Added, Ended, JobSpec, Journal, J
 from lightning_dlrover.colocate.report import Summary, summarize, summary_text, write_report
 from lightning_dlrover.colocate.running import WatchedJob
 from lightning_dlrover.colocate.scheduler import Knowledge, Scheduler, jobs_per_core
-from lightning_dlrover.colocate.tenants import LocalDevice, Memory, gpus_of, places_of
+from lightning_dlrover.colocate.tenants import LocalDevice, Memory, gpus_of, local_devices
 from lightning_dlrover.output import complain, counted, printable, say, show
 from lightning_dlrover.tuning.nvml import load_nvml
 
 if TYPE_CHECKING:
+    from rich.live import Live
     from rich.table import Table
 
-# The live table of a queue on a terminal, and plain lines without one.
+log = logging.getLogger(__name__)
 
+REPORT = "report.html"
 DRAW_S = 0.5
 MAX_ROWS = 30
 
@@ -38,36 +40,36 @@ class LiveTable:
     Use as a context manager.
     """
 
-    def __init__(self, is_terminal: bool | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._is_terminal = sys.stdout.isatty() if is_terminal is None else is_terminal
-        self._clock = clock
-        self._drawn_s = -DRAW_S
-        self._live: Any = nullcontext()
+    def __init__(self) -> None:
+        self._drawn_s = 0.0
+        self._live: Live | None = None
         self._started: set[tuple[str, int]] = set()  # jobs and attempts that were shown
         self._num_ended = 0
-        if self._is_terminal:
+        if sys.stdout.isatty():
             from rich.live import Live
 
             self._live = Live(auto_refresh=False, transient=True)
 
     def __enter__(self) -> LiveTable:
-        self._context: AbstractContextManager[Any] = self._live
-        self._context.__enter__()
+        if self._live is not None:
+            self._live.start()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
 
     def shown(self, dispatcher: Dispatcher) -> None:
         """Draw the present state, or print the changes."""
         for line in self._changes(dispatcher):
-            if self._is_terminal:
+            if self._live is not None:
                 self._live.console.print(line, markup=False, highlight=False)
             else:
                 say(printable(line))
-        if self._is_terminal and self._clock() - self._drawn_s >= DRAW_S:
-            self._drawn_s = self._clock()
-            self._live.update(_table(dispatcher, self._clock()), refresh=True)
+        now = time.monotonic()
+        if self._live is not None and now - self._drawn_s >= DRAW_S:
+            self._drawn_s = now
+            self._live.update(_table(dispatcher, now), refresh=True)
 
     def _changes(self, dispatcher: Dispatcher) -> list[str]:
         lines = []
@@ -97,10 +99,10 @@ def _table(dispatcher: Dispatcher, now: float) -> Table:
     waiting = dispatcher.waiting()
     done = len(dispatcher.ended)
     table = Table(title=f"{len(dispatcher.running)} with processes, {len(waiting)} waiting, {done} ended", title_justify="left")
-    for name, justify in (("job", "left"), ("state", "left"), ("device", "left"), ("time", "right"), ("steps", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    table.add_column("memory / charge (MiB)", justify="right")
-    table.add_column("cores", justify="right")
+    for name in ("job", "state", "device"):
+        table.add_column(name)
+    for name in ("time", "steps", "memory / charge (MiB)", "cores"):
+        table.add_column(name, justify="right")
     for job in sorted(dispatcher.running.values(), key=lambda job: job.at_s)[:MAX_ROWS]:
         table.add_row(*_cells(job, now))
     for each in waiting[: max(0, MAX_ROWS - len(dispatcher.running))]:
@@ -114,21 +116,15 @@ def _cells(job: WatchedJob, now: float) -> tuple[str, ...]:
     state = "paused for memory" if job.short_of else job.phase
     left = f" of {job.num_steps + job.steps_left:,}" if job.steps_left is not None else ""
     steps = f"{job.num_steps:,}{left}" if job.reports else ""
-    cores = f"{job.cores:.1f}" if job.phase in ("starting", "running") else ""
-    sizes = [(memory, f"{job.resident_bytes(memory) >> 20} / {charge >> 20}") for memory, charge in job.charges.items()]
-    memory = ", ".join(_size(memory, text) for memory, text in sizes)
+    cores = f"{job.cores:.1f}" if job.is_active else ""
+    memory = ", ".join(
+        _size(each, f"{job.resident_bytes(each) >> 20} / {charge >> 20}") for each, charge in job.charges.items()
+    )
     return job.spec.name, state, job.device, f"{now - job.at_s:.0f} s", steps, memory, cores
 
 
 def _size(memory: Memory, text: str) -> str:
     return f"GPU {text}" if memory == "gpu" else text
-
-
-# Run a queue of jobs: the Python side of `dlrover colocate`.
-
-log = logging.getLogger(__name__)
-
-REPORT = "report.html"
 
 
 def run_queue(
@@ -157,8 +153,8 @@ def run_queue(
         policy: a name in `colocate/policies.py`.
         devices: `cpu`, sets of cores such as `cpu:0-3`, or GPUs such as `gpu:0` or, with its cores, `gpu:0:0-7`.
         memory_bytes: host memory for all jobs; 0: most of the free memory.
-        max_parallel: most jobs of a device at once; 0: twice its cores, or four times with `complementary`; on a GPU
-            no more than 8, or 16.
+        max_parallel: maximum number of concurrent jobs per device; 0: twice its cores, or four times with `complementary`; on
+            a GPU no more than 8, or 16.
         profiles: folders of earlier queues; their measurements count, too.
         max_wait_s: a job that waits longer goes first.
         seed: for the policy `random_sets`.
@@ -182,16 +178,16 @@ def run_queue(
         end_former(journal.queue)  # their memory is free for this queue
         gpus = find_gpus(nvml, wanted) if nvml is not None else {}
         devices = _used_devices(devices, [*jobs, *(record.spec for record in journal.records if isinstance(record, Added))])
-        places = places_of(devices, memory_bytes, max_parallel, jobs_per_core(policy), gpus=gpus)
-        _refuse_too_large(jobs, places)
-        knowledge = Knowledge(device_kinds={place.name: place.kind for place in places})
+        local = local_devices(devices, memory_bytes, max_parallel, jobs_per_core(policy), gpus=gpus)
+        _refuse_too_large(jobs, local)
+        knowledge = Knowledge(device_kinds={device.name: device.kind for device in local})
         for earlier in profiles:
-            knowledge.read(earlier)
-        shared = [place.gpu for place in places if place.gpu is not None]
+            knowledge.recall(read_records(earlier))
+        shared = [device.gpu for device in local if device.gpu is not None]
         watch = stack.enter_context(GpuWatch(nvml, shared)) if shared else None
         knowledge.recall(journal.records)
-        scheduler = Scheduler(policy, knowledge, seed, max_wait_s, max(place.most_jobs for place in places))
-        dispatcher = Dispatcher(folder, journal, places, scheduler, knowledge, rules, shown, hurry, gpu_watch=watch)
+        scheduler = Scheduler(policy, knowledge, seed, max_wait_s, max(device.most_jobs for device in local))
+        dispatcher = Dispatcher(folder, journal, local, scheduler, knowledge, rules, shown, hurry, gpu_watch=watch)
         dispatcher.add(jobs)
         try:
             dispatcher.run()
@@ -201,17 +197,17 @@ def run_queue(
         return summarize(journal.records)
 
 
-def _refuse_too_large(jobs: Sequence[JobSpec], places: Sequence[LocalDevice]) -> None:
+def _refuse_too_large(jobs: Sequence[JobSpec], devices: Sequence[LocalDevice]) -> None:
     """Refuse a job that states more memory than any device has.
 
     Raises:
         ValueError: with both figures.
     """
     for job in jobs:
-        able = [place for place in places if job.device in ("any", place.where)]
+        able = [device for device in devices if job.device in ("any", device.where)]
         for name, needed, has in (
-            ("memory", job.memory_bytes, max((place.memory_bytes for place in able), default=0)),
-            ("gpu_memory", job.gpu_memory_bytes, max((place.gpu_bytes for place in able), default=0)),
+            ("memory", job.memory_bytes, max((device.memory_bytes for device in able), default=0)),
+            ("gpu_memory", job.gpu_memory_bytes, max((device.gpu_bytes for device in able), default=0)),
         ):
             if has and needed > has:
                 raise ValueError(
@@ -226,9 +222,6 @@ def _used_devices(devices: Sequence[str], jobs: Sequence[JobSpec]) -> Sequence[s
         return devices
     log.warning("all jobs have `device: gpu`: they get all cores")
     return [device for device in devices if device != "cpu"]
-
-
-# `dlrover colocate`: run a queue of training commands side by side on this machine.
 
 
 def colocate_command(options: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -17,8 +17,6 @@ from lightning_dlrover.report.page import INK, WIDTH_INCHES, in_our_style, rende
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# A queue's figures, from its journal alone.
 
 MAX_ROWS = 40
 
@@ -87,8 +85,7 @@ def summarize(records: Sequence[Record]) -> Summary:
     for record in records:
         if isinstance(record, Profiled):
             alone[record.job_kind].append(record.steps_per_s)
-    for record in records:
-        if isinstance(record, Started):
+        elif isinstance(record, Started):
             first_start.setdefault(record.job, record.at)
         elif isinstance(record, Ended):
             ends[record.job].append(record)
@@ -149,7 +146,7 @@ def _busy_s(opened: Sequence[Opened], records: Sequence[Record]) -> float:
 
 
 def cells(job: JobRow, unit: str = "") -> tuple[str, ...]:
-    """Return a job's times, slowdown and memory as text; with a GPU's memory behind that of the host.
+    """Return a job's times, slowdown and memory as text, a GPU's memory after that of the host.
 
     Args:
         unit: printed after each time, in seconds.
@@ -183,8 +180,6 @@ def summary_text(summary: Summary) -> str:
     return "\n".join([*text_table("<<>>>>>>", rows), total])
 
 
-# Pictures of a queue, in the style of a job's report.
-
 PHASE_COLOURS = {
     "waiting": "#c9ccd1",
     "starting": "#56b4e9",
@@ -200,11 +195,6 @@ MAX_JOBS = 60
 
 def gantt_figure(records: Sequence[Record]) -> Figure | None:
     """Draw each job's phases over time, one row for each job; None if no job has ended."""
-    with in_our_style():
-        return _gantt(records)
-
-
-def _gantt(records: Sequence[Record]) -> Figure | None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -253,27 +243,26 @@ def _gantt(records: Sequence[Record]) -> Figure | None:
     return figure
 
 
-# Write a queue's report: one HTML file with its Gantt picture and tables.
-
 MAX_RATES = 100
 
 
 def write_report(path: Path, records: Sequence[Record]) -> None:
-    """Write the report to `path`, whole or not at all.
+    """Write the report to `path`, whole or not at all: one HTML file with a Gantt chart and tables.
 
     Raises:
         OSError: `path` cannot be written.
     """
-    atomic_write(path, _page(records))
-
-
-def _page(records: Sequence[Record]) -> str:
     from lightning_dlrover.report.page import to_svg
 
     summary = summarize(records)
     opened = [record for record in records if isinstance(record, Opened)]
-    figure = gantt_figure(records)
-    return render_page(
+    names: dict[str, str] = {}  # a job's name for each kind
+    for record in records:
+        if isinstance(record, Added):
+            names.setdefault(record.spec.kind, record.spec.name)
+    with in_our_style():
+        figure = gantt_figure(records)
+    page = render_page(
         "colocate",
         "page.html.j2",
         summary=summary,
@@ -281,9 +270,10 @@ def _page(records: Sequence[Record]) -> str:
         facts=_facts(summary),
         gantt=to_svg(figure, "gantt") if figure is not None else None,
         jobs=[(job.name, job.result or "not ended", *cells(job), job.reason) for job in summary.jobs],
-        kinds=_kinds(records),
-        rates=_rates(records),
+        kinds=_kinds(records, names),
+        rates=_rates(records, names),
     )
+    atomic_write(path, page)
 
 
 def _facts(summary: Summary) -> list[tuple[str, str, str]]:
@@ -297,18 +287,8 @@ def _facts(summary: Summary) -> list[tuple[str, str, str]]:
     ]
 
 
-def _names(records: Sequence[Record]) -> dict[str, str]:
-    """Return a job's name for each kind."""
-    names: dict[str, str] = {}
-    for record in records:
-        if isinstance(record, Added):
-            names.setdefault(record.spec.kind, record.spec.name)
-    return names
-
-
-def _kinds(records: Sequence[Record]) -> list[tuple[str, ...]]:
+def _kinds(records: Sequence[Record], names: Mapping[str, str]) -> list[tuple[str, ...]]:
     """Return one row for each kind of job, with the range of its measurements."""
-    names = _names(records)
     measured: dict[str, list[Profiled]] = {}
     for record in records:
         if isinstance(record, Profiled):
@@ -334,8 +314,7 @@ def _range(figures: Sequence[float], form: str, unit: str = "") -> str:
     return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
 
 
-def _rates(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    names = _names(records)
+def _rates(records: Sequence[Record], names: Mapping[str, str]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for record in [record for record in records if isinstance(record, Rates)][-MAX_RATES:]:
         speeds = ", ".join(f"{names.get(kind, kind)} {record.speeds[kind]:.2f}" for kind in record.kinds)

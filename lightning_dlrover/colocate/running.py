@@ -19,8 +19,6 @@ from lightning_dlrover.colocate.devices import GpuSums, TreeUse, tree_use
 from lightning_dlrover.colocate.journal import JobSpec, Span
 from lightning_dlrover.colocate.tenants import Holding, Memory, Phase, Tenant, Where
 
-# One job's processes, as the dispatcher holds them: a supervisor and everything below it.
-
 RESULT = "result.json"
 OUTPUT = "output.log"
 LAST_LINES = 3
@@ -51,7 +49,7 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        """The end in words."""
+        """Human-readable exit status."""
         if self.code is None:
             return "its supervisor was killed"
         if self.code == supervisor.EXIT_NOT_STARTED:
@@ -97,10 +95,9 @@ class SupervisedJob:
         environment: Mapping[str, str],
         cores: Collection[int] = (),
     ) -> None:
-        self.folder = folder
-        self.output = folder / OUTPUT
-        self._result = folder / RESULT
-        program = [sys.executable, "-I", "-S", supervisor.__file__, str(self._result), str(self.output), *command]
+        self._folder = folder
+        self._output = folder / OUTPUT
+        program = [sys.executable, "-I", "-S", supervisor.__file__, str(folder / RESULT), str(self._output), *command]
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, cores or before)  # children inherit it from their first instruction on
         try:
@@ -148,7 +145,7 @@ class SupervisedJob:
         if self._supervisor.stdin is not None:
             with suppress(OSError):
                 self._supervisor.stdin.close()
-        if (outcome := read_outcome(self.folder)) is not None:
+        if (outcome := read_outcome(self._folder)) is not None:
             return outcome
         # A supervisor that could not write the result ends with the command's exit code.
         code = self._supervisor.returncode
@@ -156,7 +153,7 @@ class SupervisedJob:
 
     def last_words(self) -> str:
         """Return the last lines of the job's output."""
-        with suppress(OSError), self.output.open("rb") as stream:
+        with suppress(OSError), self._output.open("rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - MAX_TAIL_BYTES))
             lines = [line.strip() for line in stream.read().decode(errors="replace").splitlines() if line.strip()]
             return " | ".join("".join(c if c.isprintable() else " " for c in line)[:200] for line in lines[-LAST_LINES:])
@@ -169,15 +166,13 @@ class SupervisedJob:
             self._supervisor.stdin.flush()
 
 
-# A running job: its processes, their reports, and measurements of them.
-
 BUSY = 0.05
 """Minimum fraction of time, and minimum seconds, that a job keeps a core or its GPU busy if it does not hang."""
 LEAST_BUSY_S = 0.2
 SHRINK_S = 60.0
 """Deadline, in seconds, for an elastic job to give up a process."""
 MEASURE_S = 0.25
-"""Least seconds between two measurements of a job's memory and CPU time."""
+"""Minimum seconds between two measurements of a job's memory and CPU time."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +201,7 @@ class WatchedJob:
     attempt: int
     device: str
     supervised: SupervisedJob
-    seat: Path
+    admission: Path
     submitted_s: float
     at_s: float
     charges: dict[Memory, int]
@@ -243,9 +238,9 @@ class WatchedJob:
     def look(self, now: float, pids: list[int]) -> None:
         """Read the reports, and measure the processes if that was not done a moment ago."""
         self._looked_s = now
-        self.has_reported = self.has_reported or has_reported(self.seat)
+        self.has_reported = self.has_reported or has_reported(self.admission)
         if self.phase != "paused" or not self.reports:
-            reports = read_reports(self.seat)
+            reports = read_reports(self.admission)
             # Those of processes that are gone do not count, unless process ids differ here and there.
             self.reports = [report for report in reports if report.process_id in pids] or reports
         if now - self._measured_s >= MEASURE_S:
@@ -253,7 +248,7 @@ class WatchedJob:
             self._measured_s = now
             self.use = tree_use(pids)
             self.cores = max(0.0, self.use.cpu_s - former.cpu_s) / (now - former_s) if former_s >= 0 else 0.0
-            self._see("host", self.use.peak_bytes)
+            self._note_peak("host", self.use.peak_bytes)
         steps, cpu_s = self._moved
         used_s = self.use.cpu_s - cpu_s
         # Threads that look for something a few times a second use less.
@@ -268,18 +263,23 @@ class WatchedJob:
         # command is found late.
         if not self.reports and sums.busy_s - self._gpu_busy_s >= max(LEAST_BUSY_S, BUSY * (self._looked_s - self.moved_s)):
             self._has_moved()
-        self._see("gpu", max(gpu_bytes, sum(report.gpu_peak_bytes for report in self.reports)))
+        self._note_peak("gpu", max(gpu_bytes, sum(report.gpu_peak_bytes for report in self.reports)))
 
     def _has_moved(self) -> None:
         self._moved, self._gpu_busy_s, self.moved_s = (self.num_steps, self.use.cpu_s), self.gpu_sums.busy_s, self._looked_s
 
-    def _see(self, memory: Memory, peak_bytes: int) -> None:
+    def _note_peak(self, memory: Memory, peak_bytes: int) -> None:
         self.peaks[memory] = max(self.peaks.get(memory, 0), peak_bytes)
 
     @property
     def where(self) -> Where:
         """Type of its device."""
         return "gpu" if "gpu" in self.charges else "cpu"
+
+    @property
+    def is_active(self) -> bool:
+        """Whether its processes may use their cores: they start, or train."""
+        return self.phase in ("starting", "running")
 
     def resident_bytes(self, memory: Memory) -> int:
         """Return the bytes that it has now."""
@@ -332,6 +332,8 @@ class WatchedJob:
 
     def tenant(self, needs: Mapping[Memory, int]) -> Tenant:
         """Return the job as decisions see it."""
+        is_shrinking = 0 < self.most_processes < self.num_processes
+        is_late = self._looked_s - self.asked_to_shrink_s > SHRINK_S
         return Tenant(
             name=self.spec.name,
             kind=self.spec.kind,
@@ -346,13 +348,13 @@ class WatchedJob:
                 )
                 for memory, charge in self.charges.items()
             },
-            is_admitted="running" in (self.phase, self.paused_from if self.phase == "paused" else ""),
+            is_admitted=(self.paused_from if self.phase == "paused" else self.phase) == "running",
             since_s=self.phase_since_s,
             owner=self.spec.owner,
             num_processes=self.num_processes,
             # One that has not shrunk in time cannot.
-            min_processes=0 if self._has_failed_to_shrink else min((r.min_processes for r in self.reports), default=0),
-            is_shrinking=0 < self.most_processes < self.num_processes,
+            min_processes=0 if is_shrinking and is_late else min((r.min_processes for r in self.reports), default=0),
+            is_shrinking=is_shrinking,
             steps_left=self.steps_left,
             num_steps=self.num_steps,
         )
@@ -362,12 +364,7 @@ class WatchedJob:
         """Number of its processes that report."""
         return max((report.num_processes for report in self.reports), default=1)
 
-    @property
-    def _has_failed_to_shrink(self) -> bool:
-        late = self._looked_s - self.asked_to_shrink_s > SHRINK_S
-        return 0 < self.most_processes < self.num_processes and late
-
     def paused_s(self, now: float) -> float:
-        """Seconds that it has been paused so far."""
+        """Return the seconds that it has been paused so far."""
         spans = [*self.spans, Span(self.phase, self.phase_since_s, now)]
         return sum(span.ended - span.began for span in spans if span.phase == "paused")

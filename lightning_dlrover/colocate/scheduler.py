@@ -9,13 +9,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import TypeAlias
 
 import numpy as np
 
-from lightning_dlrover.colocate.journal import Added, Ended, JobSpec, Profiled, Rates, Record, read_records
+from lightning_dlrover.colocate.journal import Added, Ended, JobSpec, Profiled, Rates, Record
 from lightning_dlrover.colocate.packing import with_bounded_wait
 from lightning_dlrover.colocate.policies import make_policy, turns
 from lightning_dlrover.colocate.running import Moment
@@ -101,14 +100,12 @@ Alone: TypeAlias = Mapping[tuple[str, bool], float]
 """Speed alone by kind, and whether it is in steps: in steps per second, or in cores of a command that reports no steps."""
 
 
-# Measure how fast jobs run, alone and side by side.
-#
 # A window begins once the set of running jobs on a device has been the same for a moment. It ends when it is long enough
 # and each job has made some steps in it, or when the set changes. Alone, a window gives the job's profile. Side by side, it
 # gives each job's speed relative to alone. A job's part of a window lasts from the end of one step to the end of another,
 # so that a few long steps give a speed as well as many short ones.
 class InterferenceMeter:
-    """The jobs that run on one device at the moment.
+    """Measures how fast the jobs of one device run, alone and side by side.
 
     Args:
         device: the device's name.
@@ -153,6 +150,7 @@ class InterferenceMeter:
         )
 
     def _close(self, alone: Alone) -> list[Profiled | Rates]:
+        """End the window; return its results, none if it was too short."""
         is_measured = bool(self._first) and self._has_measured(LEAST_S)
         pairs = [(self._newest[name], then) for name, then in self._first.items()]
         self._first = {}
@@ -167,8 +165,7 @@ class InterferenceMeter:
             speeds[now.kind].append(_speed(now, then) / alone[now.kind, now.reports])
         seconds = min(now.moment.at_s - then.at_s for now, then in pairs)
         means = {kind: sum(each) / len(each) for kind, each in speeds.items()}
-        kinds = tuple(sorted(now.kind for now, _ in pairs))
-        return [Rates(self._device, means, kinds, seconds, self._device_kind)]
+        return [Rates(self._device, means, tuple(sorted(now.kind for now, _ in pairs)), seconds, self._device_kind)]
 
     def _profile(self, now: CoRunner, then: Moment) -> Profiled:
         moment = now.moment
@@ -236,14 +233,6 @@ class Knowledge:
         self._num_rates = 0
         self._models: dict[str, tuple[int, SpeedPredictor]] = {}  # key: device; with the number of rates that it has learned
 
-    def read(self, folder: Path) -> None:
-        """Learn from another queue's folder.
-
-        Raises:
-            JournalError: it holds no readable queue.
-        """
-        self.recall(read_records(folder))
-
     def recall(self, records: Iterable[Record]) -> None:
         """Learn from records of a journal."""
         for record in records:
@@ -272,7 +261,8 @@ class Knowledge:
         if len(alone) >= MAX_ALONE or any(known.reports != record.reports for known in alone):
             return False
         alone.append(record)
-        self._profiles[key] = _mean(alone)
+        speed = fmean(each.steps_per_s for each in alone)
+        self._profiles[key] = replace(alone[0], use=_mean_use(alone), steps_per_s=speed)
         return True
 
     @property
@@ -286,7 +276,7 @@ class Knowledge:
     def profile(self, kind: str, device_kind: str) -> Profile | None:
         """Return the needs of a kind of job alone, without its memory; None if it was never measured alone."""
         known = self._profiles.get((kind, device_kind))
-        return self._as_profile(known) if known is not None else None
+        return _as_profile(known) if known is not None else None
 
     def use(self, kind: str, device_kind: str) -> dict[str, float]:
         """Return a kind's use of a kind of device alone: as measured, or the mean of its kin, or of all kinds; may be empty."""
@@ -306,12 +296,12 @@ class Knowledge:
             return fmean(each.steps_per_s for each in alike)
         factor = factor_of(
             [
-                (self._as_profile(each), self._as_profile(self._profiles[of, CPU]))
+                (_as_profile(each), _as_profile(self._profiles[of, CPU]))
                 for (of, where), each in self._profiles.items()
                 if where != CPU and (of, CPU) in self._profiles
             ]
         )
-        elsewhere = [(where, self._as_profile(each)) for (of, where), each in self._profiles.items() if of == kind]
+        elsewhere = [(where, _as_profile(each)) for (of, where), each in self._profiles.items() if of == kind]
         if not elsewhere:
             return 1.0 if device_kind == CPU else factor
         where, profile = elsewhere[0]
@@ -327,10 +317,6 @@ class Knowledge:
     def num_steps(self, kind: str) -> int:
         """Return the steps of the newest job of a kind that is done; 0: unknown."""
         return self._steps.get(kind, 0)
-
-    @staticmethod
-    def _as_profile(known: Profiled) -> Profile:
-        return Profile(0, known.steps_per_s, known.use)
 
     def is_as_its_kin(self, kind: str, device_kind: str) -> bool:
         """Whether a kind that was not measured has kin enough that were, all of them with much the same use and speed."""
@@ -393,15 +379,14 @@ class Knowledge:
     def _observations(self, device: Device, device_kind: str) -> list[Observation]:
         found = []
         for rates in self._rates:
-            profiles = [self.profile(kind, device_kind) for kind in rates.kinds]
-            if rates.device_kind == device_kind and all(profile is not None for profile in profiles):
-                jobs = [
+            profiles = [profile for kind in rates.kinds if (profile := self.profile(kind, device_kind)) is not None]
+            if rates.device_kind == device_kind and len(profiles) == len(rates.kinds):
+                jobs = tuple(
                     Job(f"{kind}-{number}", {device.kind: profile}, family=kind)
                     for number, (kind, profile) in enumerate(zip(rates.kinds, profiles, strict=True))
-                    if profile is not None
-                ]
+                )
                 speeds = tuple(float(np.clip(rates.speeds[kind], 0.01, 1.5)) for kind in rates.kinds)
-                found.append(Observation(device, tuple(jobs), speeds))
+                found.append(Observation(device, jobs, speeds))
         return found
 
     # --- memory --------------------------------------------------------------------------------------------------------------
@@ -409,20 +394,19 @@ class Knowledge:
     def learn_end(self, spec: JobSpec, ended: Ended) -> None:
         """Take the peaks of a job that has ended."""
         peaks: Sizes = {"host": ended.peak_bytes, "gpu": ended.gpu_peak_bytes}
-        if ended.result == "done":
-            estimates: Sizes = {"host": ended.estimate_bytes, "gpu": ended.gpu_estimate_bytes}
-            for memory, peak in peaks.items():
-                of = spec.kind, ended.where, memory
+        estimates: Sizes = {"host": ended.estimate_bytes, "gpu": ended.gpu_estimate_bytes}
+        for memory, peak in peaks.items():
+            of = spec.kind, ended.where, memory
+            if ended.result == "done":
                 self._peaks[of] = max(self._peaks.get(of, 0), peak)
                 if estimates[memory]:
                     self._estimates[memory].append((estimates[memory], max(1, peak)))
+            elif ended.result == "evicted":
+                self._wanted[of] = max(self._wanted.get(of, 0), int(GROWTH * peak))
+        if ended.result == "done":
             self._steps[spec.kind] = ended.num_steps
             for start_s in [span.ended - span.began for span in ended.spans if span.phase == "starting"][:1]:
                 self._starts_s[spec.kind] = min(start_s, self._starts_s.get(spec.kind, start_s))
-        elif ended.result == "evicted":
-            for memory, peak in peaks.items():
-                of = spec.kind, ended.where, memory
-                self._wanted[of] = max(self._wanted.get(of, 0), int(GROWTH * peak))
 
     def expected(self, spec: JobSpec, where: Where) -> Sizes:
         """Return the peaks of a job that has not started, with margins; 0: unknown."""
@@ -434,9 +418,9 @@ class Knowledge:
             return max(int(SPREAD * peak), wanted)
         return max(spec.gpu_memory_bytes if memory == "gpu" else spec.memory_bytes, wanted)
 
-    def knows(self, spec: JobSpec, where: Where, memory: Memory) -> bool:
-        """Whether the peak of a job that has not started is known, from earlier ones or its owner."""
-        return self._expected_bytes(spec, where, memory) > 0
+    def has_gpu_peak(self, spec: JobSpec) -> bool:
+        """Whether the peak of a job on a GPU is known, from earlier ones or its owner."""
+        return self._expected_bytes(spec, "gpu", "gpu") > 0
 
     def need_bytes(
         self, spec: JobSpec, where: Where, memory: Memory, estimate: tuple[int, int], resident_bytes: int, device_bytes: int
@@ -457,7 +441,7 @@ class Knowledge:
         if not estimate_bytes:
             return max(min(self._expected_bytes(spec, where, memory), device_bytes), int(GROWTH * resident_bytes))
         learned = MemoryMargin.of(self._estimates[memory])
-        # The job knows only the default margin; this process knows the errors of earlier estimates.
+        # The job has only the default margin; this process has the errors of earlier estimates.
         margin_bytes = learned.bytes_for(estimate_bytes) if learned.num_records else margin_bytes
         needed = max(wanted, estimate_bytes + margin_bytes)
         return min(needed, device_bytes) if estimate_bytes <= device_bytes else needed
@@ -467,9 +451,8 @@ class Knowledge:
         return max(self._expected_bytes(spec, where, memory), int(GROWTH * peak_bytes))
 
 
-def _mean(alone: Sequence[Profiled]) -> Profiled:
-    """Return the mean of windows of one kind of job alone."""
-    return replace(alone[0], use=_mean_use(alone), steps_per_s=fmean(each.steps_per_s for each in alone))
+def _as_profile(known: Profiled) -> Profile:
+    return Profile(0, known.steps_per_s, known.use)
 
 
 def _mean_use(known: Sequence[Profiled]) -> dict[str, float]:
@@ -521,7 +504,7 @@ class _Chosen:
     since_s: float
 
 
-# Choose the jobs that run now: ask a policy (`policies.py`), and turn its answer into starts, pauses and resumptions.
+# Asks a policy (`policies.py`), and turns its answer into starts, pauses and resumptions.
 #
 # A policy that may pause jobs (`complementary`) has more of them to choose from: a few beyond those that run are started
 # ahead, and then wait with their processes stopped. Each kind of job runs alone for a few steps, once. Jobs that would
@@ -558,57 +541,61 @@ class Scheduler:
         self._alone: dict[str, _Alone] = {}
         self._given_up: set[str] = set()  # kinds that could not be measured alone
 
-    def threads(self, place: LocalDevice, num_jobs: int) -> int:
-        """Return the threads of each process of a job that shares its cores, so that all together use each core once."""
-        if self.policy_name == "sequential":
-            num_jobs = 1
-        return max(1, round(place.num_cores / max(1, num_jobs)))
+    def threads(self, device: LocalDevice) -> int:
+        """Return the threads of each process of a job before its first step: half of the cores, or all if it runs alone."""
+        return max(1, round(device.num_cores / (1 if self.policy_name == "sequential" else 2)))
 
-    def thread_shares(self, place: LocalDevice, kinds: Sequence[str]) -> list[int]:
+    def thread_shares(self, device: LocalDevice, kinds: Sequence[str]) -> list[int]:
         """Return the threads of each process of jobs that run side by side, by their measured use or in equal parts.
 
         Args:
             kinds: kinds of the jobs; "" for a job that is still starting.
         """
-        cores = [self._use(kind, place)["cores"] if kind else START["cores"] for kind in kinds]
-        return self._shares(cores, place.num_cores)
+        cores = [self._use(kind, device)["cores"] if kind else START["cores"] for kind in kinds]
+        return self._shares(cores, device.num_cores)
 
-    def _use(self, kind: str, place: LocalDevice) -> Mapping[str, float]:
+    def _use(self, kind: str, device: LocalDevice) -> Mapping[str, float]:
         """Return the use of a device by a kind of job alone: measured, else that of its kin or of a usual job."""
-        if known := self._knowledge.use(kind, place.kind):
+        if known := self._knowledge.use(kind, device.kind):
             return {"cores": 1.0, **known}
-        return {"cores": max(1.0, UNKNOWN_PART * place.num_cores), **({} if place.gpu is None else {"gpu": 1.0})}
+        return {"cores": max(1.0, UNKNOWN_PART * device.num_cores), **({} if device.gpu is None else {"gpu": 1.0})}
 
     def actions(
-        self, now: float, places: Sequence[LocalDevice], waiting: Sequence[Waiting], tenants: Sequence[Tenant]
+        self, now: float, devices: Sequence[LocalDevice], waiting: Sequence[Waiting], tenants: Sequence[Tenant]
     ) -> list[Action]:
         """Return the starts, pauses and resumptions that are due."""
-        self._side_by_side = float(max((self.threads(place, 2) for place in places), default=1))
+        self._side_by_side = float(max((self.threads(device) for device in devices), default=1))
         able = [job for job in waiting if job.not_before_s <= now]
-        wanted = self._wanted(now, places, able, tenants, are_last=not waiting)
-        suitable = {job.name: _suitable(job, places) for job in able}
+        wanted = self._wanted(now, devices, able, tenants, are_last=not waiting)
+        suitable = {job.name: _suitable(job, devices) for job in able}
         actions: list[Action] = []
-        for place in sorted(places, key=lambda place: place.gpu is None):  # the GPUs have the first choice
-            here = [tenant for tenant in tenants if tenant.device == place.name]
-            actions += self._of_tenants(now, place, here, {name for name, where in wanted.items() if place.name in where})
-            if place.name not in self._alone:
+        for device in sorted(devices, key=lambda device: device.gpu is None):  # the GPUs have the first choice
+            here = [tenant for tenant in tenants if tenant.device == device.name]
+            changes = self._of_tenants(now, device, here, {name for name, where in wanted.items() if device.name in where})
+            actions += changes
+            if device.name not in self._alone:
                 started = {action.job for action in actions if isinstance(action, Start)}
-                for_here = [job for job in able if place in suitable[job.name] and job.name not in started]
+                for_here = [job for job in able if device in suitable[job.name] and job.name not in started]
                 if self._may_pause:
-                    chosen = self._ahead(now, place, places, for_here, tenants)
+                    chosen = self._ahead(now, device, devices, for_here, tenants)
                 else:
-                    num_running = sum(tenant.phase in ("starting", "asks", "running") for tenant in here)
-                    wanted_here = [job for job in for_here if place.name in wanted.get(job.name, ())]
-                    chosen = sorted(wanted_here, key=turn_of)[: max(0, place.most_jobs - num_running)]
-                actions += _starts(place, here, chosen)
-        return _once(actions)
+                    wanted_here = [job for job in for_here if device.name in wanted.get(job.name, ())]
+                    chosen = sorted(wanted_here, key=turn_of)
+                # Jobs that start count, because a command without the callback trains before the dispatcher can tell.
+                num_active = sum(tenant.phase in ("starting", "asks", "running") for tenant in here)
+                num_active += sum(isinstance(change, Resume) for change in changes)
+                actions += _starts(device, here, chosen[: max(0, device.most_jobs - num_active)])
+        first: dict[str, Action] = {}
+        for action in actions:
+            first.setdefault(action.job, action)
+        return [*first.values()]
 
     def _wanted(
-        self, now: float, places: Sequence[LocalDevice], waiting: Sequence[Waiting], tenants: Sequence[Tenant], are_last: bool
+        self, now: float, devices: Sequence[LocalDevice], waiting: Sequence[Waiting], tenants: Sequence[Tenant], are_last: bool
     ) -> Allocation:
         """Return the policy's answer. One that may pause jobs is asked only when its choice has changed, or is old."""
         if not self._may_pause:
-            return self._policy(self._state(now, places, waiting, tenants))
+            return self._policy(self._state(now, devices, waiting, tenants))
         able = [tenant for tenant in tenants if tenant.is_admitted and not tenant.paused_for_memory]
         starting = [tenant for tenant in tenants if tenant.phase == "starting"]
         names = (tuple(sorted(tenant.name for tenant in each)) for each in (able, starting))
@@ -617,18 +604,18 @@ class Scheduler:
         are_equal = len({tenant.priority for tenant in able}) <= 1
         quantum_s = LAST_QUANTUM_S if are_last and are_equal else QUANTUM_S
         is_old = self._chosen is None or self._chosen.among != among or now - self._chosen.since_s > quantum_s
-        # A job that has waited too long and now runs is not overdue any more. It keeps its place for the quantum.
+        # A job that has waited too long and now runs is not overdue any more. It keeps its turn for the quantum.
         overdue = {t.name for t in able if t.phase == "paused" and is_overdue(t.since_s, now, self._wait_s)}
         if self._chosen is None or is_old or not overdue <= self._chosen.jobs.keys():
             policy = self._policy_at_end if are_last else self._policy
-            self._chosen = _Chosen(policy(self._state_of_able(now, places, able, starting)), among, now)
+            self._chosen = _Chosen(policy(self._state_of_able(now, devices, able, starting)), among, now)
         return self._chosen.jobs
 
-    def _of_tenants(self, now: float, place: LocalDevice, tenants: Sequence[Tenant], wanted: set[str]) -> list[Action]:
+    def _of_tenants(self, now: float, device: LocalDevice, tenants: Sequence[Tenant], wanted: set[str]) -> list[Action]:
         """Return the pauses and resumptions of a device's jobs."""
         if not self._may_pause:
             return []
-        alone = self._measured_alone(now, place, tenants)
+        alone = self._measured_alone(now, device, tenants)
         actions: list[Action] = []
         for tenant in tenants:
             is_chosen = tenant.name in wanted or not tenant.is_admitted
@@ -641,89 +628,86 @@ class Scheduler:
                 actions.append(Resume(tenant.name))
         return actions
 
-    def _measured_alone(self, now: float, place: LocalDevice, tenants: Sequence[Tenant]) -> str | None:
+    def _measured_alone(self, now: float, device: LocalDevice, tenants: Sequence[Tenant]) -> str | None:
         """Return the job that has the device to itself at the moment, to be measured; None if none has."""
-        current = self._alone.get(place.name)
-        by_name = {tenant.name: tenant for tenant in tenants}
-        if current is not None:
-            tenant = by_name.get(current.job)
-            is_measured = self._knowledge.is_profiled(current.kind, place.kind)
-            is_gone = tenant is None or tenant.phase == "ending"
-            if tenant is not None and tenant.num_steps > current.num_steps:
-                current.num_steps, current.moved_s = tenant.num_steps, now
+        if (current := self._alone.get(device.name)) is not None:
+            job = next((tenant for tenant in tenants if tenant.name == current.job and tenant.phase != "ending"), None)
+            is_measured = self._knowledge.is_profiled(current.kind, device.kind)
+            if job is not None and job.num_steps > current.num_steps:
+                current.num_steps, current.moved_s = job.num_steps, now
             is_late = now - current.since_s > ALONE_LIMIT_S or now - current.moved_s > STEP_LIMIT_S
-            if not (is_measured or is_gone or is_late):
+            if job is not None and not is_measured and not is_late:
                 return current.job
             if not is_measured:
                 self._given_up.add(current.kind)  # too short to be measured, or without steps
-            del self._alone[place.name]
-        for tenant in tenants:
+            del self._alone[device.name]
+        for tenant in tenants if len(tenants) > 1 else ():
             is_able = tenant.is_admitted and not tenant.paused_for_memory
-            is_known = tenant.kind in self._given_up or self._knows(tenant.kind, place)
-            if is_able and not is_known and len(tenants) > 1:
-                self._alone[place.name] = _Alone(tenant.name, tenant.kind, now, tenant.num_steps, now)
+            is_known = tenant.kind in self._given_up or self._knows(tenant.kind, device)
+            if is_able and not is_known:
+                self._alone[device.name] = _Alone(tenant.name, tenant.kind, now, tenant.num_steps, now)
                 return tenant.name
         return None
 
-    def _knows(self, kind: str, place: LocalDevice) -> bool:
+    def _knows(self, kind: str, device: LocalDevice) -> bool:
         """Whether a kind need not be measured alone on a device."""
-        return self._knowledge.is_profiled(kind, place.kind) or self._knowledge.is_as_its_kin(kind, place.kind)
+        return self._knowledge.is_profiled(kind, device.kind) or self._knowledge.is_as_its_kin(kind, device.kind)
 
     def _ahead(
         self,
         now: float,
-        place: LocalDevice,
-        places: Sequence[LocalDevice],
+        device: LocalDevice,
+        devices: Sequence[LocalDevice],
         waiting: Sequence[Waiting],
         tenants: Sequence[Tenant],
     ) -> list[Waiting]:
         """Return the job that starts next, so that a policy has a choice; none with enough of them, or without a free core."""
-        here = [tenant for tenant in tenants if tenant.device == place.name]
+        here = [tenant for tenant in tenants if tenant.device == device.name]
         num_paused = sum(tenant.phase == "paused" and not tenant.paused_for_memory for tenant in here)
         num_starting = sum(tenant.phase in ("starting", "asks") for tenant in here)
         # A start keeps one core busy. One is always under way.
-        busy = num_starting + sum(self._cores_beside_others(self._use(t.kind, place)) for t in here if t.phase == "running")
+        busy = num_starting + sum(self._cores_among_others(self._use(t.kind, device)) for t in here if t.phase == "running")
         overdue = [job for job in waiting if is_overdue(job.submitted_s, now, self._wait_s)]
-        if num_starting and busy + LEAST_IDLE > place.num_cores:
+        if num_starting and busy + LEAST_IDLE > device.num_cores:
             return []
-        if len(here) >= place.most_jobs + AHEAD or (num_paused >= AHEAD and not overdue):
+        if len(here) >= device.most_jobs + AHEAD or (num_paused >= AHEAD and not overdue):
             return []
         if overdue:
             return sorted(overdue, key=turn_of)[:1]
-        ranks = self._ranks(place, places, waiting, tenants)
+        ranks = self._ranks(device, devices, waiting, tenants)
         able = [job for job in waiting if job.name in ranks]
         return sorted(able, key=lambda job: (-job.priority, ranks[job.name], job.submitted_s, job.name))[:1]
 
     def _ranks(
-        self, place: LocalDevice, places: Sequence[LocalDevice], waiting: Sequence[Waiting], tenants: Sequence[Tenant]
+        self, device: LocalDevice, devices: Sequence[LocalDevice], waiting: Sequence[Waiting], tenants: Sequence[Tenant]
     ) -> dict[str, float]:
         """Return the order in which jobs start on a device, lowest rank first. Jobs that should not start are absent.
 
         Where jobs have a choice, cores take those that they are good at, and only while these end before the GPUs are idle.
         Elsewhere, those start first that would leave most of the device idle at the end.
         """
-        gpus, cores = [each for each in places if each.gpu is not None], [each for each in places if each.gpu is None]
+        gpus, cores = [each for each in devices if each.gpu is not None], [each for each in devices if each.gpu is None]
         free = [job for job in waiting if len(job.expected) > 1]
         if not (gpus and cores and free):
-            idle_s = {job.kind: self._knowledge.idle_s(job.kind, place.kind, place.limits) for job in waiting}
+            idle_s = {job.kind: self._knowledge.idle_s(job.kind, device.kind, device.limits) for job in waiting}
             return {job.name: -idle_s[job.kind] for job in waiting}
-        pair = gpus[0], place if place.gpu is None else cores[0]
+        pair = gpus[0], device if device.gpu is None else cores[0]
         kinds = {*(job.kind for job in waiting), *(each.kind for each in tenants)}
         steps = {kind: self._knowledge.num_steps(kind) for kind in kinds}
         steps |= {each.kind: each.num_steps + each.steps_left for each in tenants if each.steps_left is not None}
         known_s = [found for kind, number in steps.items() if (found := self._seconds(kind, number, pair[0])) is not None]
         usual_s = fmean(known_s) if known_s else USUAL_S
         left = {job.name: self._left(job.kind, steps[job.kind], *pair, usual_s) for job in waiting}
-        if place.gpu is not None:
+        if device.gpu is not None:
             return {name: -each.price for name, each in left.items()}
         there = {
             each.name: self._left(each.kind, steps[each.kind] if each.steps_left is None else each.steps_left, *pair, usual_s)
             for each in tenants
         }
         on_gpus = [there[each.name] for each in tenants if each.device in {gpu.name for gpu in gpus}]
-        on_cores = [there[each.name] for each in tenants if each.device == place.name]
+        on_cores = [there[each.name] for each in tenants if each.device == device.name]
         at_once = sum(gpu.most_jobs for gpu in gpus)
-        chosen = for_cores([left[job.name] for job in free], on_gpus, on_cores, at_once, len(gpus), place.num_cores)
+        chosen = for_cores([left[job.name] for job in free], on_gpus, on_cores, at_once, len(gpus), device.num_cores)
         only = {job.name: left[job.name].price for job in waiting if len(job.expected) == 1}
         return only | {free[index].name: left[free[index].name].price for index in chosen}
 
@@ -737,48 +721,50 @@ class Scheduler:
         speed = self._knowledge.speed(kind, gpu.kind)
         gpu_s = usual_s if (found := self._seconds(kind, steps, gpu)) is None else found
         busy = min(1.0, self._use(kind, gpu).get("gpu", 1.0))
-        beside = self._beside_others(self._use(kind, cores))
-        cores_s = gpu_s * speed / self._knowledge.speed(kind, cores.kind) / float(beside.speeds[0])
-        return Left(gpu_s, busy, cores_s, float(beside.use[0]))
+        among_others = self._among_others(self._use(kind, cores))
+        cores_s = gpu_s * speed / self._knowledge.speed(kind, cores.kind) / float(among_others.speeds[0])
+        return Left(gpu_s, busy, cores_s, float(among_others.use[0]))
 
     def _seconds(self, kind: str, steps: int, gpu: LocalDevice) -> float | None:
         """Return the time of steps alone on a GPU; None where their number or speed is unknown."""
         return steps / self._knowledge.speed(kind, gpu.kind) if steps and self._knowledge.has_speed(kind) else None
 
-    def _cores_beside_others(self, use: Mapping[str, float]) -> float:
+    def _cores_among_others(self, use: Mapping[str, float]) -> float:
         """Return the cores that a job keeps busy if no other takes them. Alone it may have had more threads."""
-        return float(self._beside_others(use).use[0])
+        return float(self._among_others(use).use[0])
 
-    def _beside_others(self, use: Mapping[str, float]) -> Expected:
+    def _among_others(self, use: Mapping[str, float]) -> Expected:
         """Return the use and speed of a job with as many threads as each of two has."""
         alone = CoreUse("", use["cores"], use.get("input", 0.0))
         return expected([alone], [max(1, round(self._side_by_side))], alone.cores)
 
     # --- as policies see it --------------------------------------------------------------------------------------------------
 
-    def _state(self, now: float, places: Sequence[LocalDevice], waiting: Sequence[Waiting], tenants: Sequence[Tenant]) -> State:
+    def _state(
+        self, now: float, devices: Sequence[LocalDevice], waiting: Sequence[Waiting], tenants: Sequence[Tenant]
+    ) -> State:
         """Return the state for a policy that starts jobs and lets them run to their ends."""
-        by_name = {place.name: place for place in places}
-        jobs = []
-        for job in waiting:
-            needs = {place.kind: (place, _charges(job, place)) for place in _suitable(job, places)}
-            jobs.append(self._job(job, needs, None))
+        by_name = {device.name: device for device in devices}
+        jobs = tuple(
+            self._job(job, {device.kind: (device, _charges(job, device)) for device in _suitable(job, devices)})
+            for job in waiting
+        )
         running = []
         for tenant in tenants:
-            place = by_name[tenant.device]
+            device = by_name[tenant.device]
             held = {memory: holding.held_bytes for memory, holding in tenant.holdings.items()}
-            running.append(Running(self._job(tenant, {place.kind: (place, held)}, None), (tenant.device,), tenant.started_s))
-        return State(now, tuple(_device(place) for place in places), tuple(jobs), tuple(running))
+            running.append(Running(self._job(tenant, {device.kind: (device, held)}), (tenant.device,), tenant.started_s))
+        return State(now, tuple(map(_device, devices)), jobs, tuple(running))
 
     def _state_of_able(
-        self, now: float, places: Sequence[LocalDevice], able: Sequence[Tenant], starting: Sequence[Tenant]
+        self, now: float, devices: Sequence[LocalDevice], able: Sequence[Tenant], starting: Sequence[Tenant]
     ) -> State:
         """Return the state for a policy that chooses among jobs that could all run at once: each has its memory.
 
         Those that start run in any case. Each keeps one core busy.
         """
         # Jobs that run do not wait. The longer one has run, the later is its turn.
-        by_name = {place.name: place for place in places}
+        by_name = {device.name: device for device in devices}
         jobs = tuple(
             self._job(
                 tenant,
@@ -791,23 +777,25 @@ class Scheduler:
             Running(Job(tenant.name, {tenant.device: Profile(0, 1.0, START)}), (tenant.device,), tenant.started_s)
             for tenant in starting
         )
-        return State(now, tuple(replace(_device(place), kind=place.name) for place in places), jobs, running)
+        return State(now, tuple(replace(_device(device), kind=device.name) for device in devices), jobs, running)
 
-    def _job(self, of: Waiting | Tenant, needs: Mapping[str, tuple[LocalDevice, Sizes]], waiting_since_s: float | None) -> Job:
+    def _job(
+        self, of: Waiting | Tenant, needs: Mapping[str, tuple[LocalDevice, Sizes]], waiting_since_s: float | None = None
+    ) -> Job:
         """Return a job as policies see it.
 
         Args:
-            needs: for each kind of device that the policy knows, a device, and the memory that the job takes there; empty: it
+            needs: for each kind of device that the policy sees, a device, and the memory that the job takes there; empty: it
                 has it already.
         """
         profiles = {}
-        for kind, (place, charge) in needs.items():
-            use = self._use(of.kind, place)
-            use = {**use, "cores": self._cores_beside_others(use)}
+        for kind, (device, charge) in needs.items():
+            use = self._use(of.kind, device)
+            use = {**use, "cores": self._cores_among_others(use)}
             host_bytes = charge.get("host", 0)
-            sizes = (host_bytes, 0) if place.gpu is None else (charge.get("gpu", 0), host_bytes)
-            profiles[kind] = Profile(sizes[0], self._knowledge.speed(of.kind, place.kind), use, sizes[1])
-        are_known = all(self._knows(of.kind, place) for place, _ in needs.values())
+            own_bytes, on_host_bytes = (host_bytes, 0) if device.gpu is None else (charge.get("gpu", 0), host_bytes)
+            profiles[kind] = Profile(own_bytes, self._knowledge.speed(of.kind, device.kind), use, on_host_bytes)
+        are_known = all(self._knows(of.kind, device) for device, _ in needs.values())
         return Job(
             of.name,
             profiles,
@@ -820,43 +808,37 @@ class Scheduler:
         )
 
 
-def _device(place: LocalDevice) -> Device:
-    memory_bytes = place.memory_bytes if place.gpu is None else place.gpu_bytes
-    return Device(place.name, place.kind, place.name, memory_bytes, place.limits, place.most_jobs)
+def _device(device: LocalDevice) -> Device:
+    memory_bytes = device.memory_bytes if device.gpu is None else device.gpu_bytes
+    return Device(device.name, device.kind, device.name, memory_bytes, device.limits, device.most_jobs)
 
 
-def _suitable(job: Waiting, places: Sequence[LocalDevice]) -> list[LocalDevice]:
+def _suitable(job: Waiting, devices: Sequence[LocalDevice]) -> list[LocalDevice]:
     """Return the devices that a job may start on: those large enough, or all if none is. It then fails with the reason."""
-    able = [place for place in places if place.where in job.expected]
+    able = [device for device in devices if device.where in job.expected]
     large = [
-        place for place in able if all(job.expected[place.where].get(memory, 0) <= size for memory, size in place.sizes.items())
+        device
+        for device in able
+        if all(job.expected[device.where].get(memory, 0) <= size for memory, size in device.sizes.items())
     ]
     return large or able
 
 
-def _charges(job: Waiting, place: LocalDevice) -> dict[Memory, int]:
+def _charges(job: Waiting, device: LocalDevice) -> dict[Memory, int]:
     """Return the memory reserved for a starting job."""
-    expected = job.expected[place.where]
-    return {memory: min(expected.get(memory, 0) or START_BYTES[memory], size) for memory, size in place.sizes.items()}
+    expected = job.expected[device.where]
+    return {memory: min(expected.get(memory, 0) or START_BYTES[memory], size) for memory, size in device.sizes.items()}
 
 
-def _starts(place: LocalDevice, tenants: Sequence[Tenant], chosen: Sequence[Waiting]) -> list[Action]:
+def _starts(device: LocalDevice, tenants: Sequence[Tenant], chosen: Sequence[Waiting]) -> list[Action]:
     """Return the starts of jobs that a device has memory for, in their order."""
-    free = {memory: free_bytes(memory, size, tenants) for memory, size in place.sizes.items()}
+    free = {memory: free_bytes(memory, size, tenants) for memory, size in device.sizes.items()}
     actions: list[Action] = []
     for job in chosen:
-        charges = _charges(job, place)
+        charges = _charges(job, device)
         if any(charge > free[memory] for memory, charge in charges.items()):
             # Nothing overtakes a job that waits for memory, else it might wait forever.
             break
         free = {memory: free[memory] - charge for memory, charge in charges.items()}
-        actions.append(Start(job.name, place.name, charges))
+        actions.append(Start(job.name, device.name, charges))
     return actions
-
-
-def _once(actions: Sequence[Action]) -> list[Action]:
-    """Return the first action about each job."""
-    first: dict[str, Action] = {}
-    for action in actions:
-        first.setdefault(action.job, action)
-    return [*first.values()]

@@ -16,8 +16,6 @@ import numpy as np
 
 from lightning_dlrover.tuning.cluster import RESOURCES, Device, Floats, Job, Profile
 
-# One queue for GPUs and cores: the speed of a job where it was not measured, and which jobs leave the GPUs to run on cores.
-#
 # A GPU runs a part of a step, its kernels, many times as fast as cores do, and leaves the rest as it is: waits for input,
 # and the job's own code. So a job that keeps a GPU busy for a fraction `busy` of its step takes `1 + busy (factor - 1)`
 # times as long on cores. The factor is learned from kinds that were measured on both.
@@ -157,8 +155,6 @@ class _Seen:
         return (self.total + PRIOR * prior) / (self.number + PRIOR)
 
 
-# Predict the speeds of jobs that share one device, relative to their speeds alone.
-#
 # Everything is reduced to pairs. A resource that two jobs want beyond its limit stretches the part of a step that uses it
 # by the excess. That expectation is corrected by the mean of the observations of the pair, and of pairs of the same
 # families. A job's excess in a group, its slowdown less 1, is the sum of its excesses with each member.
@@ -166,7 +162,9 @@ class _Seen:
 # A Gaussian process and trees over pairs predict single pairs better, but jobs in a simulated cluster ended no sooner with
 # them (docs/colocate/policies.md).
 class SlowdownModel:
-    """Learned from observed groups; a `SpeedPredictor`. Without observations it predicts from uses and limits alone.
+    """Predicts the speeds of jobs that share one device, relative to their speeds alone. A `SpeedPredictor`.
+
+    It learns from observed groups. Without observations it predicts from uses and limits alone.
 
         model = SlowdownModel.fit([Observation(gpu, (dlrm, bert), (0.71, 0.62))])
         model.relative_speeds([(dlrm, resnet)], gpu)
@@ -261,8 +259,6 @@ SYNC = 0.06
 """Part of a job's work with several threads that only keeps them in step: 5 to 7 % of the CPU time of small MLPs and tables."""
 
 
-# Divide the cores of one machine among jobs that run side by side: threads, and the speeds to expect.
-#
 # A job's step alone is a wait for input, a fraction `wait` of it, and work of `cores` core-seconds for each second of the
 # step. With fewer threads than that work could use, the working part takes longer. Where all jobs together want more cores
 # than exist, each receives what it wants or an equal share, whichever is less (max-min fairness), as the kernel divides
@@ -355,8 +351,6 @@ class _Corrections:
     values: Floats
 
 
-# Predict the speeds of jobs that share the cores of one machine, relative to their speeds alone.
-#
 # Most of a slowdown follows from the division of cores (above). The rest is learned from observed groups, as
 # corrections of the log of the expected speed e of a job i of family f next to jobs j of families g. Each of those keeps
 # a fraction b of the machine's cores busy while the job has one:
@@ -367,9 +361,10 @@ class _Corrections:
 # waking up late, d a job's pressure on caches and memory, h the interference of this pair alone. All are small before
 # anything is observed (a Bayesian linear regression).
 class CoreSpeeds:
-    """Learned from observed groups; a `SpeedPredictor` for CPUs. The limit "cores" of a device is its number of cores.
+    """Predicts the speeds of jobs that share the cores of one machine, relative to their speeds alone. A `SpeedPredictor`.
 
-    Equal observations give equal predictions. Jobs of unknown use are taken to keep one core busy.
+    It learns from observed groups. The limit "cores" of a device is its number of cores. Equal observations give equal
+    predictions. Jobs of unknown use are taken to keep one core busy.
 
     Args:
         shares: threads of jobs side by side.

@@ -1,6 +1,6 @@
 """Tenants: jobs with processes, the devices that they run on, and the memory that they may use there.
 
-`Tenant` is the state of one job, and `memory_actions` decides what a job's need of memory leads to.
+`Tenant` is the state of one job, and `memory_actions` decides how to meet the needs of memory.
 """
 
 from __future__ import annotations
@@ -231,13 +231,11 @@ def free_bytes(memory: Memory, size: int, tenants: Iterable[Tenant]) -> int:
     return size - sum(tenant.holdings[memory].held_bytes for tenant in tenants)
 
 
-# Keep the jobs of a device within its memory: the host's, and on a GPU also the GPU's. Pure.
-#
 # A job is granted memory before it needs it: the sum of all charges never exceeds the device. A job that outgrows its charge
 # is granted more if the device has room. Else an elastic one gives up a process. Any other is paused, or goes back to the
 # queue if its present memory is too much. The others never pay.
 def memory_actions(sizes: Sizes, tenants: Sequence[Tenant]) -> list[Action]:
-    """Return the actions that keep a device within its memory.
+    """Return the actions that keep the jobs of a device within its memory: the host's, and on a GPU also the GPU's.
 
     Args:
         sizes: bytes of each memory of the device that jobs may use.
@@ -300,25 +298,25 @@ def _outgrown(memory: Memory, size: int, tenant: Tenant, tenants: Sequence[Tenan
         return [End(tenant.name, "failed", _too_large(memory, resident, size))]
     if len(tenants) == 1:
         return [Charge(tenant.name, memory, size)]
-    told = f"it has {_mib(resident)}{_of(memory)}, {_mib(holding.charge_bytes)} were expected"
+    reason = f"it has {_mib(resident)}{_of(memory)}, {_mib(holding.charge_bytes)} were expected"
     if free < HEADROOM * size:
-        return [End(tenant.name, "evicted", f"{told}, and other jobs hold the rest of {_mib(size)}")]
+        return [End(tenant.name, "evicted", f"{reason}, and other jobs hold the rest of {_mib(size)}")]
     if tenant.can_shrink:
-        return [] if tenant.is_shrinking else [Shrink(tenant.name, tenant.num_processes - 1, told)]
+        return [] if tenant.is_shrinking else [Shrink(tenant.name, tenant.num_processes - 1, reason)]
     if tenant.phase == "paused":
-        return [] if holding.is_short else [Pause(tenant.name, told, memory)]
-    return [Pause(tenant.name, f"{told}; it goes on when others have ended", memory)]
+        return [] if holding.is_short else [Pause(tenant.name, reason, memory)]
+    return [Pause(tenant.name, f"{reason}; it resumes once others have ended", memory)]
 
 
 def _untangled(tenants: Sequence[Tenant]) -> list[Action]:
     """Send the youngest job back to the queue if all remaining ones wait for each other's memory."""
     waits = [t for t in tenants if t.phase == "asks" or (t.phase == "paused" and t.paused_for_memory)]
-    if not waits or len(waits) < len(tenants) or len(tenants) < 2:
+    if len(waits) < max(2, len(tenants)):
         return []
     youngest = max(waits, key=lambda t: (-t.priority, t.started_s, t.name))
     others = f"{len(tenants) - 1} other jobs that wait" if len(tenants) > 2 else "another job that waits"
     need = " and ".join(f"{_mib(holding.need_bytes)}{_of(memory)}" for memory, holding in youngest.holdings.items())
-    return [End(youngest.name, "evicted", f"it needs {need}, beside {others} for memory, too")]
+    return [End(youngest.name, "evicted", f"it needs {need}, next to {others} for memory, too")]
 
 
 def _too_large(memory: Memory, need: int, size: int) -> str:
@@ -336,8 +334,6 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB"
 
 
-# Devices for jobs: cores of this machine with a part of its memory, and perhaps a GPU.
-
 CPU = "cpu"
 """Kind of all devices without a GPU. To a policy, each device is a kind of its own, as jobs stay where they are."""
 RESERVE = 0.1
@@ -349,7 +345,7 @@ FORMS = "`cpu`, `cpu:CORES` such as cpu:0-3, `gpu:NUMBER`, or `gpu:NUMBER:CORES`
 
 @dataclass(frozen=True)
 class LocalDevice:
-    """One device for jobs.
+    """One device for jobs: cores of this machine with a part of its memory, and perhaps a GPU.
 
     Args:
         kind: `cpu`, or the model of the GPU. Devices of one kind are equally fast.
@@ -405,7 +401,7 @@ def gpus_of(devices: Sequence[str]) -> list[int]:
     return [asked.gpu for asked in map(_Asked.of, devices) if asked.gpu is not None]
 
 
-def places_of(
+def local_devices(
     devices: Sequence[str],
     memory_bytes: int = 0,
     most_jobs: int = 0,
@@ -415,13 +411,13 @@ def places_of(
     available: int | None = None,
     gpus: Mapping[int, Gpu] | None = None,
 ) -> list[LocalDevice]:
-    """Return the places that a command line names: `cpu` for all cores of this process, `cpu:0-3` for some, `gpu:0` for a GPU.
+    """Return the devices that a command line names: `cpu` for all cores of this process, `cpu:0-3` for some, `gpu:0` for a GPU.
 
     A GPU has cores, too, for its jobs' own code and input. Devices that name no cores share those that no other names.
 
     Args:
-        memory_bytes: host memory for the jobs of all places; 0: the memory that is available now, less a reserve.
-        most_jobs: most jobs of one place that run at once; 0: `jobs_per_core` times its cores, and no more than four times
+        memory_bytes: host memory for the jobs of all devices; 0: the memory that is available now, less a reserve.
+        most_jobs: most jobs of one device that run at once; 0: `jobs_per_core` times its cores, and no more than four times
             `jobs_per_core` on a GPU.
         usable: cores of this process. None: ask the system; also for `num_cores` and `available`.
         gpus: GPUs of this machine, by their numbers.
@@ -435,19 +431,23 @@ def places_of(
     if memory_bytes > available:
         raise ValueError(f"--memory is {memory_bytes >> 20} MiB, and {available >> 20} MiB are available; give less")
     memory_bytes = memory_bytes or int((1 - RESERVE) * available)
+    gpus = gpus or {}
     cores_of = _divided([_Asked.of(device) for device in devices], usable)
     total = sum(map(len, cores_of.values()))
     share = min(1.0, num_cores / total)
-    places: list[LocalDevice] = []
+    found: list[LocalDevice] = []
     for asked, cores in cores_of.items():
-        gpu = _gpu(asked, gpus or {})
+        if asked.gpu is not None and asked.gpu not in gpus:
+            known = ", ".join(f"gpu:{index} ({gpu.name})" for index, gpu in sorted(gpus.items())) or "none"
+            raise ValueError(f"--devices: there is no gpu:{asked.gpu} that this process may use; there are: {known}")
+        gpu = None if asked.gpu is None else gpus[asked.gpu]
         gpu_bytes = 0 if gpu is None else int((1 - RESERVE) * gpu.free_bytes)
         if gpu is not None and gpu_bytes < START_BYTES["gpu"]:
             raise ValueError(
-                f"--devices: gpu:{gpu.index} has only {gpu.free_bytes >> 20} MiB free; end what uses it, or leave it out"
+                f"--devices: gpu:{gpu.index} has only {gpu.free_bytes >> 20} MiB free; end its programs, or leave it out"
             )
         most = jobs_per_core * math.ceil(share * len(cores))
-        places.append(
+        found.append(
             LocalDevice(
                 name=asked.name,
                 kind=CPU if gpu is None else gpu.name,
@@ -459,7 +459,7 @@ def places_of(
                 gpu_bytes=gpu_bytes,
             )
         )
-    return places
+    return found
 
 
 @dataclass(frozen=True)
@@ -522,15 +522,6 @@ def _ranges(cores: Sequence[int]) -> str:
         else:
             runs.append([core, core])
     return ", ".join(f"{first} to {last}" if first < last else str(first) for first, last in runs)
-
-
-def _gpu(asked: _Asked, gpus: Mapping[int, Gpu]) -> Gpu | None:
-    if asked.gpu is None:
-        return None
-    if asked.gpu not in gpus:
-        known = ", ".join(f"gpu:{index} ({gpu.name})" for index, gpu in sorted(gpus.items())) or "none"
-        raise ValueError(f"--devices: there is no gpu:{asked.gpu} that this process may use; there are: {known}")
-    return gpus[asked.gpu]
 
 
 def _cores(device: str, numbers: str) -> frozenset[int]:

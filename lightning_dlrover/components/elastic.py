@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from pathlib import PurePath
-from typing import Dict, List, Optional  # noqa: UP035
+from typing import Any, Dict, List, Optional  # noqa: UP035
 from urllib.parse import quote
 
 import torchx.specs as specs
@@ -129,31 +129,12 @@ def train(
     ]
     name = PurePath(script).stem if rdzv_id == specs.macros.app_id else rdzv_id
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "job"
-    return specs.AppDef(
-        # Must be valid for Volcano, which names a service like the app and derives longer pod names from it.
-        name=(slug if slug[0].isalpha() else f"job-{slug}")[:33].rstrip("-"),
-        roles=[
-            specs.Role(
-                name="controller",
-                image=image,
-                entrypoint=_python(image),
-                args=[
-                    "-m",
-                    "lightning_dlrover.cli",
-                    "run",
-                    ESCAPED,
-                    "--target=auto",
-                    f"--workers={workers}",
-                    f"--rdzv-id={rdzv_id}",
-                    # TorchX expands ${...}, Kubernetes expands $(...), and not all of them restore $$.
-                    *(quote(argument, safe="/:=,@+") for argument in arguments),
-                ],
-                num_replicas=1,
-                resource=CONTROLLER,
-                mounts=volumes,
-            )
-        ],
-    )
+    # Must be valid for Volcano, which names a service like the app and derives longer pod names from it.
+    name = (slug if slug[0].isalpha() else f"job-{slug}")[:33].rstrip("-")
+    command = ["-m", "lightning_dlrover.cli", "run", ESCAPED, "--target=auto", f"--workers={workers}", f"--rdzv-id={rdzv_id}"]
+    # TorchX expands ${...}, Kubernetes expands $(...), and not all of them restore $$.
+    command += [quote(argument, safe="/:=,@+") for argument in arguments]
+    return specs.AppDef(name, [_role("controller", image, command, CONTROLLER, mounts=volumes)])
 
 
 def node(
@@ -215,33 +196,19 @@ def node(
     if timeouts and not re.fullmatch(r"[a-z_]+=[0-9.e+]+(,[a-z_]+=[0-9.e+]+)*", timeouts):
         raise ValueError(f"timeouts={timeouts!r} cannot be used: give NAME=SECONDS,..., such as join_timeout=3600,lease_ttl=10")
     conf = ",".join([*(f"{name}={value}" for name, value in values.items() if value), *([timeouts] if timeouts else [])])
-    return specs.AppDef(
-        name=node,
-        roles=[
-            specs.Role(
-                name="worker",
-                image=image,
-                entrypoint=_python(image),
-                args=[
-                    "-m",
-                    "lightning_dlrover.components.node",
-                    *([f"{AGENTS_OPTION}{agents}"] if agents > 1 else []),
-                    "--rdzv-backend=etcd-v3",
-                    f"--rdzv-endpoint={rdzv_endpoint}",
-                    f"--rdzv-id={rdzv_id}",
-                    f"--rdzv-conf={conf}",
-                    f"--nnodes={workers}",
-                    "--nproc-per-node=1",
-                    f"--max-restarts={max_restarts}",
-                    script,
-                    *script_args,
-                ],
-                env={variables.NODE: node, **({variables.WORKERS_PER_NODE: str(agents)} if agents > 1 else {})},
-                num_replicas=1,
-                resource=_size(h, cpu, gpu, memMB),
-            )
-        ],
-    )
+    several, env = [], {variables.NODE: node}
+    if agents > 1:
+        several, env[variables.WORKERS_PER_NODE] = [f"{AGENTS_OPTION}{agents}"], str(agents)
+    rendezvous = ["--rdzv-backend=etcd-v3", f"--rdzv-endpoint={rdzv_endpoint}", f"--rdzv-id={rdzv_id}", f"--rdzv-conf={conf}"]
+    limits = [f"--nnodes={workers}", "--nproc-per-node=1", f"--max-restarts={max_restarts}"]
+    command = ["-m", "lightning_dlrover.components.node", *several, *rendezvous, *limits, script, *script_args]
+    return specs.AppDef(node, [_role("worker", image, command, _size(h, cpu, gpu, memMB), env=env)])
+
+
+def _role(name: str, image: str, arguments: List[str], resource: specs.Resource, **more: Any) -> specs.Role:  # noqa: UP006
+    """Return a role of one process."""
+    python = _python(image)
+    return specs.Role(name, image=image, entrypoint=python, args=arguments, num_replicas=1, resource=resource, **more)
 
 
 def _size(h: str, cpu: int, gpu: int, memMB: int) -> specs.Resource:

@@ -51,10 +51,7 @@ LEAVE_S = 60.0
 
 
 def environments(wanted: str, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the additional environment variables of each agent.
-
-    Args:
-        wanted: a number of agents, or `gpu`.
+    """Return the additional environment variables of each agent; `wanted` is a number of agents, or `gpu`.
 
     Raises:
         ValueError: there are fewer GPUs than agents, or `wanted` is malformed.
@@ -85,15 +82,11 @@ def is_started_again(code: int, num_kills: int) -> bool:
 
 
 class _Agents:
-    """The agents of this host.
+    """The agents of this host. With `is_node`, it is a node of `dlrover run`, which ends as a whole."""
 
-    Args:
-        is_node: this host is a node of `dlrover run`, which ends as a whole.
-    """
-
-    def __init__(self, is_node: bool) -> None:
+    def __init__(self, command: Sequence[str], is_node: bool) -> None:
+        self._command = command
         self._is_node = is_node
-        self._command: Sequence[str] = ()
         self._variables: Sequence[Mapping[str, str]] = ()  # one mapping per agent
         self._living: dict[int, subprocess.Popen[bytes]] = {}
         self._killed_at: dict[int, list[float]] = {}  # keyed by agent
@@ -101,11 +94,6 @@ class _Agents:
         self._left_at: float | None = None  # time at which the workers were first asked
         self._is_ending = False
         self._failed = 0
-
-    def start(self, command: Sequence[str], variables_of_each: Sequence[Mapping[str, str]]) -> None:
-        self._command, self._variables = command, variables_of_each
-        for number in range(len(variables_of_each)):
-            self._start(number)
 
     def _start(self, number: int) -> None:
         self._living[number] = subprocess.Popen(self._command, env={**os.environ, **self._variables[number]})
@@ -121,8 +109,11 @@ class _Agents:
         if self._left_at is None:
             self._left_at = time.monotonic()
 
-    def wait(self) -> int:
-        """Return the exit code of the first agent that failed, once all have ended."""
+    def run(self, variables_of_each: Sequence[Mapping[str, str]]) -> int:
+        """Start an agent with each of these variables. Return the exit code of the first that failed, once all have ended."""
+        self._variables = variables_of_each
+        for number in range(len(variables_of_each)):
+            self._start(number)
         while self._living:
             time.sleep(POLL_S)
             for number, agent in list(self._living.items()):
@@ -142,12 +133,12 @@ class _Agents:
         is_together = self._is_node and self._left_at is None and not self._is_ending
         if is_together and is_started_again(code, len(kills)):
             self._killed_at[number] = [*kills, now]
-            text = f"agent {number}: its worker was killed, and is started again"
+            text = f"agent {number}: its worker was killed and is started again"
             self._start(number)
         else:
             self._failed = self._failed or (128 - code if code < 0 else code)
             if is_together and self._living:
-                text += ", whose workers hand over and leave: this node is given back as a whole"
+                text += ", whose workers hand over and leave: this node is released as a whole"
                 self.leave()
         print(text, file=sys.stderr, flush=True)
 
@@ -174,12 +165,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         ValueError: a node of `dlrover run` has too few GPUs; its controller reports the error.
     """
+    wanted, *of_agents = sys.argv[1:] if arguments is None else arguments or [""]
     is_node = variables.NODE in os.environ
-    agents = _Agents(is_node)
+    agents = _Agents([sys.executable, "-m", "lightning_dlrover.components.node", "--nproc-per-node=1", *of_agents], is_node)
     signal.signal(signal.SIGTERM, agents.end)
     signal.signal(LEAVE_SIGNAL, agents.leave)
     signal.signal(signal.SIGINT, lambda *_: None)  # a terminal sends it to the agents, too
-    wanted, *of_agents = sys.argv[1:] if arguments is None else arguments or [""]
     try:
         each = environments(wanted, os.environ)
     except ValueError as error:
@@ -187,8 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
-    agents.start([sys.executable, "-m", "lightning_dlrover.components.node", "--nproc-per-node=1", *of_agents], each)
-    return agents.wait()
+    return agents.run(each)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ import runpy
 import signal
 import sys
 import tempfile
-from collections.abc import MutableMapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -38,28 +36,6 @@ AGENTS_OPTION = "--agents="
 PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """Settings of the target that starts this node. Empty or 0: not set."""
-
-    exit_file: str
-    leaves_on_sigterm: bool
-    notice_s: float
-    parent_pid: int
-    memory_group: str
-
-    @classmethod
-    def take(cls, environ: MutableMapping[str, str]) -> _Settings:
-        """Take the settings out of the environment, so that no process of the node inherits them."""
-        return cls(
-            environ.pop(variables.EXIT_FILE, ""),
-            bool(environ.pop(variables.LEAVE_ON_SIGTERM, "")),
-            float(environ.pop(variables.NOTICE_S, "0")),
-            int(environ.pop(variables.PARENT_PID, "0")),
-            environ.pop(variables.MEMORY_GROUP, ""),
-        )
-
-
 def notice_file(exit_file: Path) -> Path:
     """Return the path of the file that marks a received notice by its existence."""
     return exit_file.with_name("notice")
@@ -75,16 +51,19 @@ def main() -> None:
     if has_several := bool(arguments) and arguments[0].startswith(AGENTS_OPTION):
         number = arguments.pop(0).removeprefix(AGENTS_OPTION)
         agent = [sys.executable, "-m", "lightning_dlrover.components.host_agents", number]
-    settings = _Settings.take(os.environ)
-    if settings.exit_file or settings.leaves_on_sigterm:
+    # Settings of the target that starts this node. No process of the node may inherit them.
+    names = (variables.EXIT_FILE, variables.LEAVE_ON_SIGTERM, variables.NOTICE_S, variables.PARENT_PID, variables.MEMORY_GROUP)
+    exit_file, leaves_on_sigterm, notice_s, parent_pid, group = (os.environ.pop(name, "") for name in names)
+    if exit_file or leaves_on_sigterm:
         # torchrun's own temporary folder would be left behind by every node.
         with tempfile.TemporaryDirectory(prefix="dlrover-node-", ignore_cleanup_errors=True) as folder:
-            raise SystemExit(_stay_beside([*agent, f"--log-dir={folder}", *arguments], settings, has_several))
-    if settings.parent_pid:
+            command = [*agent, f"--log-dir={folder}", *arguments]
+            raise SystemExit(_supervise(command, exit_file, float(notice_s or 0), bool(leaves_on_sigterm), has_several))
+    if parent_pid:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != settings.parent_pid:
+        if os.getppid() != int(parent_pid):
             raise SystemExit("the process that started this node has ended already")
-    if group := settings.memory_group:
+    if group:
         try:
             Path(group, "cgroup.procs").write_text(str(os.getpid()))
         except OSError as error:
@@ -98,35 +77,30 @@ def main() -> None:
     os.execv(sys.executable, [*agent, *arguments])
 
 
-def _stay_beside(command: list[str], settings: _Settings, has_several: bool) -> int:
-    """Run the agent and return its exit code in a shell's form.
-
-    Args:
-        has_several: the command runs several agents, and passes a request to leave on to their workers.
-    """
-    file = Path(settings.exit_file) if settings.exit_file else None
-    wanted = {signal.SIGUSR1, signal.SIGTERM}
+def _supervise(command: list[str], exit_file: str, notice_s: float, leaves_on_sigterm: bool, has_several: bool) -> int:
+    """Run the agent and return its exit code in a shell's form. With `has_several`, it forwards requests to leave."""
+    file = Path(exit_file) if exit_file else None
+    handled = {signal.SIGUSR1, signal.SIGTERM}
     # Neither signal may arrive before its handler and the agent exist.
-    signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
-    agent = psutil.Popen(command, preexec_fn=_unblock_signals)
+    signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+    agent = psutil.Popen(command, preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, handled))
 
     def take_notice(number: int, frame: FrameType | None) -> None:
         # The controller sees the file and starts another node first. Half of the notice period is reserved for that.
         with contextlib.suppress(OSError):
             if file is not None:
                 notice_file(file).touch()
-        signal.setitimer(signal.ITIMER_REAL, max(0.01, settings.notice_s / 2))
+        signal.setitimer(signal.ITIMER_REAL, max(0.01, notice_s / 2))
 
     def leave(number: int, frame: FrameType | None) -> None:
         print("the scheduler wants this node back: its workers hand over and leave", file=sys.stderr, flush=True)
-        if has_several:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                agent.send_signal(LEAVE_SIGNAL)
-            return
-        # SIGTERM makes a worker hand over, but makes an agent end its worker at once.
         workers = []
         with contextlib.suppress(psutil.NoSuchProcess):  # it may just have ended
+            if has_several:
+                agent.send_signal(LEAVE_SIGNAL)
+                return
             workers = agent.children()
+        # SIGTERM makes a worker hand over, but makes an agent end its worker at once.
         for process in workers or [agent]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()
@@ -137,8 +111,8 @@ def _stay_beside(command: list[str], settings: _Settings, has_several: bool) -> 
 
     signal.signal(signal.SIGUSR1, take_notice)
     signal.signal(signal.SIGALRM, leave)
-    signal.signal(signal.SIGTERM, leave if settings.leaves_on_sigterm else end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)
+    signal.signal(signal.SIGTERM, leave if leaves_on_sigterm else end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
     code = _wait_for(agent.pid)
     code = 128 - code if code < 0 else code
     if file is not None:
@@ -153,10 +127,6 @@ def _wait_for(process_id: int) -> int:
         ended, status = os.waitpid(-1, 0)
         if ended == process_id:
             return os.waitstatus_to_exitcode(status)
-
-
-def _unblock_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGTERM})
 
 
 if __name__ == "__main__":

@@ -343,6 +343,7 @@ class BatchShare:
     world_size: int
     drop_last: bool
     keep_from: int  # rows before this one are not asked for again
+    speeds: tuple[int, ...] = ()  # of each rank, to which its share is proportional; empty: equal shares
     start: Snapshot | None = None  # where to begin, rather than with the epoch's first row
     limit_s: float | None = None  # time to read up to `first_row`
     known: tuple[int, Any] | None = None  # number and description of a row that was trained before
@@ -488,7 +489,7 @@ class IterableReader(Dataset[Any]):
         samples = _Share()
         described = None
         if num_rows:
-            begin, end = share(num_rows, request.global_rank, request.world_size)
+            begin, end = share(num_rows, request.global_rank, request.world_size, request.speeds)
             if begin == end:
                 begin, end = 0, 1  # a placeholder with loss weight 0
             described = self._describe(current.rows(first, first + 1)[0]) if request.describes or is_last else None

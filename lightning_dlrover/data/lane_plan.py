@@ -89,11 +89,19 @@ class BatchPosition:
     offset: int  # position in that batch
 
 
-def share(num_samples: int, global_rank: int, world_size: int) -> tuple[int, int]:
+def share(num_samples: int, global_rank: int, world_size: int, speeds: Sequence[int] = ()) -> tuple[int, int]:
     """Return the half-open range of a global batch that one worker processes.
 
-    Ranges of all ranks are contiguous, cover the batch and differ by at most one sample in length.
+    Ranges of all ranks are contiguous and cover the batch.
+
+    Args:
+        speeds: relative length of each rank's range, all above 0, to be rounded to whole samples; empty: lengths differ by at
+            most one sample.
     """
+    if speeds:
+        whole, before = sum(speeds), sum(speeds[:global_rank])
+        start, stop = ((2 * num_samples * speed + whole) // (2 * whole) for speed in (before, before + speeds[global_rank]))
+        return start, stop
     base, extra = divmod(num_samples, world_size)
     start = global_rank * base + min(global_rank, extra)
     return start, start + base + (1 if global_rank < extra else 0)

@@ -24,6 +24,7 @@ import functools
 import importlib
 import json
 import logging
+import operator
 import os
 import re
 import runpy
@@ -33,15 +34,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_dlrover.host import current_frames
 from lightning_dlrover.output import Finding, counted, error, ok, warning
 
-NOTES = "notes.jsonl"
-"""File with the notes in the folder of a dry run."""
+NOTES = "notes.jsonl"  # file with the notes in the folder of a dry run
 
 _DEVICES_BY_DEFAULT = ("auto", 1, "1", -1, "-1", None)
 
@@ -50,14 +50,8 @@ class _DryRunEnded(SystemExit):
     """The first batch was trained; nothing of the script may run after it. Scripts do not catch SystemExit by accident."""
 
 
-@dataclass(frozen=True)
-class _Stage:
-    name: str  # "start", "trainer", "fit", "batch"; "at ...": a line of the script shortly before the deadline
-    at_s: float
-
-
 class Notes:
-    """Findings of the dry run, in a file that is complete at any moment.
+    """Findings of the dry run, in a file that is complete at any time.
 
     Args:
         file: JSON lines: findings, and the stages that the script has reached.
@@ -74,7 +68,8 @@ class Notes:
             self._write(finding=asdict(finding))
 
     def reached(self, stage: str) -> None:
-        self._write(stage=asdict(_Stage(stage, time.perf_counter() - self._began)))
+        """Note a stage: start, trainer, fit or batch; or "at ...", a line of the script shortly before the deadline."""
+        self._write(stage={"name": stage, "at_s": time.perf_counter() - self._began})
 
     def ended(self, how: str, text: str = "") -> None:
         self._write(end={"how": how, "text": text})
@@ -104,8 +99,7 @@ def dry_run(notes: Notes, folder: Path, script: str, arguments: list[str]) -> No
     on_import(observe)
     # The module imports torch, so only scripts that use it import it.
     when_imported(
-        "lightning_dlrover.rdzv.group.world",
-        lambda module: _wrap(module.World, "steps", lambda steps: _stepping(steps, notes)),
+        "lightning_dlrover.rdzv.group.world", lambda module: _wrap(module.World, "steps", lambda steps: _stepping(steps, notes))
     )
     notes.reached("start")
     try:
@@ -122,7 +116,7 @@ def dry_run(notes: Notes, folder: Path, script: str, arguments: list[str]) -> No
 
 
 def note_problem(notes: Notes, script: str, problem: BaseException) -> None:
-    """Note an exception that has left the script: a refusal of ours, or an error of the script."""
+    """Note an exception that the script raised: a refusal of this package, or an error of the script."""
     text = f"{type(problem).__name__}: {problem}".strip()
     home = type(problem).__module__.partition(".")[0]
     frames = traceback.extract_tb(problem.__traceback__)
@@ -144,7 +138,7 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage().splitlines()[0]
-        # The warning begins with the job's name, which means nothing here.
+        # The warning begins with the job's name, which is meaningless here.
         text = text.partition(": ")[2] if text.startswith("run ") else text
         self._notes.add(warning("script", *_trouble_and_move(text)))
 
@@ -216,7 +210,7 @@ def _refusal(check: str, problem: Exception) -> Finding:
 
 
 def _trouble_and_move(text: str) -> tuple[str, str]:
-    """Split a message of ours, which has the form "trouble: next move"."""
+    """Split a message of this package, which has the form "trouble: next move"."""
     for separator in (": use ", ": give ", ". Use ", ". Put ", ": call ", "; keep ", ". Give "):
         trouble, found, move = text.partition(separator)
         if found:
@@ -232,11 +226,7 @@ def _stand_in(dataloader: object) -> Any | None:
         batches: Any = [next(iter(dataloader))]  # type: ignore[call-overload]
     except Exception:  # whatever the user's loader raises, the script would meet it without a job, too
         return None
-    return DataLoader(batches, batch_size=1, collate_fn=_first)
-
-
-def _first(batches: list[Any]) -> Any:
-    return batches[0]
+    return DataLoader(batches, batch_size=1, collate_fn=operator.itemgetter(0))
 
 
 def _described(dataloader: Any) -> str:

@@ -69,7 +69,7 @@ def import_all(environ: Mapping[str, str] = os.environ, deadline_s: float = _DEA
 def check_imports(imported: Imported) -> list[Finding]:
     """Return the findings about imports and private names."""
     move = {
-        "torchrec": "install torchrec and fbgemm for this torch (docs/guide/tables.md), or uninstall it if no table is sharded",
+        "torchrec": "install torchrec and fbgemm for this torch (docs/guide/tables.md), or uninstall it if no table is sharded"
     }
     findings = [
         error("imports", f"{name}: {problem}"[:400], move.get(name, f"reinstall it: pip install --force-reinstall {name}"))

@@ -35,37 +35,25 @@ from lightning_dlrover.doctor.dry_run import NOTES
 from lightning_dlrover.doctor.imports import check_gpus, check_imports, import_all
 from lightning_dlrover.host import CGROUPS, PROC, address_of_name, cgroup_folders, interface_of, own_address, route_address
 from lightning_dlrover.lightning_compat import MALICIOUS
-from lightning_dlrover.output import Finding, error, ok, warning, worst
+from lightning_dlrover.output import Finding, counted, error, ok, warning, worst
 from lightning_dlrover.private_names import TESTED, TRIPLES, Triple, minor, tested_text
 from lightning_dlrover.rdzv.etcd.health import EtcdCondition, inspect, judge
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError, OwnedFolder, find_binary, version_of
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError, is_loopback, parse_endpoints
 from lightning_dlrover.tuning.resources import available_bytes, available_cores
 
-# Check this host: shared memory, limits, names and addresses, ports, clock.
-#
-# Thresholds are chosen so that an ordinary laptop passes. Every check takes the figures that it judges as parameters.
+# Check this host: shared memory, limits, names and addresses, ports, clock. Thresholds are chosen so that an ordinary laptop
+# passes. Every check takes the figures that it judges as parameters.
 
 MIB, GIB = 1 << 20, 1 << 30
 
-SHARED_BYTES = GIB
-"""Size of /dev/shm below which loader workers, snapshots and NCCL soon lack room. Containers have 64 MiB by default."""
-
+SHARED_BYTES = GIB  # /dev/shm below which loader workers, snapshots and NCCL soon lack room; containers have 64 MiB
 FREE_SHARED_BYTES = 256 * MIB
-FILES, FEWEST_FILES = 1024, 256
-"""Open files below which large jobs, and even small ones, run out of them. Linux allows 1,024 by default, macOS 256."""
-
-THREADS = 512
-"""Further threads and processes below which a few workers with their loader workers run out of them."""
-
-WORKER_BYTES = GIB
-"""Memory that an agent and a worker with torch and Lightning take, before the model."""
-
-NAME_S = 1.0
-"""Seconds for the name of an address, above which each round of a job is slow to form."""
-
-CLOCK_S = 2.0
-"""Difference of two clocks above which the times of events and ages mislead."""
+FILES, FEWEST_FILES = 1024, 256  # open files below which large jobs, and even small ones, run out of them
+THREADS = 512  # further threads and processes below which a few workers with their loader workers run out of them
+WORKER_BYTES = GIB  # memory that an agent and a worker with torch and Lightning take, before the model
+NAME_S = 1.0  # seconds for the name of an address, above which each round of a job is slow to form
+CLOCK_S = 2.0  # difference of two clocks above which the times of events and ages mislead
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
@@ -86,16 +74,15 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
 
 def check_files(soft: int | None = None, hard: int | None = None) -> Finding:
     """Check the limit of open files; None: that of this process."""
-    own_soft, own_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft, hard = own_soft if soft is None else soft, own_hard if hard is None else hard
-    if soft == resource.RLIM_INFINITY or soft >= FILES:
-        return ok("open files", "no limit" if soft == resource.RLIM_INFINITY else f"up to {soft} per process")
-    may_raise = hard == resource.RLIM_INFINITY or hard >= FILES
-    move = "ulimit -n 65536" if may_raise and (hard == resource.RLIM_INFINITY or hard >= 65536) else f"ulimit -n {hard}"
-    if not may_raise:
-        move = (
-            f"raise the hard limit of {hard}: nofile in /etc/security/limits.conf, LimitNOFILE of a service, --ulimit of docker"
-        )
+    given = zip((soft, hard), resource.getrlimit(resource.RLIMIT_NOFILE), strict=True)
+    asked = [own if limit is None else limit for limit, own in given]
+    soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in asked)
+    if soft >= FILES:
+        return ok("open files", "no limit" if soft == sys.maxsize else f"up to {soft} per process")
+    move = f"ulimit -n {min(hard, 65536)}"
+    if hard < FILES:
+        where = "nofile in /etc/security/limits.conf, LimitNOFILE of a service, --ulimit of docker"
+        move = f"raise the hard limit of {hard}: {where}"
     text = f"up to {soft} per process: each worker needs some for every other one, for loader workers and for etcd"
     return error("open files", text, move) if soft < FEWEST_FILES else warning("open files", text, move)
 
@@ -158,9 +145,7 @@ def check_memory(available: int | None = None, cores: float | None = None, addre
 
 
 def check_name(
-    endpoint: tuple[str, int] | None,
-    name: str | None = None,
-    resolve: Callable[[str], str | None] = address_of_name,
+    endpoint: tuple[str, int] | None, name: str | None = None, resolve: Callable[[str], str | None] = address_of_name
 ) -> Finding:
     """Check that this host's name resolves, and show the address that other hosts get.
 
@@ -172,16 +157,10 @@ def check_name(
     used = _address_for_others(endpoint)
     resolved = resolve(name)
     if resolved is None:
-        return warning(
-            "host name",
-            f"{name!r} does not resolve; process groups that are formed outside of a job need it",
-            f"add the line '{own_address()} {name}' to /etc/hosts, or fix the DNS entry",
-        )
-    loopback = is_loopback(resolved)
-    return ok(
-        "host name",
-        f"{name} is {resolved}" + (" (loopback)" if loopback else "") + ("" if used == resolved else f"; workers use {used}"),
-    )
+        text = f"{name!r} does not resolve; process groups that are formed outside of a job need it"
+        return warning("host name", text, f"add the line '{own_address()} {name}' to /etc/hosts, or fix the DNS entry")
+    loopback = " (loopback)" if is_loopback(resolved) else ""
+    return ok("host name", f"{name} is {resolved}{loopback}" + ("" if used == resolved else f"; workers use {used}"))
 
 
 def check_name_server(endpoint: tuple[str, int] | None, address: str | None = None) -> Finding:
@@ -205,11 +184,9 @@ def check_name_server(endpoint: tuple[str, int] | None, address: str | None = No
     asking.start()
     asking.join(NAME_S)
     if asking.is_alive():
-        return warning(
-            "name server",
-            f"no answer for the name of {asked_for} within {NAME_S:g} s; workers wait for it before they connect",
-            f"add a line '{asked_for} NAME' to /etc/hosts, or correct the name servers in /etc/resolv.conf",
-        )
+        text = f"no answer for the name of {asked_for} within {NAME_S:g} s; workers wait for it before they connect"
+        move = f"add a line '{asked_for} NAME' to /etc/hosts, or correct the name servers in /etc/resolv.conf"
+        return warning("name server", text, move)
     return ok("name server", f"the name of {asked_for} took {1000 * (time.monotonic() - began):.0f} ms")
 
 
@@ -229,17 +206,14 @@ def check_interfaces(
     address = _address_for_others(endpoint)
     findings = []
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if wanted := environ.get(variable, ""):
-            if not _names_interface(variable, wanted, present):
-                findings.append(
-                    error(
-                        "interface",
-                        f"{variable} is {wanted!r}, this host has {', '.join(sorted(present))}",
-                        f"unset {variable}, or set it to {interface_of(address) or 'one of these'}",
-                    )
-                )
-            else:
-                findings.append(ok("interface", f"{variable} chooses {wanted}"))
+        if not (wanted := environ.get(variable, "")):
+            continue
+        if _names_interface(variable, wanted, present):
+            findings.append(ok("interface", f"{variable} chooses {wanted}"))
+        else:
+            text = f"{variable} is {wanted!r}, this host has {', '.join(sorted(present))}"
+            move = f"unset {variable}, or set it to {interface_of(address) or 'one of these'}"
+            findings.append(error("interface", text, move))
     if problem := _problem_of_reaching(address, reach_s):
         move = "correct this host's entry in /etc/hosts or DNS, and check its firewall"
         findings.append(error("interface", f"this host does not reach its own address {address}: {problem}", move))
@@ -289,11 +263,8 @@ def check_port(environ: Mapping[str, str] = os.environ) -> Finding:
     if address is None or not is_here(address):
         return ok("ports", f"MASTER_PORT {text} is served by {host}; jobs take free ports")
     if holder := port_holder(int(text)):
-        return warning(
-            "ports",
-            f"MASTER_PORT {text} is in use by {holder}; scripts that torchrun does not start would fail there",
-            "unset MASTER_PORT, choose another one, or end that program",
-        )
+        trouble = f"MASTER_PORT {text} is in use by {holder}; scripts that torchrun does not start would fail there"
+        return warning("ports", trouble, "unset MASTER_PORT, choose another one, or end that program")
     return ok("ports", f"MASTER_PORT {text} is free")
 
 
@@ -355,7 +326,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
 
 
-# Check the etcd of a job: the servers that are given, or the embedded one that a job starts for itself.
+# Check the etcd of a job: the given servers, or the embedded one that a job starts.
 
 
 def check_embedded() -> list[Finding]:
@@ -404,17 +375,13 @@ def _unreachable(endpoint: str, problem: EtcdError) -> Finding:
         if not holder:
             return error("etcd", f"nothing listens at {endpoint}", "start etcd there, or leave --endpoint away")
         if not holder.startswith("etcd "):
-            return error(
-                "etcd",
-                f"port {port} of endpoint {endpoint} is in use by {holder}, which is not etcd",
-                "correct --endpoint, or end it",
-            )
+            text = f"port {port} of endpoint {endpoint} is in use by {holder}, which is not etcd"
+            return error("etcd", text, "correct --endpoint, or end it")
     return error("etcd", str(problem), "check that etcd runs, --endpoint, firewalls, and user and certificates")
 
 
-# Compare installed packages with this package's requirements, with the tested releases, and with each other.
-#
-# Reads their metadata and imports none of them: a package that does not fit may crash the process that imports it.
+# Compare installed packages with this package's requirements, with the tested releases, and with each other. Only their
+# metadata is read: a package that does not fit may crash the process that imports it.
 
 _OWN = "lightning-dlrover"
 _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
@@ -431,7 +398,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def is_safe_to_import(installed: Mapping[str, str]) -> bool:
-    """Whether no release is installed that does harm when it is imported."""
+    """Return whether no malicious release is installed."""
     return installed.get("lightning") not in MALICIOUS
 
 
@@ -461,18 +428,15 @@ def _own_requirements() -> list[str]:
 
 def _requirements(installed: Mapping[str, str], requirements: Iterable[str]) -> list[Finding]:
     """Find required packages that are missing or too old."""
-    unmet = []
-    for text in requirements:
-        requirement = Requirement(text)
+    findings = []
+    for requirement in map(Requirement, requirements):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        found = installed.get(canonicalize_name(requirement.name))
+        found, wanted = installed.get(canonicalize_name(requirement.name)), f"{requirement.name}{requirement.specifier}"
         if found is None or not requirement.specifier.contains(found, prereleases=True):
-            unmet.append((f"{requirement.name}{requirement.specifier}", found))
-    return [
-        error("packages", f"{wanted} is required, {found or 'none'} is installed", f"pip install '{wanted}'")
-        for wanted, found in unmet
-    ]
+            text = f"{wanted} is required, {found or 'none'} is installed"
+            findings.append(error("packages", text, f"pip install '{wanted}'"))
+    return findings
 
 
 def _tested(installed: Mapping[str, str]) -> tuple[list[str], list[Finding]]:
@@ -484,8 +448,11 @@ def _tested(installed: Mapping[str, str]) -> tuple[list[str], list[Finding]]:
         if minor(found) in releases:
             fine.append(f"{name} {found}")
             continue
-        newer = "newer than the tested releases" if _is_newer(found, releases[-1]) else "not among the tested releases"
-        what = f"{found} is {newer} ({tested_text(name)})"
+        is_newer = False
+        with contextlib.suppress(InvalidVersion):
+            is_newer = Version(minor(found)) > Version(releases[-1])
+        kind = "newer than the tested releases" if is_newer else "not among the tested releases"
+        what = f"{found} is {kind} ({tested_text(name)})"
         if name == "python":
             findings.append(warning(name, what, f"use Python {releases[-1]} if a job fails on this one"))
         else:
@@ -494,31 +461,15 @@ def _tested(installed: Mapping[str, str]) -> tuple[list[str], list[Finding]]:
     return fine, findings
 
 
-def _is_newer(found: str, than: str) -> bool:
-    try:
-        return Version(minor(found)) > Version(than)
-    except InvalidVersion:
-        return False
-
-
 def _lightning(installed: Mapping[str, str]) -> list[Finding]:
     one, other = installed.get("lightning"), installed.get("pytorch-lightning")
     if one in MALICIOUS:
-        return [
-            error(
-                "lightning",
-                f"lightning {one} steals credentials when it is imported; it was not imported here",
-                "pip uninstall lightning, replace the credentials of this machine, then pip install 'lightning>=2.6.4'",
-            )
-        ]
+        text = f"lightning {one} steals credentials when it is imported; it was not imported here"
+        move = "pip uninstall lightning, replace the credentials of this machine, then pip install 'lightning>=2.6.4'"
+        return [error("lightning", text, move)]
     if one is not None and other is not None and one != other:
-        return [
-            warning(
-                "lightning",
-                f"lightning {one} and pytorch-lightning {other} are of different releases, which one script cannot mix",
-                f"pip install pytorch-lightning=={one}, or import one of them only",
-            )
-        ]
+        text = f"lightning {one} and pytorch-lightning {other} are of different releases, which one script cannot mix"
+        return [warning("lightning", text, f"pip install pytorch-lightning=={one}, or import one of them only")]
     return []
 
 
@@ -532,20 +483,18 @@ def _torchrec(installed: Mapping[str, str]) -> list[Finding]:
     triple = next((t for t in TRIPLES if t.torchrec == minor(torchrec)), None)
     if len(found) == 2:
         other = _FBGEMM[1 - _FBGEMM.index(wanted)]
-        return [
-            error(
-                "fbgemm",
-                f"{found[0][0]} {found[0][1]} and {found[1][0]} {found[1][1]} overwrite each other's files",
-                f"pip uninstall -y {other} {wanted}, then {_install(triple or TRIPLES[-1], wanted)}",
-            )
-        ]
+        text = f"{found[0][0]} {found[0][1]} and {found[1][0]} {found[1][1]} overwrite each other's files"
+        move = f"pip uninstall -y {other} {wanted}, then {_install(triple or TRIPLES[-1], wanted)}"
+        return [error("fbgemm", text, move)]
     fitting = next((t for t in TRIPLES if t.torch == minor(torch)), None)
-    move = _install(fitting, wanted) if fitting is not None else _install_all(TRIPLES[-1], wanted)
+    move = _install(fitting or TRIPLES[-1], wanted)
+    if fitting is None:
+        move = f"pip install 'torch=={TRIPLES[-1].torch}.*' && {move}"
     if not found:
         return [error("fbgemm", f"torchrec {torchrec} needs {wanted}, which is not installed", move)]
     name, fbgemm = found[0]
     if triple is None:
-        return [warning("fbgemm", f"torchrec {torchrec} is of no known release of fbgemm and torch", move)]
+        return [warning("fbgemm", f"torchrec {torchrec} matches no known release of fbgemm and torch", move)]
     wrong = []
     if minor(fbgemm) != triple.fbgemm:
         wrong.append(f"torchrec {torchrec} needs {name} {triple.fbgemm}, {fbgemm} is installed")
@@ -568,10 +517,6 @@ def _is_cpu_build(torch: str, installed: Mapping[str, str]) -> bool:
 
 def _install(triple: Triple, fbgemm: str) -> str:
     return f"pip install '{fbgemm}=={triple.fbgemm}.*' && pip install --no-deps 'torchrec=={triple.torchrec}.*'"
-
-
-def _install_all(triple: Triple, fbgemm: str) -> str:
-    return f"pip install 'torch=={triple.torch}.*' && {_install(triple, fbgemm)}"
 
 
 # Check the places where nodes may run: Slurm and Kubernetes. A place that is not set up here is not a problem.
@@ -619,10 +564,9 @@ def check_kubernetes() -> Finding:
         finally:
             api.close()
     except TargetError as problem:
-        missing = "pip install" in str(problem)
-        move = (
-            "pip install 'lightning-dlrover[kubernetes]'" if missing else "check with `kubectl get jobs`, or unset KUBECONFIG"
-        )
+        move = "check with `kubectl get jobs`, or unset KUBECONFIG"
+        if "pip install" in str(problem):
+            move = "pip install 'lightning-dlrover[kubernetes]'"
         return warning("kubernetes", str(problem)[:200], move)
     return ok("kubernetes", f"its API server answers, namespace {api.namespace}, {'with' if volcano else 'without'} Volcano")
 
@@ -630,11 +574,8 @@ def check_kubernetes() -> Finding:
 # Start the dry run of a script in a process of its own, and turn its notes into findings.
 
 _OUTPUT = "output.txt"
-_MARGIN_S = 1.0
-"""Seconds before the deadline at which the place of a script that does not end is recorded."""
-
-_END_S = 10.0
-"""Seconds for the process to end after the script."""
+_MARGIN_S = 1.0  # seconds before the deadline at which the place of a script that does not end is recorded
+_END_S = 10.0  # seconds for the process to end after the script
 
 _OF_OTHER_JOBS = re.compile(
     r"DLROVER_|TORCHELASTIC_|SLURM_|PET_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|\w+_SOCKET_IFNAME$"
@@ -717,22 +658,18 @@ class _Notes:
     @staticmethod
     def read(file: Path) -> _Notes:
         notes = _Notes()
-        with contextlib.suppress(FileNotFoundError):
-            for line in file.read_text().splitlines():
-                notes._take(line)
+        for line in file.read_text().splitlines() if file.exists() else ():
+            try:
+                values: dict[str, Any] = json.loads(line)
+            except ValueError:  # the last line of a process that was killed
+                break
+            if "finding" in values:
+                notes.findings.append(Finding(**values["finding"]))
+            elif "stage" in values:
+                notes.stages.setdefault(values["stage"]["name"], values["stage"]["at_s"])
+            else:
+                notes.end = notes.end or values["end"]
         return notes
-
-    def _take(self, line: str) -> None:
-        try:
-            values: dict[str, Any] = json.loads(line)
-        except ValueError:  # the last line of a process that was killed
-            return
-        if "finding" in values:
-            self.findings.append(Finding(**values["finding"]))
-        elif "stage" in values:
-            self.stages.setdefault(values["stage"]["name"], values["stage"]["at_s"])
-        else:
-            self.end = self.end or values["end"]
 
 
 def _findings(script: Path, returned: int | None, deadline_s: float, folder: Path) -> list[Finding]:
@@ -745,18 +682,14 @@ def _findings(script: Path, returned: int | None, deadline_s: float, folder: Pat
     if how == "refused":
         return findings
     if how == "no batch":
-        problem = error(
-            "script", f"training of {script.name} has ended without a batch", "check its data, max_epochs and limits"
-        )
+        text = f"training of {script.name} has ended without a batch"
+        problem = error("script", text, "check its data, max_epochs and limits")
     elif how == "raised":
         problem = error("script", _shortened(text), again)
     elif how in ("returned", "exited") and text in ("", "0"):
         made = "" if "trainer" in notes.stages else ", nor made a Trainer"
-        problem = error(
-            "script",
-            f"{script.name} has ended and never called fit{made}",
-            f"call trainer.fit, or loop over World.steps; {again}",
-        )
+        text = f"{script.name} has ended and never called fit{made}"
+        problem = error("script", text, f"call trainer.fit, or loop over World.steps; {again}")
     elif how == "exited":
         problem = error("script", f"{script.name} exited with code {text}: {_last_line(folder / _OUTPUT)}", again)
     elif returned is None:
@@ -858,7 +791,7 @@ def summary(findings: Iterable[Finding]) -> str:
     if not counts["error"] and not counts["warning"]:
         return f"{counts['ok']} checks, no trouble found"
     found = ((counts[verdict], verdict) for verdict in ("error", "warning") if counts[verdict])
-    parts = [f"{count} {verdict}{'s' if count > 1 else ''}" for count, verdict in found]
+    parts = [counted(count, verdict) for count, verdict in found]
     return f"{sum(counts.values())} checks: {', '.join(parts)}"
 
 

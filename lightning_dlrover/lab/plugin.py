@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import re
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class CharacterizeCommand:
     summary = "measure where a DLRM's training time goes on this machine"
 
     def add_options(self, command: argparse.ArgumentParser) -> None:
+        add = command.add_argument
         command.description = (
             "Measure a reference DLRM on this machine in nine studies, write figures and findings, and record the samples in "
             "the job history, from which later jobs start. Each measurement is stored at once: the same command continues "
@@ -48,42 +50,40 @@ class CharacterizeCommand:
         )
         size.add_argument("--full", dest="size", action="store_const", const="full", help="fine sweeps, about an hour")
         command.set_defaults(size="quick")
-        command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the model (default cpu)")
-        command.add_argument(
+        add("--device", choices=("cpu", "cuda"), default="cpu", help="device of the model (default cpu)")
+        add(
             "--study",
             nargs="+",
             metavar="NAME",
             help="studies to run: features, batch, rows, mlp, lookups, placement, workers, loader, devices (default: all)",
         )
-        command.add_argument(
+        add(
             "--out",
             type=Path,
             default=Path("characterization"),
             metavar="DIR",
             help="folder of measurements, tables and report (default ./characterization)",
         )
-        command.add_argument(
+        add(
             "--budget",
             type=float,
             metavar="MINUTES",
             help="time for measurements, spent where it brings most (default 4; with --full 60)",
         )
-        command.add_argument(
+        add(
             "--compare",
             nargs=2,
             type=Path,
             metavar=("A", "B"),
             help="show the results of two folders side by side, write comparison.html to --out, and measure nothing",
         )
-        command.add_argument(
+        add(
             "--model",
             metavar="MODULE:CLASS",
             help="your own LightningModule, or FILE.py:CLASS, which takes no arguments and has a train_dataloader; measured in "
             "the study devices",
         )
-        command.add_argument(
-            "--history", metavar="PLACE", help="job history, or off (default: DLROVER_HISTORY, else the user's own history)"
-        )
+        add("--history", metavar="PLACE", help="job history, or off (default: DLROVER_HISTORY, else the user's own history)")
 
     def run(self, options: argparse.Namespace) -> int:
         from lightning_dlrover.lab.characterize.run import characterize_command
@@ -97,13 +97,14 @@ class SimulateCommand:
     summary = "replay traces of jobs on a simulated cluster, under several policies"
 
     def add_options(self, command: argparse.ArgumentParser) -> None:
+        add = command.add_argument
         command.description = (
             "Replay traces of elastic jobs on a simulated cluster, once for each policy, cost of a resize and seed. Jobs run "
             "at measured speeds; policies learn them from the jobs that have run. Print a table and write an HTML report with "
             "pictures. Each finished simulation is recorded, so the same command continues after an interruption. Exit code: 0 "
             "if all have ended, 2 for wrong use or a bad trace."
         )
-        command.add_argument(
+        add(
             "traces",
             nargs="+",
             type=Path,
@@ -111,14 +112,14 @@ class SimulateCommand:
             help="CSV file of jobs with the columns time, application, num_replicas, batch_size (Pollux's form), or job_id, "
             "submission_time, duration, num_gpu (ElasticFlow's form, whose models are drawn)",
         )
-        command.add_argument(
+        add(
             "--speeds",
             type=Path,
             required=True,
             metavar="DIR",
             help="folder of measured step times, NAME-placements.csv and NAME-scalability.csv for each application",
         )
-        command.add_argument(
+        add(
             "--policy",
             nargs="+",
             type=todays_policy,
@@ -141,13 +142,14 @@ class EvaluateCommand:
     summary = "fit the step-time model to some measurements, predict others, and print the errors"
 
     def add_options(self, command: argparse.ArgumentParser) -> None:
+        add = command.add_argument
         command.description = (
             "Fit the step-time model, its prior alone and boosted trees alone to the --train files, predict the --test files, "
             "and print mean absolute percentage errors of the step time and the share of samples inside the 90 % interval. "
             "Exit code: 0, or 2 for a bad file."
         )
         for name, text in (("--train", "measured windows to learn from"), ("--test", "measured windows to predict")):
-            command.add_argument(
+            add(
                 name,
                 type=Path,
                 action="append",
@@ -155,7 +157,7 @@ class EvaluateCommand:
                 metavar="FILE",
                 help=f"{text}: CSV or JSON lines; may be repeated",
             )
-        command.add_argument(
+        add(
             "--history",
             type=Path,
             nargs="+",
@@ -181,26 +183,25 @@ SIMULATE = FormerCommand("simulate", "lab simulate", SimulateCommand())
 
 
 def _add_simulation_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
+    add = command.add_argument
+    add(
         "--resize-cost",
         nargs="+",
-        type=resize_cost,
+        type=functools.partial(_cost, words=("by-model", "live")),
         default=[30.0],
         metavar="S",
         help="seconds without a step when a running job's devices change (default 30); by-model: 15 to 250 s, as restarts of "
         "each model take; live: 0.5 s, after new devices have idled for the cost of a start",
     )
-    command.add_argument(
+    add(
         "--start-cost",
-        type=start_cost,
+        type=functools.partial(_cost, words=("by-model",)),
         default=30.0,
         metavar="S",
         help="seconds without a step when a job starts, under every policy, or by-model (default 30)",
     )
-    command.add_argument(
-        "--nodes", type=cluster, default=(16, 4), metavar="NxD", help="nodes and devices of each (default 16x4)"
-    )
-    command.add_argument(
+    add("--nodes", type=cluster, default=(16, 4), metavar="NxD", help="nodes and devices of each (default 16x4)")
+    add(
         "--seeds",
         type=options.count,
         default=1,
@@ -225,27 +226,21 @@ def _add_simulation_options(command: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="time between decisions; others follow each start and end of a job (default 60)",
     )
-    command.add_argument(
-        "--work", type=Path, metavar="FILE", help="CSV file with the columns application and samples: the work of a job"
-    )
-    command.add_argument(
+    add("--work", type=Path, metavar="FILE", help="CSV file with the columns application and samples: the work of a job")
+    add(
         "--lengths",
         choices=("known", "unknown", "wrong"),
         default="known",
-        help="what policies know of the steps of a job; wrong: times a random factor, log-normal with a deviation of ln 2 "
+        help="what policies are given of the steps of a job; wrong: times a random factor, log-normal with a deviation of ln 2 "
         "(default known)",
     )
-    command.add_argument("--oracle", action="store_true", help="let policies know the real speeds")
-    command.add_argument(
-        "--processes", type=options.processes, default=1, metavar="N", help="simulations at a time (default 1)"
-    )
-    command.add_argument(
-        "--out", type=Path, default=Path("simulation"), metavar="DIR", help="folder of records and report (default simulation)"
-    )
+    add("--oracle", action="store_true", help="let policies know the real speeds")
+    add("--processes", type=options.processes, default=1, metavar="N", help="simulations at a time (default 1)")
+    add("--out", type=Path, default=Path("simulation"), metavar="DIR", help="folder of records and report (default simulation)")
 
 
 def cluster(text: str) -> tuple[int, int]:
-    """Nodes and devices of each, from `16x4`."""
+    """Return nodes and devices of each, from `16x4`."""
     match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,3})", text)
     if match is None:
         raise argparse.ArgumentTypeError(
@@ -254,17 +249,8 @@ def cluster(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def resize_cost(text: str) -> float | str:
-    """Seconds from 0 on, `by-model`, or `live`."""
-    return _cost(text, ("by-model", "live"))
-
-
-def start_cost(text: str) -> float | str:
-    """Seconds from 0 on, or `by-model`."""
-    return _cost(text, ("by-model",))
-
-
-def _cost(text: str, words: tuple[str, ...]) -> float | str:
+def _cost(text: str, *, words: tuple[str, ...]) -> float | str:
+    """Return seconds from 0 on, or one of some words."""
     if text in words:
         return text
     with contextlib.suppress(ValueError):

@@ -1,10 +1,11 @@
-"""Numbers on which all workers agree after a step, and workers whose weights have drifted apart."""
+"""Agreement of all workers after a step: votes, and a check for weights that have drifted apart."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import math
+import time
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,23 @@ import torch
 from torch import Tensor
 
 from lightning_dlrover.checks import UnsupportedScriptError, different_rates, rates, rates_digest
+from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live.data_agreement import digest, refuse_different_rows
 from lightning_dlrover.live.metrics import KeptValues
 from lightning_dlrover.live.order import FitPosition, Position
-from lightning_dlrover.live.ports import Batches, Job, Round, TrainerPort
-from lightning_dlrover.rdzv.job.events import ReplicaDrifted
+from lightning_dlrover.live.recovery import ResilientCollectives
+from lightning_dlrover.live.replica import TrainerOfFit
+from lightning_dlrover.live.train_loaders import TrainLoaders
+from lightning_dlrover.rdzv.group.world import World
+from lightning_dlrover.rdzv.job.events import ReplicaDrifted, SharesChanged
+from lightning_dlrover.rdzv.membership.member import Formation
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.rdzv.transport.transfer import is_expanded
-from lightning_dlrover.tuning.health import NUM_SAID, Pulse
+from lightning_dlrover.tuning.health import NUM_PER_WORKER, Pulse
+from lightning_dlrover.tuning.resources import available_bytes, status_bytes
+from lightning_dlrover.tuning.stragglers import SPEED_UNIT, better_speeds
+
+log = logging.getLogger(__name__)
 
 # Detect replicas that drift apart: weights, buffers and optimizer states that should be equal on all workers and are not.
 #
@@ -39,8 +49,6 @@ from lightning_dlrover.tuning.health import NUM_SAID, Pulse
 # A checksum is computed where the tensors are. From a GPU it is read with the next vote, when the host has waited for the
 # device.
 
-log = logging.getLogger(__name__)
-
 PERIOD_STEPS = 64
 """Steps in which each byte is part of one checksum."""
 
@@ -54,7 +62,7 @@ MASK = (1 << 56) - 1
 """Bits of a number in a vote."""
 
 Slice = tuple[int, int]
-"""First byte and the byte after the last, of all items one after the other. The slice may go on at the beginning."""
+"""First byte and the byte after the last, of all items one after the other. A slice may wrap around to the beginning."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +135,8 @@ def explain_drift(name: str, difference: float, rank: int) -> str:
     by = f"by {100 * difference:.3g} % of its largest value" if math.isfinite(difference) else "by values that are not finite"
     return (
         f"the workers' models drift apart: {name} on rank {rank} differs from rank 0's {by}. All workers make the same "
-        "updates, so something else changes it on each worker by itself: max_norm of nn.Embedding, a value that forward or a "
-        "hook writes, noise that each worker draws. Change it alike on all workers, let DLRoverStrategy(on_drift='repair') "
+        "updates, so something else changes it on single workers: max_norm of nn.Embedding, a value that forward or a "
+        "hook writes, noise that each worker draws. Change it equally on all workers, let DLRoverStrategy(on_drift='repair') "
         "copy rank 0's values, or name tensors that are to differ in _ddp_params_and_buffers_to_ignore of the module"
     )
 
@@ -136,9 +144,8 @@ def explain_drift(name: str, difference: float, rank: int) -> str:
 class DriftCheck:
     """One worker's checksums in the votes, and what follows from them."""
 
-    def __init__(self, job: Job, round_: Round, batches: Batches, trainer: TrainerPort, position: FitPosition) -> None:
-        self._job = job
-        self._round = round_
+    def __init__(self, world: World, batches: TrainLoaders, trainer: TrainerOfFit, position: FitPosition) -> None:
+        self._world = world
         self._batches = batches
         self._trainer = trainer
         self._position = position
@@ -153,7 +160,7 @@ class DriftCheck:
         self._late: tuple[Slice, Tensor] | None = None  # slice and checksum that the device may still compute
         self._slice: Slice = (0, 0)  # of the checksum in the newest vote
         self._first: dict[str, Tensor] = {}  # checksum of each buffer when the round began
-        self._own: set[str] = set()  # buffers that each worker writes by itself
+        self._own: set[str] = set()  # buffers that each worker writes for itself
         self._rests: dict[str, tuple[int, int]] = {}  # pauses so far, and step before which a tensor is not compared; "": all
 
     def ballot(self) -> int:
@@ -208,14 +215,14 @@ class DriftCheck:
         self._own |= {there[i].name for i in own}
         suspects = [i for i in differing if i not in own]
         if suspects:
-            as_ever = {there[i].name for i in suspects if there[i].is_buffer and not num_changed[i]}
-            self._judge([there[i] for i in suspects], as_ever)
+            as_before = {there[i].name for i in suspects if there[i].is_buffer and not num_changed[i]}
+            self._judge([there[i] for i in suspects], as_before)
 
-    def _judge(self, suspects: Sequence[Item], as_ever: Collection[str]) -> None:
+    def _judge(self, suspects: Sequence[Item], as_before: Collection[str]) -> None:
         """Act on tensors that differ.
 
         Args:
-            as_ever: names of buffers that have differed since the round began.
+            as_before: names of buffers that have differed since the round began.
         """
         theirs = [_of_rank_0(item.tensor) for item in suspects]
         mine = [_relative_difference(item.tensor, first) for item, first in zip(suspects, theirs, strict=True)]
@@ -226,13 +233,13 @@ class DriftCheck:
             if difference <= TOLERANCES.get(item.tensor.dtype, 0.0):
                 self._rest(item.name)
                 continue
-            is_repaired = self._trainer.strategy.on_drift == "repair" or item.name in as_ever
+            is_repaired = self._trainer.strategy.on_drift == "repair" or item.name in as_before
             text = explain_drift(item.name, difference, rank)
-            if self._round.rank == 0:
+            if self._position.rank == 0:
                 place = self._batches.batch_number
                 shown = f"{item.name} of rank {rank} had drifted, and was set to rank 0's" if is_repaired else text
                 log.warning("%s", shown)
-                self._job.event(ReplicaDrifted(place, item.name, rank, is_repaired), shown)
+                self._world.event(ReplicaDrifted(place, item.name, rank, is_repaired), shown)
             if not is_repaired:
                 raise UnsupportedScriptError(text)
             with torch.no_grad():
@@ -276,8 +283,7 @@ class DriftCheck:
 
     def _items_in(self, slice_: Slice) -> list[Item]:
         """Return all items with a byte in a slice."""
-        num_bytes = num_bytes_of(self._items)
-        parts = ((slice_[0], slice_[1]), (0, slice_[1] - num_bytes))
+        parts = (slice_, (0, slice_[1] - num_bytes_of(self._items)))
         return [
             item
             for item in self._items
@@ -286,7 +292,7 @@ class DriftCheck:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has values of its own in memory: not one that is sharded, quantized, sparse or still without a shape."""
+    """Return whether a tensor has values of its own in memory: it is not sharded, quantized, sparse or without a shape."""
     is_dense = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
     return is_dense and not tensor.is_meta and not is_expanded(tensor) and _in_order_of_memory(tensor).is_contiguous()
 
@@ -324,35 +330,134 @@ def _relative_difference(tensor: Tensor, first: Tensor) -> float:
     return largest if math.isfinite(largest) else math.inf
 
 
-# Agree with the other workers between steps: on stopping, on saving, that learning rates, rows and weights are alike.
+# Give a slow worker fewer samples of the same global batch, so that the others need not wait for it.
+#
+# Rank 0 decides by the times that all workers have put into the votes, and puts the speeds into the next vote. All workers
+# receive them with the vote's result, between the same two batches, and split the next batch by them. A new round begins with
+# equal shares.
+
+LOOK_EVERY = 4
+"""Votes between two of rank 0's decisions, each of which takes a fraction of a millisecond."""
+
+MAX_NAMED = 4
+"""Workers with a smaller share that an event names."""
+
+MEMORY_LOOK_S = 5.0
+"""Seconds between two looks of a worker for the memory that a larger share could take."""
+
+MEMORY_SHARE = 0.5
+"""Fraction of the free memory that a larger share may take. Workers of one host may all take it."""
+
+NO_SPEED = 1 << 62
+"""Number in a vote of the workers that do not decide: it is above all speeds."""
+
+
+class SpeedShares:
+    """One worker's part in the shares of the workers."""
+
+    def __init__(self, world: World, batches: TrainLoaders, trainer: TrainerOfFit, position: FitPosition, pulse: Pulse) -> None:
+        self._world = world
+        self._batches = batches
+        self._trainer = trainer
+        self._position = position
+        self._pulse = pulse
+        self._looked_at = 0  # votes counted at rank 0's newest decision
+        self._largest = 1.0
+        self._next_memory_look = 0.0
+
+    def largest_share(self) -> float:
+        """Return the largest share that this worker may take, in equal shares; 0 if all shares must be equal.
+
+        They must be with several loaders, as one weight of the loss would not fit each loader's rounded shares.
+        """
+        if self._trainer.strategy.shares == "equal" or self._position.uses_collectives or len(self._batches.all) > 1:
+            return 0.0
+        if (now := time.monotonic()) >= self._next_memory_look:
+            self._next_memory_look = now + MEMORY_LOOK_S
+            self._largest = 1 + MEMORY_SHARE * _free_memory(self._trainer.device)
+        return self._largest
+
+    def ballot(self) -> list[int]:
+        """Return the numbers for a vote that begins: rank 0's are the speeds from the vote's end on."""
+        position = self._position
+        if position.rank != 0:
+            return [NO_SPEED] * position.size
+        return list(self._decided() or (SPEED_UNIT,) * position.size)
+
+    def _decided(self) -> tuple[int, ...]:
+        position, pulse = self._position, self._pulse
+        if position.formation is None or position.size < 2 or pulse.num_observations < self._looked_at + LOOK_EVERY:
+            return position.speeds
+        self._looked_at = pulse.num_observations
+        round_ = position.formation.round
+        found = better_speeds(
+            pulse.observations(round_.number), self._batches.first.global_batch_size, round_.hosts, pulse.largest_shares
+        )
+        return position.speeds if found is None else found
+
+    def take(self, voted: Sequence[int]) -> None:
+        """Split the next batches by the speeds that rank 0 has put into a vote."""
+        position = self._position
+        speeds = tuple(voted) if len({*voted}) > 1 else ()
+        if speeds == position.speeds or NO_SPEED in speeds or position.formation is None:
+            return
+        position.speeds = speeds
+        self._pulse.shares_changed()
+        for loader in self._batches.all:
+            loader.divide(speeds)
+        self._batches.prepare_next()
+        if position.rank == 0:
+            self._report(position.formation)
+
+    def _report(self, formation: Formation) -> None:
+        batch_size, size = self._batches.first.global_batch_size, formation.size
+        samples: list[int] = []
+        text = f"equal shares again: each worker takes {batch_size / size:.6g} of {batch_size} samples"
+        if self._position.speeds:
+            ranges = [share(batch_size, rank, size, self._position.speeds) for rank in range(size)]
+            samples = [stop - start for start, stop in ranges]
+            slow = [f"rank {rank} takes {number}" for rank, number in enumerate(samples) if number < batch_size // size]
+            more = f" and {len(slow) - MAX_NAMED} others fewer, too," if len(slow) > MAX_NAMED else ""
+            text = (
+                f"shares by speed: {', '.join(slow[:MAX_NAMED])}{more} of {batch_size} samples, the others up to {max(samples)}"
+            )
+        self._world.event(SharesChanged(formation.round.number, self._batches.batch_number, samples), text)
+
+
+def _free_memory(device: torch.device) -> float:
+    """Return the memory that this worker may still take, as a fraction of that which it takes."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        taken = torch.cuda.max_memory_allocated(device)
+        free += max(0, torch.cuda.memory_reserved(device) - taken)
+    else:
+        free, taken = available_bytes(), status_bytes("VmHWM")["VmHWM"]
+    return max(0.0, free / max(1, taken))
+
+
+# Agree with the other workers between steps: whether to stop or save, and that learning rates, rows and weights are equal.
 #
 # Each vote on the round carries numbers. A worker receives the minimum of each over all workers one vote later.
 
 
+@dataclass(eq=False)
 class Votes:
     """One worker's numbers in the votes, and the actions that follow from the results."""
 
-    def __init__(
-        self,
-        job: Job,
-        round_: Round,
-        batches: Batches,
-        trainer: TrainerPort,
-        position: FitPosition,
-        pulse: Pulse,
-        kept: KeptValues,
-    ) -> None:
-        self._job = job
-        self._round = round_
-        self._batches = batches
-        self._trainer = trainer
-        self._position = position
-        self._kept = kept
-        self._pulse = pulse
-        self._drift = DriftCheck(job, round_, batches, trainer, position)
-        self._wants_stop = False  # `should_stop` was set on this worker and not on all
-        self._fit_of_vote = 0  # `fit` of the script at the newest vote's beginning
-        self.saved_request = 0  # newest request for a checkpoint that was carried out
+    _world: World
+    _collectives: ResilientCollectives
+    _batches: TrainLoaders
+    _trainer: TrainerOfFit
+    _position: FitPosition
+    _pulse: Pulse
+    _kept: KeptValues
+    _wants_stop: bool = False  # `should_stop` was set on this worker and not on all
+    _fit_of_vote: int = 0  # `fit` of the script at the newest vote's beginning
+    saved_request: int = 0  # newest request for a checkpoint that was carried out
+
+    def __post_init__(self) -> None:
+        self._drift = DriftCheck(self._world, self._batches, self._trainer, self._position)
+        self._shares = SpeedShares(self._world, self._batches, self._trainer, self._position, self._pulse)
 
     def begin_fit(self) -> None:
         self._drift.begin_fit()
@@ -361,15 +466,15 @@ class Votes:
 
     def wishes(self) -> list[int]:
         """Return this worker's numbers for a vote that begins."""
-        position, formation = self._position, self._round.formation
+        position, formation = self._position, self._position.formation
         assert formation is not None
         self._fit_of_vote = position.fit
-        said = self._pulse.say(formation.round.number, position.rank, position.size)
+        load = self._pulse.encode(formation.round.number, position.rank, position.size, self._shares.largest_share())
         tables = self._trainer.elastic_tables
-        alike = rates_digest(self._trainer.optimizers) ^ digest(self._batches.all) ^ self._drift.ballot()
-        request = self._job.records.checkpoint_request()
-        mine = [-int(self._kept.has_values), -int(self._wants_stop), alike, -alike, request]
-        return [*(tables.wishes() if tables is not None else []), *mine, *said]
+        equal = rates_digest(self._trainer.optimizers) ^ digest(self._batches.all) ^ self._drift.ballot()
+        request = self._world.records.checkpoint_request()
+        mine = [-int(self._kept.has_values), -int(self._wants_stop), equal, -equal, request]
+        return [*(tables.wishes() if tables is not None else []), *mine, *load, *self._shares.ballot()]
 
     def count(self, step_time_s: float) -> bool:
         """Carry out the result of a vote, if there is one. Return whether a checkpoint was requested.
@@ -378,28 +483,28 @@ class Votes:
             UnsupportedScriptError: the workers' learning rates differ, or their weights.
             MembershipError: they have read different rows of an `IterableDataset`.
         """
-        wishes, num_said = self._round.wishes, NUM_SAID * self._round.size
-        if not wishes:
+        size = self._position.size
+        voted, num_said = self._world.wishes, NUM_PER_WORKER * size
+        if not voted:
             return False
+        wishes, speeds = voted[:-size], voted[-size:]
         # The first vote may have begun in an earlier fit, with a model that had tables.
-        self._round.wishes = wishes[: -num_said - 5] if self._trainer.elastic_tables is not None else []
+        self._world.wishes = wishes[: -num_said - 5] if self._trainer.elastic_tables is not None else []
         if wishes[-num_said - 3] != -wishes[-num_said - 2]:
-            self._refuse_different_rates()
+            by_rank = transfer.all_gather(rates(self._trainer.optimizers))
+            if (error := different_rates(by_rank, self._position.rank)) is not None:
+                raise error
             refuse_different_rows(self._batches.all)
             self._drift.examine()
         if wishes[-num_said - 4] and self._fit_of_vote == self._position.fit:  # else the vote began in an earlier fit
             self._wants_stop, self._trainer.lightning.should_stop = False, True
         self._kept.are_needed = bool(wishes[-num_said - 5])
-        self._pulse.hear(wishes[-num_said:], step_time_s)
+        self._pulse.decode(wishes[-num_said:], step_time_s, self._position.speeds)
+        self._shares.take(speeds)
         request = wishes[-num_said - 1]
         is_new = request > self.saved_request
         self.saved_request = max(self.saved_request, request)
         return is_new
-
-    def _refuse_different_rates(self) -> None:
-        error = different_rates(transfer.all_gather(rates(self._trainer.optimizers)), self._round.rank)
-        if error is not None:
-            raise error
 
     def agree_on_stop(self, phase: str) -> None:
         """Let `trainer.should_stop` end the loops on all workers at one place.
@@ -412,8 +517,8 @@ class Votes:
         if not trainer.should_stop or is_alone or not trainer.fit_loop._can_stop_early:
             return
         place = f"stop/{position.fit}/{phase}/{position.batch}"
-        while (reached := self._round.attempt(self._round.all_reach, place)) is None:
-            self._round.recover()
+        while (reached := self._collectives.attempt(self._world.all_reach, place)) is None:
+            self._collectives.recover()
             if self._have_stopped(place):
                 reached = (True,)
                 break
@@ -421,12 +526,12 @@ class Votes:
             position.stopped_at = place
             return
         if not self._wants_stop:
-            log.warning("worker %s: trainer.should_stop was not set on all workers; all will stop soon", self._job.worker_id)
+            log.warning("worker %s: trainer.should_stop was not set on all workers; all will stop soon", self._world.worker_id)
         trainer.should_stop, self._wants_stop = False, True
 
     def _have_stopped(self, place: str) -> bool:
-        """Return whether members of the new round found all workers at `place` before the former round broke, and went on."""
-        formation = self._round.formation
+        """Return whether members of the new round found all workers at `place` before the former round broke."""
+        formation = self._position.formation
         assert formation is not None
         positions = (Position.decode(hello) for hello in formation.hellos.values())
         return any(position is not None and position.stopped_at == place for position in positions)

@@ -31,6 +31,7 @@ from lightning_dlrover.tables.torchrec_adapter import fused_states
 
 if TYPE_CHECKING:
     import lightning as L
+    from lightning.pytorch.strategies import DDPStrategy
 
 # Checkpoints of a live job: files of Lightning's, folders where tables are sharded, and which of them can be read.
 
@@ -53,13 +54,6 @@ def absolute(path: Any) -> str:
 def is_folder(path: Any) -> bool:
     """Return whether a checkpoint is a folder, as of a model with sharded tables; stock Lightning writes one file."""
     return "://" not in str(path) and not Path(path).is_file()
-
-
-class RankedStrategy(Protocol):
-    """A strategy that knows its rank, which a loss may change while a checkpoint is saved."""
-
-    @property
-    def is_global_zero(self) -> bool: ...
 
 
 class Shelf(Protocol):
@@ -92,7 +86,7 @@ def trainer_file(folder: Path) -> Path:
     """Return Lightning's file in a checkpoint with sharded tables.
 
     Raises:
-        FileNotFoundError: it is no such checkpoint.
+        FileNotFoundError: it is another folder.
     """
     if not (folder / TRAINER_FILE).is_file():
         raise FileNotFoundError(
@@ -109,7 +103,7 @@ def exists(path: Any) -> bool:
 
 
 def saving_file(
-    path: Any, save: Callable[[Any], None], shelf: Shelf, strategy: RankedStrategy, barrier: Callable[[], None]
+    path: Any, save: Callable[[Any], None], shelf: Shelf, strategy: DDPStrategy, barrier: Callable[[], None]
 ) -> Save:
     """Return a function that writes one file on rank 0. If that worker is lost while it writes, the next rank 0 writes it."""
     written: Any = None
@@ -127,17 +121,13 @@ def saving_file(
 
 
 def saving_folder(
-    tables: ShardedTables,
-    path: Any,
-    save_rest: Callable[[Path], None],
-    shelf: Shelf,
-    strategy: RankedStrategy,
+    tables: ShardedTables, path: Any, save_rest: Callable[[Path], None], shelf: Shelf, strategy: DDPStrategy
 ) -> Save:
     """Return a function that writes a folder with tables, which appears only when it is complete.
 
     Args:
         save_rest: writes Lightning's file on rank 0.
-        shelf: knows the round of the workers that save together. Workers of a former round may still be writing.
+        shelf: has the round of the workers that save together. Workers of a former round may still be writing.
 
     Raises:
         ValueError: the path is a URL.
@@ -178,7 +168,7 @@ def replace_folder(folder: Path, new: Path) -> None:
     with suppress(FileNotFoundError):
         folder.rename(former)
     new.rename(folder)
-    _remove(former)  # last, because it may take long and this process may be killed meanwhile
+    _remove(former)  # last, because it may take long, and this process may be killed
 
 
 def _remove(path: Path) -> None:
@@ -188,14 +178,10 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def when_written(checkpoint_io: Any, path: Any, shelf: Shelf, global_step: int) -> None:
-    """Put a checkpoint on record once it exists, which may be later: a plugin may write it in its own thread.
-
-    Args:
-        shelf: records the path as other workers find it, a URL or an absolute path.
-    """
+def record_when_written(checkpoint_io: Any, path: Any, shelf: Shelf, global_step: int) -> None:
+    """Record a checkpoint once it exists, which may be later: a plugin may write it in its own thread."""
     found_at = absolute(path)
-    executor = getattr(checkpoint_io, "_executor", None)  # one thread, with which a plugin writes
+    executor = getattr(checkpoint_io, "_executor", None)
     if executor is None:
         shelf.saved(found_at, global_step)
         return
@@ -204,7 +190,7 @@ def when_written(checkpoint_io: Any, path: Any, shelf: Shelf, global_step: int) 
         if not unreadable(found_at):
             shelf.saved(found_at, global_step)
 
-    # The executor has one thread, which runs tasks in order. It may have failed to write the file.
+    # The plugin's executor has one thread, which runs tasks in order. It may have failed to write the file.
     executor.submit(record_if_readable)
 
 
@@ -287,7 +273,7 @@ class TablesOfTrainer:
         self._module = module
         self._settings = settings
         self._wrap_dense = wrap_dense
-        self._has_dense_state = False  # True once all workers' dense parameters are alike
+        self._has_dense_state = False  # whether all workers have equal dense parameters
         self.folder_to_load: Path | None = None
         self.model: Any = None
         self.elastic: ElasticTables | None = None
@@ -450,7 +436,7 @@ class TablesOfTrainer:
         return rest
 
     def close(self, has_finished: Callable[[], bool]) -> None:
-        """End this worker's part in a live job; `has_finished`, whether the job has ended, is called as late as possible."""
+        """End this worker's part in a live job. `has_finished` returns whether the job has ended; it is called last."""
         if self.elastic is not None:
             self.elastic.close(has_finished)
             self.elastic = None
@@ -460,12 +446,12 @@ class TablesOfTrainer:
         self._module.__dict__[SHARDED] = _Sharded(self.sharded, self.model, self.elastic)
 
     def take_over(self) -> None:
-        """Continue with the tables as the script's newest Trainer has left them, which may be another one than before."""
+        """Continue with the tables as the script's newest Trainer has left them."""
         former: _Sharded | None = self._module.__dict__.get(SHARDED)
         if former is not None and former.tables is self.sharded:
             self.model, self.elastic = former.model, former.elastic
             if self.elastic is not None:
-                self.elastic.wrap_with(self._wrap)  # another Trainer's strategy follows the rounds no more
+                self.elastic.wrap_with(self._wrap)  # another Trainer's strategy no longer follows the rounds
 
 
 def _leave_group() -> None:

@@ -1,8 +1,7 @@
-"""Let all workers agree on the data of a fit: fingerprints of datasets, streams that were opened, iterable datasets."""
+"""Check that all workers train on the same data: fingerprints of datasets, opened streams, rows of iterable datasets."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import itertools
@@ -14,8 +13,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +21,10 @@ import numpy as np
 import torch
 from torch.utils.data import SubsetRandomSampler
 
+from lightning_dlrover.codec import from_fields, to_json
 from lightning_dlrover.data.dataset import Stream
-from lightning_dlrover.live import lightning_adapter
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.order import HandedOut, IterableOrder, IterableSettings, StreamOrder
+from lightning_dlrover.live.order import FitPosition, HandedOut, IterableOrder, IterableSettings, StreamOrder
 from lightning_dlrover.rdzv.job.events import IterableOpened, StreamOpened
 from lightning_dlrover.rdzv.membership.member import MembershipError
 from lightning_dlrover.rdzv.transport import transfer
@@ -34,8 +32,6 @@ from lightning_dlrover.report.streams import described, described_iterable
 
 if TYPE_CHECKING:
     import lightning as L
-
-    from lightning_dlrover.live.ports import Round
 
 # Check whether all workers train on the same data: lengths, and a few samples as far as they can be compared.
 #
@@ -46,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FETCHES_PER_SAMPLE = 3
-"""Fetches of each sample. An image that is flipped at random comes out alike three times in one of four cases."""
+"""Fetches of each sample. An image that is flipped at random is the same three times in one of four cases."""
 
 MIN_DIFFERENT_SAMPLES = 2
 """Minimum number of samples that must differ to show another dataset. One may be chance; a single equal one rules it out."""
@@ -56,8 +52,6 @@ PROBING_S = 2.0
 
 OFFSETS = "offsets "
 """Prefix of a digest of what a stream reads, if that is a range of each partition of a topic."""
-
-UNCOUNTED = -1
 
 MAX_TEXTS = 5000
 """Parts of a sample above which it is not compared."""
@@ -70,7 +64,10 @@ SINGLE_TOLERANCE = 1e-6
 """Share by which a single number of at least 32 bits may differ. Neighbours in a time series differ by little."""
 
 ABSOLUTE_TOLERANCE = 1e-9
-"""Difference at which two single numbers are alike: where the result should be 0, all digits are last digits."""
+"""Difference up to which two single numbers are equal: where the result should be 0, all digits are last digits."""
+
+LARGEST = 1e18
+"""Largest absolute value that is compared. Larger ones count as this."""
 
 EXACT_BYTES = 4
 """Minimum size of integers that are compared exactly, as those of texts' tokens. Smaller ones may be pixels and sound."""
@@ -83,10 +80,13 @@ class Sketch:
     kind: str  # digest of its structure and texts
     arrays: list[list[float]]  # deviation and means of some pieces of each array, or its only number
 
+    def __str__(self) -> str:
+        return f"{self.kind} {[x for array in self.arrays for x in array[1:] or array][:4]}"
+
 
 @dataclass(frozen=True)
 class LoaderFingerprint:
-    num_samples: int  # `UNCOUNTED` for an `IterableDataset`
+    num_samples: int | None  # None for an `IterableDataset`
     sketches: list[Sketch | None]  # the same places on every worker; None: not known, or not comparable
     shards: str = ""  # digest of what a stream reads
 
@@ -99,27 +99,19 @@ class DataFingerprint:
     val: list[int] | None  # numbers of samples; None: validation loaders do not exist yet
 
     def encode(self) -> str:
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+        return to_json(self).decode()
 
     @staticmethod
     def decode(text: str) -> DataFingerprint:
-        """Return the decoded fingerprint. Raises ValueError if `text` is none."""
+        """Return the decoded fingerprint.
+
+        Raises:
+            ValueError: `text` is not one.
+        """
         try:
-            fields = json.loads(text)
-            train = [
-                LoaderFingerprint(
-                    int(loader["num_samples"]),
-                    [
-                        Sketch(str(each["kind"]), [[float(x) for x in array] for array in each["arrays"]]) if each else None
-                        for each in loader["sketches"]
-                    ],
-                    str(loader.get("shards", "")),
-                )
-                for loader in fields["train"]
-            ]
-            return DataFingerprint(train, None if fields["val"] is None else [int(length) for length in fields["val"]])
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ValueError(f"{text!r:.80} is no fingerprint of data") from error
+            return from_fields(DataFingerprint, json.loads(text), "a fingerprint of data")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{text!r:.80} is not a fingerprint of data: {error}") from error
 
 
 class _UncomparableError(Exception):
@@ -133,8 +125,8 @@ def difference(own: DataFingerprint, other: DataFingerprint) -> str:
     for number, (mine, theirs) in enumerate(zip(own.train, other.train, strict=True), 1):
         name = "the training data" if len(own.train) == 1 else f"training loader {number}"
         if mine.num_samples != theirs.num_samples:
-            if UNCOUNTED in (mine.num_samples, theirs.num_samples):
-                return f"{name}: an IterableDataset {'here' if mine.num_samples == UNCOUNTED else 'there'} only"
+            if None in (mine.num_samples, theirs.num_samples):
+                return f"{name}: an IterableDataset {'here' if mine.num_samples is None else 'there'} only"
             return f"{name}: {mine.num_samples} samples here, {theirs.num_samples} there"
         if mine.shards != theirs.shards:
             if mine.shards.startswith(OFFSETS):
@@ -148,9 +140,7 @@ def difference(own: DataFingerprint, other: DataFingerprint) -> str:
         if len(pairs) >= MIN_DIFFERENT_SAMPLES and not any(_alike(a, b) for _, a, b in pairs):
             place, a, b = pairs[0]
             where = ("first", "middle", "last")[place] if place < 3 else "next"
-            return (
-                f"{name}: {mine.num_samples} samples, the {where} one being {_brief_sketch(a)} here, {_brief_sketch(b)} there"
-            )
+            return f"{name}: {mine.num_samples} samples, the {where} one being {a} here, {b} there"
     if own.val is not None and other.val is not None and own.val != other.val:
         return f"the validation data: {own.val} samples here, {other.val} there"
     return ""
@@ -172,15 +162,15 @@ def refuse_other_data(own: DataFingerprint, encoded: str, mine: str, theirs: str
         raise MembershipError(f"{mine} cannot be compared with {theirs}: {error}") from error
     if found:
         raise MembershipError(
-            f"{mine} differ from {theirs}: {found}. Likely the data are split or shuffled with no fixed seed, files came or "
-            "went meanwhile, or each worker was given a part of its own: fix the seed, and give every worker all of the data. "
+            f"{mine} differ from {theirs}: {found}. Likely the data are split or shuffled with no fixed seed, files have "
+            "changed, or each worker was given a part of its own: fix the seed, and give every worker all of the data. "
             f"{consequence}. If samples are to differ from worker to worker, as with augmentation by rank, "
             "DLRoverStrategy(compare_data=False) compares their number alone"
         )
 
 
 def refuse_different_data(encoded: Sequence[str], run: str) -> None:
-    """Refuse to train if the data of any two workers differ. All workers compare all pairs, so all come to one result.
+    """Refuse to train if the data of any two workers differ. All workers compare all pairs, so all have one result.
 
     Args:
         encoded: fingerprints by rank.
@@ -213,7 +203,7 @@ def fingerprint_data(
 
 def _fingerprint_of(loader: ElasticLoader, compare_samples: bool) -> LoaderFingerprint:
     if loader.iterable is not None:  # its rows are compared as they are read, see `compare_next_batches`
-        return LoaderFingerprint(UNCOUNTED, [], loader.order.shards)
+        return LoaderFingerprint(None, [], loader.order.shards)
     if isinstance(loader.order, StreamOrder) and loader.order.grows:
         # The rows are fixed by a record, and those of the first window may be gone by now.
         return LoaderFingerprint(0, [], OFFSETS + loader.order.name)
@@ -335,8 +325,8 @@ def _collect(value: Any, texts: list[str], arrays: list[list[float]]) -> None:
         texts.append(f"sequence of {len(value)}")
         for each in value:
             _collect(each, texts, arrays)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
             _collect(getattr(value, field.name), texts, arrays)
     else:
         _collect_object(value, texts, arrays)
@@ -378,7 +368,8 @@ def _pieces(array: np.ndarray[Any, Any]) -> list[float]:
 
 
 def _finite(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    finite: np.ndarray[Any, Any] = np.nan_to_num(array.astype(np.float64), posinf=1e30, neginf=-1e30)
+    """Return values within the limits of a record's numbers."""
+    finite: np.ndarray[Any, Any] = np.nan_to_num(array.astype(np.float64)).clip(-LARGEST, LARGEST)
     return finite
 
 
@@ -399,25 +390,19 @@ def _close(one: list[float], other: list[float]) -> bool:
     )
 
 
-def _brief_sketch(each: Sketch) -> str:
-    numbers = [x for array in each.arrays for x in array[1:] or array][:4]
-    return f"{each.kind} {numbers}"
-
-
-# Put on record which streams a fit reads, so that people can find out which rows were trained when.
+# Record the streams that a fit reads, from which users find out which rows were trained when.
 
 MAX_SOURCE_LENGTH = 2000
-"""Characters of a source's expression above which only its type is on record."""
-
+"""Characters of a source's expression above which only its type is recorded."""
 
 MAX_RANGES = 100
-"""Partitions above which their offsets are not on record: a job may have thousands of windows."""
+"""Partitions above which their offsets are not recorded: a job may have thousands of windows."""
 
 
 def opened_streams(
     trainer: L.Trainer, loaders: Sequence[ElasticLoader], fit: int, begins_epoch: bool = False
-) -> list[StreamOpened]:
-    """Return the records of the training loaders that read streams.
+) -> list[tuple[StreamOpened, str]]:
+    """Return records of the training loaders that read streams, and their lines of the history.
 
     Args:
         fit: number of the script's `fit`.
@@ -432,39 +417,28 @@ def opened_streams(
             continue
         source = repr(stream.source)
         ranges = stream.window_as_data
-        streams.append(
-            StreamOpened(
-                fit=fit,
-                number=number,
-                source=source if len(source) <= MAX_SOURCE_LENGTH else type(stream.source).__name__,
-                folder=os.getcwd(),
-                num_shards=len(stream.shards),
-                num_rows=len(stream),
-                digest=stream.fingerprint,
-                own_batches=len(loader),
-                epoch_batches=loader.num_epoch_batches,
-                cycles=loader.split.cycles,
-                epoch=trainer.current_epoch,
-                batches_before=progress.total.ready - in_epoch,
-                steps_before=max(0, trainer.global_step - in_epoch // max(1, accumulate)),
-                accumulate=accumulate,
-                batch_size=layout.batch_size,
-                slots=layout.slots,
-                cycle=layout.cycle,
-                block_rows=layout.block_rows,
-                ranges=ranges if ranges is None or len(ranges) <= MAX_RANGES else None,
-                grows=stream.grows or None,
-                seed=loader.order.seed % 2**64 if stream.shuffle_rows else None,  # orders take so many bits, and no sign
-            )
+        opened = StreamOpened(
+            fit=fit,
+            number=number,
+            source=source if len(source) <= MAX_SOURCE_LENGTH else type(stream.source).__name__,
+            folder=os.getcwd(),
+            num_shards=len(stream.shards),
+            num_rows=len(stream),
+            digest=stream.fingerprint,
+            own_batches=len(loader),
+            epoch_batches=loader.num_epoch_batches,
+            cycles=loader.split.cycles,
+            epoch=trainer.current_epoch,
+            batches_before=progress.total.ready - in_epoch,
+            steps_before=max(0, trainer.global_step - in_epoch // max(1, accumulate)),
+            accumulate=accumulate,
+            **asdict(layout),
+            ranges=ranges if ranges is None or len(ranges) <= MAX_RANGES else None,
+            grows=stream.grows or None,
+            seed=loader.order.seed % 2**64 if stream.shuffle_rows else None,  # orders take so many bits, and no sign
         )
+        streams.append((opened, f"reads {described(opened)}"))
     return streams
-
-
-def sentence(opened: StreamOpened) -> str:
-    """Return the line of the history, which is logged as well."""
-    text = f"reads {described(opened)}"
-    log.info("%s", text)
-    return text
 
 
 def _accumulated(trainer: L.Trainer) -> int:
@@ -474,8 +448,7 @@ def _accumulated(trainer: L.Trainer) -> int:
     return 0 if scheduled or not trainer.lightning_module.automatic_optimization else trainer.accumulate_grad_batches
 
 
-# Keep the workers of a fit that reads an `IterableDataset` together: the same rows, the same end, and words for the
-# guarantee.
+# Keep the workers of a fit that reads an `IterableDataset` together: the same rows, and the same end.
 #
 # Each worker reads the dataset by itself. One that splits itself by rank, draws numbers that no seed fixes, or depends on
 # the clock would give each worker rows of its own. So workers compare the lengths of global batches and the first rows of
@@ -487,21 +460,14 @@ def settings_for(
     trainer: Any, training: bool, global_batch_size: int, max_catch_up_s: float, compare_data: bool
 ) -> IterableSettings:
     """Return how a loader of a Trainer reads its `IterableDataset`."""
-    limit = trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
-    settings = IterableSettings(
+    limit = None if training else trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
+    return IterableSettings(
         max_catch_up_s=max_catch_up_s,
         max_rows=limit * global_batch_size if isinstance(limit, int) and not isinstance(limit, bool) else None,
         describe=described_row,
         are_alike=are_same_row,
         compares_rows=compare_data,
-    )
-    if not training:
-        return settings
-    return replace(
-        settings,
-        max_rows=None,
-        before_iter=partial(lightning_adapter.fetch_nothing_ahead, trainer.fit_loop),
-        at_end=partial(lightning_adapter.end_with_next_fetch, trainer.fit_loop),
+        fit_loop=trainer.fit_loop if training else None,
     )
 
 
@@ -509,11 +475,8 @@ def iterables_of(loaders: Sequence[ElasticLoader]) -> list[IterableOrder]:
     return [loader.iterable for loader in loaders if loader.iterable is not None]
 
 
-# --- on record -------------------------------------------------------------------------------------------------------------
-
-
 def opened_iterables(loaders: Sequence[ElasticLoader], fit: int) -> list[tuple[IterableOpened, str]]:
-    """Return the records of the training loaders that read an `IterableDataset`, and log what is guaranteed.
+    """Return records of the training loaders that read an `IterableDataset`, and their lines of the history.
 
     Args:
         fit: number of the script's `fit`.
@@ -523,9 +486,7 @@ def opened_iterables(loaders: Sequence[ElasticLoader], fit: int) -> list[tuple[I
         if (order := loader.iterable) is None:
             continue
         opened = IterableOpened(fit, number, order.name, order.is_stateful, order.settings.max_catch_up_s)
-        text = f"reads {described_iterable(opened)}"
-        log.info("%s", text)
-        found.append((opened, text))
+        found.append((opened, f"reads {described_iterable(opened)}"))
         if order.unused_loader_workers:
             log.warning(
                 "num_workers=%d of the loader of %s is used as 1: each worker reads an IterableDataset with one process",
@@ -560,7 +521,7 @@ def refuse_different_rows(loaders: Sequence[ElasticLoader]) -> None:
                 raise MembershipError(f"{_text(order, found, 'rank 0', f'rank {rank}')}. The job ends")
 
 
-def compare_next_batches(loaders: Sequence[ElasticLoader], round_: Round, joining_ranks: Sequence[int]) -> None:
+def compare_next_batches(loaders: Sequence[ElasticLoader], position: FitPosition, joining_ranks: Sequence[int]) -> None:
     """Fetch the next batch, and compare it with what other workers have in it. All workers of a round call it together.
 
     Args:
@@ -570,14 +531,14 @@ def compare_next_batches(loaders: Sequence[ElasticLoader], round_: Round, joinin
         MembershipError: this worker joins with other rows, or the workers that have the state differ.
         DataError: this worker joins, and would need too long to read up to the others.
     """
-    orders, size, rank = iterables_of(loaders), round_.size, round_.rank
+    orders, size, rank = iterables_of(loaders), position.size, position.rank
     if not orders or size == 1:
         return
     for order in orders:
         order.is_catching_up = rank in joining_ranks
         order.forget_handed_out()
     mine = [tuple(each) if (each := loader.peek()) is not None else None for loader in loaders]
-    of_ranks = round_.gathered(mine)
+    of_ranks = transfer.all_gather(mine)
     standing = next(each for each in range(size) if each not in joining_ranks)
     for other in range(size):
         if (other in joining_ranks) and other != rank:
@@ -587,7 +548,7 @@ def compare_next_batches(loaders: Sequence[ElasticLoader], round_: Round, joinin
                 continue
             if found := _difference_of_batches([HandedOut(*ours)], [HandedOut(*theirs)]):
                 names = f"rank {standing}", "this worker" if other == rank else f"rank {other}"
-                end = "The job goes on without this worker" if other in joining_ranks else "The job ends"
+                end = "The job continues without this worker" if other in joining_ranks else "The job ends"
                 raise MembershipError(f"{_text(loader.iterable, found, *names)}. {end}")
 
 
@@ -602,7 +563,7 @@ def _difference_of_batches(mine: Sequence[HandedOut], theirs: Sequence[HandedOut
         if (own.num_rows, own.is_last) != (other.num_rows, other.is_last):
             return f"{where} %s has {_length(own)} and %s has {_length(other)}"
         if own.first is not None and other.first is not None and not are_same_row(own.first, other.first):
-            return f"{where} the first row of %s is {_brief_row(own.first)} and that of %s is {_brief_row(other.first)}"
+            return f"{where} the first row of %s is {Sketch(*own.first)} and that of %s is {Sketch(*other.first)}"
     return ""
 
 
@@ -610,11 +571,6 @@ def _length(seen: HandedOut) -> str:
     if not seen.num_rows:
         return "no row"
     return f"{seen.num_rows} rows" + (", the last ones of the epoch," if seen.is_last else "")
-
-
-def _brief_row(first: Any) -> str:
-    kind, arrays = first
-    return f"{kind} {[x for array in arrays for x in array[1:] or array][:4]}"
 
 
 def _text(order: IterableOrder, found: str, one: str, other: str) -> str:

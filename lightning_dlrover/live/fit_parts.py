@@ -1,25 +1,31 @@
-"""The parts of a fit beside its steps: begin and end of fits, searches, progress, and the rows of streams."""
+"""Parts of a fit apart from its steps: its begin and end, searches, prepared data, progress, and the rows of streams."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import hashlib
 import json
 import logging
 import math
+import os
+import struct
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import torch.distributed as dist
 
 from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.data.source import DataError, Ranges, Windows, num_rows
-from lightning_dlrover.lightning_compat import LearningRateFinder
+from lightning_dlrover.lightning_compat import LearningRateFinder, package_of, submodule
 from lightning_dlrover.live import lightning_adapter
 from lightning_dlrover.live.data_agreement import (
     DataFingerprint,
@@ -28,16 +34,18 @@ from lightning_dlrover.live.data_agreement import (
     opened_iterables,
     opened_streams,
     refuse_other_data,
-    sentence,
 )
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.order import FitPosition, Position
-from lightning_dlrover.live.ports import Batches, Job, Round, TrainerPort
-from lightning_dlrover.rdzv.desync import Purpose, shown
+from lightning_dlrover.live.recovery import ResilientCollectives
+from lightning_dlrover.live.replica import TrainerOfFit
+from lightning_dlrover.live.train_loaders import TrainLoaders
+from lightning_dlrover.rdzv.desync import CollectiveCall, shown
 from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError
 from lightning_dlrover.rdzv.group.loop import Pace
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.events import RowsSkipped
+from lightning_dlrover.rdzv.job.folders import ROOT, is_private, users_folder
 from lightning_dlrover.rdzv.job.records import PlacesRecord, RoundRecord, SearchRecord, WindowRecord
 from lightning_dlrover.rdzv.membership.member import Formation, RoundEndedError, WorldError
 from lightning_dlrover.rdzv.membership.rounds import WorkerView
@@ -48,53 +56,56 @@ from lightning_dlrover.tuning.health import Pulse
 if TYPE_CHECKING:
     import lightning as L
 
+log = logging.getLogger(__name__)
+
 # Begin and end the `fit` calls of a script together with the other workers.
 
 FAIL_TOGETHER_S = 2.0
-"""Seconds to wait for the others to fail at the same place. Meanwhile a worker that fails alone holds up the others."""
+"""Seconds to wait for the others to fail at the same place. A worker that fails alone holds up the others for so long."""
 
 
+@dataclass(eq=False)
 class Fits:
-    """The `fit` calls of one worker's script. All workers run the same script, so their numbers are alike."""
+    """The `fit` calls of one worker's script. All workers run the same script, so they count the same calls."""
 
-    def __init__(self, job: Job, round_: Round, trainer: TrainerPort, position: FitPosition) -> None:
-        self._job = job
-        self._round = round_
-        self._trainer = trainer
-        self._position = position
+    _world: World
+    _collectives: ResilientCollectives
+    _trainer: TrainerOfFit
+    _position: FitPosition
 
     def begin_later(self) -> None:
         """Continue with the remaining workers before another `fit` of the script sets up.
 
         A worker may have been lost since the last step. If that happened while all workers met at the end of `fit`, some have
         continued and others have not. They meet here, and those that are behind receive the results that they lack.
+
         Raises:
             WorldError: no round could be formed.
         """
         position = self._position
-        if self._job.num_fits == 0 or position.is_standby:
+        if self._world.num_fits == 0 or position.is_standby:
             return  # this is the first `fit`
-        number = self._job.num_fits + 1
-        self._job.standing.begin_fit(number)  # no later: a worker lost from here on must not count as finished
+        number = self._world.num_fits + 1
+        self._world.standing.begin_fit(number)  # no later: a worker lost from here on must not count as finished
         if position.size == 1 or self._trainer.elastic_tables is not None:
             return
         position.has_entered = position.is_between_fits = True
         try:
-            self._round.exchange(f"the start of fit number {number}", _meet)
+            self._collectives.exchange(f"the start of fit number {number}", _meet)
         finally:
             position.has_entered = position.is_between_fits = False
 
     def fail_together(self) -> bool:
-        """Return whether all workers have left this `fit` by an error at one place, so that a script that catches it goes on.
+        """Return whether all workers have left this `fit` by an error at one place, so that a script may catch it.
 
         The others need not recover from the loss of this worker then, and all of them run the same code next.
         """
         position = self._position
-        if not position.has_entered or self._trainer.elastic_tables is not None or self._round.broken:
+        if not position.has_entered or self._trainer.elastic_tables is not None or self._world.broken:
             return False
         place = f"error/{position.fit}/{position.batch}/{position.collective}/{position.validation}"
         try:
-            together = self._round.all_reach(place, FAIL_TOGETHER_S)
+            together = self._world.all_reach(place, FAIL_TOGETHER_S)
         except WorldError:
             return False
         if together:
@@ -104,7 +115,7 @@ class Fits:
 
     def end_early(self) -> None:
         """Record the end of a `fit` that an error has ended on all workers, once the script has caught it."""
-        self._job.finish(self._trainer.global_step, self._position.fit)
+        self._world.finish(self._trainer.global_step, self._position.fit)
 
     def finish(self) -> None:
         """Mark the end of the training loop. All updates are done, so the job does not change from here on.
@@ -114,26 +125,26 @@ class Fits:
         position, trainer = self._position, self._trainer.lightning
         if not position.has_entered:
             if position.fit > 1 and position.formation is not None:
-                self._job.finish(trainer.global_step, position.fit)  # there was nothing to train
+                self._world.finish(trainer.global_step, position.fit)  # there was nothing to train
             return
         position.is_finishing = True
         if position.size > 1:
             # A finished job has no more rounds, so no worker may still need one to get its last update.
             try:
                 if self._trainer.elastic_tables is None:
-                    self._round.exchange("the end of training", self._end_together)
-                elif self._round.attempt(self._end_together) is None:
+                    self._collectives.exchange("the end of training", self._end_together)
+                elif self._collectives.attempt(self._end_together) is None:
                     self._await_finish()
             except WorldError:
-                if not self._job.standing.has_finished_fit(position.fit):
+                if not self._world.standing.has_finished_fit(position.fit):
                     raise
         position.has_entered = position.is_finishing = False
-        self._job.finish(trainer.global_step, position.fit)
+        self._world.finish(trainer.global_step, position.fit)
 
     def _end_together(self) -> None:
         frame = sys._getframe()
-        with self._round.compared(lambda: Purpose("the end of fit", place=shown(frame))):
-            self._round.wait_for_results()  # another worker's last collective may need this one's device until here
+        with self._world.compared(lambda: CollectiveCall("the end of fit", place=shown(frame))):
+            self._collectives.wait_for_results()  # another worker's last collective may need this one's device until here
             transfer.barrier()
 
     def _await_finish(self) -> None:
@@ -142,12 +153,12 @@ class Fits:
         Raises:
             WorldError: it is lost, together with its tables. The loops have ended, so there is nothing to go back to.
         """
-        formation = self._round.formation
+        formation = self._position.formation
         assert formation is not None
         number, fit = formation.round.number, self._position.fit
 
         def look(view: WorkerView) -> str | None:
-            if self._job.standing.has_finished_fit(fit):
+            if self._world.standing.has_finished_fit(fit):
                 return "finished"
             if view.job is not None and view.job.is_over:
                 return view.job.phase
@@ -155,7 +166,7 @@ class Fits:
             return "lost" if newest is not None and newest.number > number and not newest.planned else None
 
         what = "the others to confirm that the job has finished"
-        if self._job.membership.wait_for(look, self._job.config.wait_timeout_s, what) != "finished":
+        if self._world.membership.wait_for(look, self._world.config.wait_timeout_s, what) != "finished":
             raise WorldError(
                 "a worker was lost after the last step, with its part of the tables: all workers have to start again, "
                 "from the newest snapshot or checkpoint"
@@ -173,16 +184,14 @@ def _meet() -> None:
 # The members of the first round search together, before they train. Later joiners take their result instead of searching.
 
 
+@dataclass(eq=False)
 class Searches:
     """The searches of one worker's script, identified by count: every worker runs the same script."""
 
-    def __init__(self, job: Job, round_: Round, position: FitPosition) -> None:
-        self._job = job
-        self._round = round_
-        self._position = position
-        self.num_begun = 0
-        self.is_running = False
-        """True while the Trainer's loop makes steps that do not count."""
+    _world: World
+    _position: FitPosition
+    num_begun: int = 0
+    is_running: bool = False  # set while the Trainer's loop makes steps that do not count
 
     def attend(self, callbacks: Iterable[object]) -> None:
         """Wrap the searches of these callbacks. Call it once for each `fit`, before its hooks run."""
@@ -198,7 +207,7 @@ class Searches:
                 search(trainer, module)
             elif self._position.is_in_loops:
                 raise RuntimeError(
-                    f"{type(finder).__name__} searches for a learning rate while the job trains; its steps cannot be told from "
+                    f"{type(finder).__name__} searches for a learning rate while the job trains; its steps would be mixed with "
                     "the job's. Search before training: in on_fit_start, as LearningRateFinder does, or with Tuner.lr_find"
                 )
             elif self._position.is_standby:
@@ -215,18 +224,18 @@ class Searches:
         finally:
             self.is_running = False
             found = finder.optimal_lr  # set even if Tuner.lr_find ends its `fit` with an exception
-            if found is not None and self._round.formation is not None and self._round.rank == 0:
-                results = json.dumps(lightning_adapter.search_results(found))
-                self._job.records.put_search(self.num_begun, SearchRecord(results))
+            if found is not None and self._position.formation is not None and self._position.rank == 0:
+                results = json.dumps({**found.results, "total_batch_idx": found._total_batch_idx})
+                self._world.records.put_search(self.num_begun, SearchRecord(results))
 
     def _take(self, finder: Any, trainer: Any, module: Any) -> None:
         """Do the same as Lightning after a search, with the result of the training workers."""
         lightning_adapter.adopt_search(finder, trainer, module, json.loads(self._results()))
         if lightning_adapter.ends_after_search(finder):
-            raise lightning_adapter.exit_after_search(trainer)
+            raise submodule(package_of(trainer), "utilities.exceptions")._TunerExitException()
 
     def _results(self) -> str:
-        membership = self._job.membership
+        membership = self._world.membership
 
         def look(view: WorkerView) -> str | None:
             if (record := membership.shared.search(self.num_begun)) is not None:
@@ -235,7 +244,7 @@ class Searches:
             return "" if view.round is not None and len(view.lost) == len(view.round.members) else None
 
         what = f"the first workers to find a learning rate (search {self.num_begun} of the script)"
-        results = membership.wait_for(look, self._job.config.wait_timeout_s, what)
+        results = membership.wait_for(look, self._world.config.wait_timeout_s, what)
         if not results:
             raise WorldError(
                 "the workers that searched for a learning rate were lost before they had found one: this worker has to start "
@@ -260,31 +269,20 @@ class Progress:
     counts: tuple[int, ...]  # updates, collectives, validation batches, looks for new rows, parts of shares
 
 
+@dataclass(eq=False)
 class FitProgress:
     """Measurements of this worker's fit; may be read from another thread."""
 
-    def __init__(
-        self,
-        world: World,
-        round_: Round,
-        batches: Batches,
-        trainer: TrainerPort,
-        position: FitPosition,
-        pace: Pace,
-        pulse: Pulse,
-    ) -> None:
-        self._round = round_
-        self._batches = batches
-        self._trainer = trainer
-        self._position = position
-        self.world = world
-        self.pulse = pulse
-        self._pace = pace
-        self._clock = trainer.strategy.clock
+    world: World
+    _batches: TrainLoaders
+    _trainer: TrainerOfFit
+    _position: FitPosition
+    _pace: Pace
+    pulse: Pulse
 
     @property
     def formation(self) -> Formation | None:
-        return self._round.formation
+        return self._position.formation
 
     @property
     def now(self) -> Progress:
@@ -301,16 +299,14 @@ class FitProgress:
             phase = "parts"
         else:
             phase = "step" if position.in_step else "between"
-        val_loop = self._trainer.epoch_loop.val_loop
-        num_val_batches = val_loop.batch_progress.total.ready
-        number = position.formation.round.number if position.formation is not None else 0
+        num_val_batches = self._trainer.epoch_loop.val_loop.batch_progress.total.ready
         counts = (position.updates, position.collective, num_val_batches, position.looks, position.parts)
-        return Progress(phase, number, self._pace.steps_in_round, position.batch, counts)
+        return Progress(phase, position.round_number, self._pace.steps_in_round, position.batch, counts)
 
     @property
     def is_in_collective(self) -> bool:
         """Whether this worker waits for others."""
-        return self._clock.is_stopped
+        return self._trainer.strategy.clock.is_stopped
 
     @property
     def step_time_s(self) -> float:
@@ -320,7 +316,7 @@ class FitProgress:
     @property
     def loads(self) -> list[float]:
         """Samples per thread in one batch, for each worker by rank."""
-        first, size = self._batches.first, self._round.size
+        first, size = self._batches.first, self._position.size
         threads = self.pulse.threads if len(self.pulse.threads) == size else (1,) * size
         shares = [share(first.global_batch_size, rank, size) for rank in range(size)]
         return [max(1, stop - start) / max(1, count) for (start, stop), count in zip(shares, threads, strict=True)]
@@ -370,41 +366,40 @@ def batches_done(trainer: L.Trainer) -> int:
     return trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
-# The data of a fit, as the workers of a job compare it with each other's and put it on record.
+# The data of a fit, as the workers of a job compare and record it.
 
 
+@dataclass(eq=False)
 class DataOfFit:
     """One worker's part in comparing and recording the data of its `fit`."""
 
-    def __init__(self, job: Job, round_: Round, batches: Batches, trainer: TrainerPort, position: FitPosition) -> None:
-        self._job = job
-        self._round = round_
-        self._batches = batches
-        self._trainer = trainer
-        self._position = position
+    _world: World
+    _batches: TrainLoaders
+    _trainer: TrainerOfFit
+    _position: FitPosition
 
     def fingerprint(self) -> DataFingerprint:
         """Return the fingerprint of this worker's training and validation data."""
-        val = lightning_adapter.combined_loader(self._trainer.epoch_loop.val_loop)
+        val = self._trainer.epoch_loop.val_loop._combined_loader
         val_loaders = [x for x in val.flattened if isinstance(x, ElasticLoader)] if val is not None else None
-        compare = self._trainer.strategy.compares_data and self._job.config.max_workers > 1
+        compare = self._trainer.strategy.compares_data and self._world.config.max_workers > 1
         return fingerprint_data(self._batches.all, val_loaders, compare)
 
     def refuse_data_of_another_job(self, data: DataFingerprint) -> None:
         """Raise `MembershipError` if the job trains on other data than this worker has."""
-        job = self._job.view.job
+        job = self._world.view.job
         if job is not None and job.data:
-            run = f"run {self._job.config.run_id!r}: this worker's data"
-            refuse_other_data(data, job.data, run, "the job's", self._job.standing.consequence_of_refusal())
+            run = f"run {self._world.config.run_id!r}: this worker's data"
+            refuse_other_data(data, job.data, run, "the job's", self._world.standing.consequence_of_refusal())
 
-    def put_on_record(self, begins_epoch: bool = False) -> None:
+    def record(self, begins_epoch: bool = False) -> None:
         """Let rank 0 record the streams and iterable datasets that the fit reads."""
-        if self._round.rank == 0:
+        if self._position.rank == 0:
             loaders, number = self._batches.all, self._position.fit
-            for opened in opened_streams(self._trainer.lightning, loaders, number, begins_epoch):
-                self._job.event(opened, sentence(opened))
-            for iterable, text in opened_iterables(loaders, number):
-                self._job.event(iterable, text)
+            streams = opened_streams(self._trainer.lightning, loaders, number, begins_epoch)
+            for opened, text in [*streams, *opened_iterables(loaders, number)]:
+                log.info("%s", text)
+                self._world.event(opened, text)
 
     def compare_next_batches(self, joining: Sequence[str] = ()) -> None:
         """Make sure that all workers read the same rows of an `IterableDataset`.
@@ -412,10 +407,9 @@ class DataOfFit:
         Args:
             joining: workers without the state, which are refused if their rows differ.
         """
-        formation = self._round.formation
+        formation = self._position.formation
         assert formation is not None
-        ranks = [formation.rank_of(worker) for worker in joining]
-        compare_next_batches(self._batches.all, self._round, ranks)
+        compare_next_batches(self._batches.all, self._position, [formation.rank_of(worker) for worker in joining])
 
     def compare_with_joiners(self, standing: Mapping[str, Position], joining: Sequence[tuple[str, str]]) -> None:
         """Let joiners read up to the others, before any step depends on them.
@@ -428,23 +422,23 @@ class DataOfFit:
             self.compare_next_batches([worker for _, worker in joining])
 
 
-# Put on record which rows of streams this worker's batches leave out.
+# Record the rows of streams that this worker's batches skip.
 
 PUBLISH_EVERY_S = 2.0
-"""Minimum seconds between two records, unless a fit ends: each corrupt row group is news."""
+"""Minimum seconds between two records, unless a fit ends: a damaged store has many corrupt row groups."""
 
 
+@dataclass(eq=False)
 class SkippedReports:
-    """Puts rows that the training loaders of a fit leave out on record."""
+    """Records the rows that the training loaders of a fit skip."""
 
-    def __init__(self, job: Job, batches: Batches, position: FitPosition) -> None:
-        self._job = job
-        self._batches = batches
-        self._position = position
-        self._next_at = 0.0
+    _world: World
+    _batches: TrainLoaders
+    _position: FitPosition
+    _next_at: float = 0.0
 
     def publish(self, is_last: bool = False) -> None:
-        """Put news on record, unless there was a record a moment ago. Never waits for etcd.
+        """Record what is new, unless there was a record a moment ago. Never waits for etcd.
 
         Args:
             is_last: whether the fit ends, so that nothing may be left for a later call.
@@ -456,7 +450,7 @@ class SkippedReports:
         self._next_at = now + PUBLISH_EVERY_S
         for number, loader in enumerate(loaders):
             for skipped in loader.skipped.take_news(self._position.fit, number):
-                self._job.event(skipped, _sentence(skipped))
+                self._world.event(skipped, _sentence(skipped))
 
 
 def _sentence(skipped: RowsSkipped) -> str:
@@ -467,18 +461,132 @@ def _sentence(skipped: RowsSkipped) -> str:
     return f"leaves out {num_rows} rows of {skipped.file} (rows {shown_ranges(ranges)}): {skipped.reason}"
 
 
+# Run `prepare_data` once on each host, or once in the job, however many workers prepare their Trainers at once.
+#
+# Lightning runs it where the local rank is 0. Each node of `dlrover run` has an agent of its own, so that is every worker
+# of a host, and a joiner would write files that others are reading.
+#
+# Locks of the kernel keep the workers of a host apart: one for the worker that prepares, one for all living workers whose
+# data is ready. A lock ends with its process, however that ends, and no child process inherits it.
+
+LOCK_FILE = "prepared-data"
+"""File in the user's folder in shared memory. It stays empty: each call of `prepare_data` locks two of its bytes."""
+
+LOCK_RETRY_S = 0.1
+FIRST_REPORT_S = 3.0
+REPORT_EVERY_S = 60.0
+
+LIMIT_S = 24 * 3600.0
+"""Seconds for which a worker waits for another one's `prepare_data`, which may download for hours."""
+
+
+class PreparedDataError(RuntimeError):
+    """Another worker on this host has not finished `prepare_data` in time."""
+
+
+@dataclass(eq=False)
+class PreparedData:
+    """The calls of `prepare_data` in one worker's script."""
+
+    _job: str  # identity of the job among all others of this user
+    _root: Path = ROOT  # where the user's folder is
+    _calls: Counter[str] = field(default_factory=Counter)
+    _file: BinaryIO | None = None  # closing it would end all locks
+
+    def prepare(self, trainer: Any) -> None:
+        """Prepare data as Lightning does, with one worker of each host, or rank 0 alone as the user has asked.
+
+        Joiners have no rank: the data of a job that trains is prepared.
+        """
+        all_wait = submodule(package_of(trainer), "trainer.connectors.data_connector")._InfiniteBarrier
+        for part, prepare in lightning_adapter.preparations(trainer):
+            with all_wait():
+                if part.prepare_data_per_node:
+                    self.once_on_this_host(f"{type(part).__module__}.{type(part).__qualname__}.prepare_data", prepare)
+                elif trainer.is_global_zero:
+                    prepare()
+
+    def once_on_this_host(self, name: str, prepare: Callable[[], None]) -> None:
+        """Run one call of a script, unless a living worker on this host has run it; wait for one that runs it.
+
+        Args:
+            name: the same for the same call in all workers. A script's second call of a name differs from its first.
+
+        Raises:
+            PreparedDataError: another worker takes too long.
+        """
+        self._calls[name] += 1
+        try:
+            file = self._opened()
+        except OSError as error:
+            log.warning("%s runs on each worker of this host, because no lock can be taken: %s", name, error)
+            prepare()
+            return
+        digest = hashlib.sha256(f"{self._job}/{name}/{self._calls[name]}".encode()).digest()
+        preparing = int.from_bytes(digest[:7], "big") * 2
+        is_prepared = preparing + 1
+        _wait_for(file, preparing, name)
+        try:
+            if _try(file, is_prepared):  # no living worker has it
+                prepare()
+            fcntl.lockf(file, fcntl.LOCK_SH, 1, is_prepared)
+        except BaseException:
+            fcntl.lockf(file, fcntl.LOCK_UN, 1, is_prepared)
+            raise
+        finally:
+            fcntl.lockf(file, fcntl.LOCK_UN, 1, preparing)
+
+    def _opened(self) -> BinaryIO:
+        if self._file is None:
+            folder = users_folder(self._root)
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            if not is_private(folder):
+                raise PermissionError(f"{folder} is not a folder of this user's alone: remove it")
+            self._file = os.fdopen(os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
+        return self._file
+
+
+def _wait_for(file: BinaryIO, place: int, name: str) -> None:
+    began = time.monotonic()
+    report_at = began + FIRST_REPORT_S
+    while not _try(file, place):
+        now = time.monotonic()
+        if now > began + LIMIT_S:
+            raise PreparedDataError(
+                f"{name} of {_holder(file, place)} on this host has not ended for {LIMIT_S:.0f} s: end that process, or run "
+                "the work before the job starts"
+            )
+        if now > report_at:
+            report_at = now + REPORT_EVERY_S
+            log.warning("waiting for %s on this host, which runs %s, for %.0f s", _holder(file, place), name, now - began)
+        time.sleep(LOCK_RETRY_S)
+
+
+def _try(file: BinaryIO, place: int) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        return False
+    return True
+
+
+def _holder(file: BinaryIO, place: int) -> str:
+    request = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
+    *_, pid = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, request))
+    return f"process {pid}" if pid > 0 else "a process"  # 0: of another container
+
+
 # Open the lanes of a stream that a worker will read in the next round, while the workers still agree on that round.
 #
 # Otherwise the first step after a change waits until files are opened and blocks are decoded. A member that changes its
-# rank lets its loader workers open the lanes together with the batches that they prepare meanwhile. A joiner's loader
-# workers have nothing else to do, but it does not know where the others are: rank 0 writes that once for each round with
+# rank lets its loader workers open the lanes together with the batches that they prepare then. A joiner's loader
+# workers have nothing else to do, but the joiner lacks the others' place: rank 0 records it once for each round with
 # joiners.
 #
-# Nothing depends on any of this. Lanes that were opened in vain are closed again when others need their room.
-
-log = logging.getLogger(__name__)
-
-P = ParamSpec("P")
+# Nothing depends on any of this. Lanes that are not needed after all are closed when others need their room.
 
 LOOK_S = 0.05
 """Seconds between two looks of a joiner for a round that admits it."""
@@ -487,33 +595,33 @@ PLACES_S = 2.0
 """Seconds for which a joiner asks for the others' places after such a round has appeared. A job of map-style data has none."""
 
 CLOSE_S = 360.0
-"""Seconds for which a read that has begun may go on once the round is there: longer than a failing store is asked for."""
+"""Seconds for which a read that has begun may continue once the round is there: longer than a failing store is retried."""
 
 
+@dataclass(eq=False)
 class LanePrefetcher:
     """One worker's preparation for the round that follows."""
 
-    def __init__(self, job: Job, round_: Round, batches: Batches) -> None:
-        self._job = job
-        self._round = round_
-        self._batches = batches
-        self._seen = 0  # number of the newest round that was prepared for
+    _world: World
+    _batches: TrainLoaders
+    _position: FitPosition
+    _seen: int = 0  # number of the newest round that was prepared for
 
     def look(self) -> None:
         """Prepare for a planned round that has appeared. Call between two batches."""
-        formation, newest = self._round.formation, self._job.view.round
+        formation, newest = self._position.formation, self._world.view.round
         if formation is None or newest is None or newest.number <= max(self._seen, formation.round.number):
             return
         self._seen = newest.number
         loaders = self._batches.all
         if not newest.planned or not any(loader.reads_lanes for loader in loaders):
             return
-        if self._job.worker_id in newest.members:
+        if self._world.worker_id in newest.members:
             for loader in loaders:
-                loader.expect_place(newest.members.index(self._job.worker_id), len(newest.members))
+                loader.expect_place(newest.members.index(self._world.worker_id), len(newest.members))
         if formation.rank == 0 and not {*newest.members} <= {*formation.round.members}:
             places = [[loader.epoch, loader.cursor, loader.order.seed] for loader in loaders]
-            self._job.records.put_places(PlacesRecord(newest.number, places))
+            self._world.records.put_places(PlacesRecord(newest.number, places))
 
     @contextmanager
     def while_waiting(self) -> Iterator[None]:
@@ -544,14 +652,14 @@ class LanePrefetcher:
         self._attempt(self._read_a_row)
         done = 0
         while not is_over.wait(LOOK_S):
-            newest = self._job.view.round
-            if newest is not None and newest.number != done and self._job.worker_id in newest.members:
+            newest = self._world.view.round
+            if newest is not None and newest.number != done and self._world.worker_id in newest.members:
                 done = newest.number
                 self._attempt(self._open, newest, is_over)
 
-    def _attempt(self, run: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _attempt(self, run: Callable[..., None], *args: Any) -> None:
         try:
-            run(*args, **kwargs)
+            run(*args)
         except Exception as error:  # the main thread meets it again where it can be reported
             log.debug("lanes could not be opened ahead: %s", error)
 
@@ -564,7 +672,7 @@ class LanePrefetcher:
     def _places(self, newest: RoundRecord, is_over: threading.Event) -> PlacesRecord | None:
         deadline = time.monotonic() + PLACES_S
         while newest.kind != "start" and time.monotonic() < deadline:
-            record = self._job.records.places()
+            record = self._world.records.places()
             if record is not None and record.round == newest.number:
                 return record
             if is_over.wait(LOOK_S):
@@ -573,7 +681,7 @@ class LanePrefetcher:
 
     def _open(self, newest: RoundRecord, is_over: threading.Event) -> None:
         record = self._places(newest, is_over)
-        place = newest.members.index(self._job.worker_id), len(newest.members)
+        place = newest.members.index(self._world.worker_id), len(newest.members)
         for loader, (epoch, cursor, seed) in zip(self._batches.all, record.places if record else (), strict=False):
             if loader.reads_lanes:
                 loader.open_lanes(epoch, cursor, seed, *place)
@@ -585,23 +693,23 @@ class LanePrefetcher:
 # is started again. A checkpoint holds the window in which it was saved.
 
 NUM_ON_RECORD, RANGES_ON_RECORD = 1000, 20_000
-"""Newest windows of a stream that stay on record, beside the first one: as many, with as many partitions in all."""
+"""Maximum number of a stream's windows whose records are kept, and of their partitions. The first window is always kept."""
 
 
+@dataclass(eq=False)
 class JobWindows:
     """The windows of all streams that this worker reads in the job."""
 
-    def __init__(self, world: World, position: FitPosition) -> None:
-        self._world = world
-        self._position = position
-        self._windows: dict[str, Windows] = {}  # one for each stream, by its name; they outlive the loaders
-        self._saved: dict[str, tuple[int, Ranges]] = {}  # windows of a checkpoint that is being resumed
+    _world: World
+    _position: FitPosition
+    _windows: dict[str, Windows] = field(default_factory=dict)  # by the stream's name; they outlive the loaders
+    _saved: dict[str, tuple[int, Ranges]] = field(default_factory=dict)  # windows of a checkpoint that is being resumed
 
     def attend(self, stream: Stream, epoch: int) -> None:
         """Let a stream have the windows of the job.
 
         Args:
-            epoch: the one that is about to begin. An earlier fit may have ended before it, for want of rows.
+            epoch: the one that is about to begin. An earlier fit may have ended before it because there were no rows.
         """
         if stream.windows is None:
             return
@@ -611,7 +719,7 @@ class JobWindows:
                 stream.windows.begin_again()  # an earlier fit has trained what is known
                 stream.share_windows(stream.windows)
             else:
-                stream.share_windows(stream.windows.anew())  # the script has looked at the stream by itself
+                stream.share_windows(stream.windows.anew())  # the script has looked at the stream before
             stream.windows.keeper = _Keeper(name, stream.grows, self._world, self._position)
             self._windows[name] = stream.windows
         else:
@@ -621,7 +729,7 @@ class JobWindows:
             self._adopt(name)
 
     def resume(self, positions: Sequence[Mapping[str, Any] | None]) -> None:
-        """Go on with the windows of a checkpoint, see `ElasticLoader.position_in_stream`."""
+        """Continue with the windows of a checkpoint, see `ElasticLoader.position_in_stream`."""
         for position in positions:
             if position is not None and "window" in position:
                 self._saved[position["stream"]] = position["epoch"], dict(position["window"])
@@ -630,7 +738,7 @@ class JobWindows:
 
     def _adopt(self, name: str) -> None:
         epoch, ranges = self._saved.pop(name)
-        if not num_rows(ranges):  # saved by a job that has ended for want of rows, and there may be some now
+        if not num_rows(ranges):  # saved by a job that has ended because there were no rows, and there may be some now
             self._windows[name].go_on_before(epoch, ranges)
             return
         self._windows[name].take(epoch, ranges)
@@ -639,14 +747,14 @@ class JobWindows:
         keeper.put(epoch, ranges)
 
 
+@dataclass(frozen=True)
 class _Keeper:
     """The records of one stream's windows."""
 
-    def __init__(self, name: str, grows: bool, world: World, position: FitPosition) -> None:
-        self._name = name
-        self._grows = grows
-        self._world = world
-        self._position = position
+    _name: str
+    _grows: bool
+    _world: World
+    _position: FitPosition
 
     def read(self, epoch: int, after: Mapping[str, int] | None) -> Ranges | None:
         return self._swapped(epoch, after, None)
@@ -657,7 +765,7 @@ class _Keeper:
         return fixed
 
     def put(self, epoch: int, ranges: Mapping[str, Sequence[int]]) -> None:
-        """Write a window, whatever is on record."""
+        """Write a window over the recorded one."""
         new = WindowRecord(epoch, _plain(ranges), 0.0)
         self._record(epoch, lambda now: now if now is not None and now.ranges == new.ranges else new)
 
@@ -670,10 +778,10 @@ class _Keeper:
     def _swapped(self, epoch: int, after: Mapping[str, int] | None, new: WindowRecord | None) -> Ranges | None:
         def change(now: WindowRecord | None) -> WindowRecord | None:
             # A job that went back to an old checkpoint may have other windows since.
-            return now if now is not None and _goes_on(now, after) else new
+            return now if now is not None and _follows(now, after) else new
 
         found = self._record(epoch, change, len(new.ranges) if new is not None else 0)
-        if found is None or not _goes_on(found, after):
+        if found is None or not _follows(found, after):
             return None
         return {key: (first, stop) for key, (first, stop) in found.ranges.items()}
 
@@ -693,7 +801,7 @@ class _Keeper:
         except EtcdUnavailableError as error:
             raise DataError(
                 f"run {config.run_id!r}: the rows of epoch {epoch} are fixed in etcd, which has given no answer for "
-                f"{config.wait_timeout_s:.0f} s: {error}. Start the job again once etcd is back; it goes on from its checkpoint"
+                f"{config.wait_timeout_s:.0f} s: {error}. Start the job again once etcd is back; its checkpoint is kept"
             ) from error
 
 
@@ -701,6 +809,6 @@ def _plain(ranges: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
     return {key: [int(first), int(stop)] for key, (first, stop) in ranges.items()}
 
 
-def _goes_on(record: WindowRecord, after: Mapping[str, int] | None) -> bool:
+def _follows(record: WindowRecord, after: Mapping[str, int] | None) -> bool:
     """Return whether a window begins where the one before has ended."""
     return after is None or all(record.ranges.get(key, [stop])[0] == stop for key, stop in after.items())

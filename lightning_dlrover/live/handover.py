@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,26 +16,28 @@ import torch
 
 from lightning_dlrover.codec import RecordError
 from lightning_dlrover.lightning_compat import ModelCheckpoint
-from lightning_dlrover.live import lightning_adapter
 from lightning_dlrover.live.agreement import Votes
 from lightning_dlrover.live.checkpoints import absolute, exists, load_own_checkpoint, replace_folder, unreadable
 from lightning_dlrover.live.metrics import Partial, add_partial, partial_values, reset_metrics, restore_partial
 from lightning_dlrover.live.order import UNKNOWN, FitPosition, Position
-from lightning_dlrover.live.ports import Batches, Job, Round, TrainerPort
+from lightning_dlrover.live.recovery import ResilientCollectives
+from lightning_dlrover.live.replica import TrainerOfFit
 from lightning_dlrover.live.state import (
     STATE_CLASSES,
     StateError,
     TrainerState,
     dump,
-    go_on_drawing,
     parts_with_hparams,
     restore,
+    restore_random,
     resume,
 )
 from lightning_dlrover.live.steps import TrainingSteps
+from lightning_dlrover.live.train_loaders import TrainLoaders
 from lightning_dlrover.live.validation import Validation
 from lightning_dlrover.rdzv.desync import LoneCollectiveError
 from lightning_dlrover.rdzv.etcd.types import EtcdError
+from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.events import FitResumed, StateRolledBack
 from lightning_dlrover.rdzv.job.records import CheckpointRecord
 from lightning_dlrover.rdzv.membership.member import Formation, LeftOutError, RoundEndedError, WorldError
@@ -55,6 +57,7 @@ class CheckpointFiles(Protocol):
     def remove_checkpoint(self, path: Any) -> None: ...
 
 
+@dataclass(eq=False)
 class SetAside:
     """Rank 0's checkpoints that wait for etcd. `settle` may run in another thread than the rest.
 
@@ -64,25 +67,24 @@ class SetAside:
 
         wanted -> set aside -> written -> in its place     place, written, settle
         unwanted -> kept -> removed                        may_remove, settle
-
-    Args:
-        files: where checkpoints are written.
     """
 
-    def __init__(self, job: Job, files: CheckpointFiles) -> None:
-        self._job = job
-        self._run_id = job.config.run_id
-        self._files = files
-        self._wanted: dict[str, str] = {}  # path of each checkpoint that was set aside, and the path that it should have
-        self._written: set[str] = set()  # those that are complete
-        self._kept: set[str] = set()  # checkpoints that were to be removed
-        self._lock = threading.Lock()
+    _world: World
+    _files: CheckpointFiles
+    _wanted: dict[str, str] = field(default_factory=dict)  # path that each checkpoint should have, by that where it is
+    _written: set[str] = field(default_factory=set)  # checkpoints set aside that are complete
+    _kept: set[str] = field(default_factory=set)  # checkpoints that were to be removed
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def _run_id(self) -> str:
+        return self._world.config.run_id
 
     def place(self, path: Any, round_number: int) -> Any:
         """Return where a checkpoint may be written: elsewhere if what is there may be of another life of the job."""
         with self._lock:
             self._kept.discard(absolute(path))
-            if self._job.membership.is_still_in_force():
+            if self._world.membership.is_still_in_force():
                 for aside in [each for each in self._written if self._wanted[each] == absolute(path)]:
                     self._written.discard(aside)  # it is older than what comes now
                     self._carry_out("remove", aside, partial(self._files.remove_checkpoint, aside))
@@ -98,7 +100,7 @@ class SetAside:
 
     def may_remove(self, path: Any) -> bool:
         """Return whether a checkpoint may be removed now; else `settle` removes it."""
-        if self._job.membership.is_still_in_force():
+        if self._world.membership.is_still_in_force():
             return True
         self._kept.add(absolute(path))
         log.warning("%s: checkpoint %s is not removed before it answers", self._doubt, path)
@@ -137,8 +139,7 @@ class SetAside:
 
     @property
     def _doubt(self) -> str:
-        own = self._job.membership.own
-        silent_s = own.lease.silent_s
+        silent_s = self._world.membership.own.lease.silent_s
         return f"run {self._run_id}: etcd has not answered for {silent_s:.0f} s, so other workers may have taken the job over"
 
 
@@ -158,28 +159,18 @@ HAS_TABLES = (
 """Reasons why a collective in `on_save_checkpoint`, or in a `state_dict`, is refused."""
 
 
+@dataclass(eq=False)
 class JobState:
     """The job's state as this worker has it, without sharded tables."""
 
-    def __init__(
-        self,
-        job: Job,
-        round_: Round,
-        batches: Batches,
-        trainer: TrainerPort,
-        position: FitPosition,
-        validation: Validation,
-        votes: Votes,
-    ) -> None:
-        self._job = job
-        self._round = round_
-        self._batches = batches
-        self._trainer = trainer
-        self._position = position
-        self._validation = validation
-        self._votes = votes
-        self._outgoing: transfer.Packed | None = None  # state for the joiners of the round that is being formed
-        self.names: frozenset[str] = frozenset()  # classes that this script keeps in checkpoints
+    _world: World
+    _batches: TrainLoaders
+    _trainer: TrainerOfFit
+    _position: FitPosition
+    _validation: Validation
+    _votes: Votes
+    _outgoing: transfer.Packed | None = None  # state for the joiners of the round that is being formed
+    names: frozenset[str] = frozenset()  # classes that this script keeps in checkpoints
 
     def message(self) -> dict[str, Any]:
         """Return the state as plain data and `STATE_CLASSES`."""
@@ -211,12 +202,12 @@ class JobState:
 
     def partial_values(self, with_large: bool = True) -> Partial:
         """Return the values that this worker has logged so far in this epoch."""
-        return partial_values(self._results, self._trainer.module, with_large)
+        return partial_values(self._trainer.results, self._trainer.module, with_large)
 
     def add_partials(self, parts: Sequence[Partial]) -> None:
         """Count other workers' values as this worker's own."""
         for part in parts:
-            add_partial(self._results, self._trainer.module, part)
+            add_partial(self._trainer.results, self._trainer.module, part)
 
     def mark_epoch_as_begun(self) -> None:
         """Keep Lightning from dropping received values.
@@ -226,10 +217,6 @@ class JobState:
         connector = self._trainer.lightning._logger_connector
         connector._first_loop_iter = False if self._batches.first.cursor else None
 
-    @property
-    def _results(self) -> Any:
-        return self._trainer.results
-
     # --- joiners --------------------------------------------------------------------------------------------------------------
 
     def find_names(self) -> None:
@@ -237,17 +224,17 @@ class JobState:
         self.names = self._names_in_own_state()
 
     def _names_in_own_state(self) -> frozenset[str]:
-        formation, has_tables = self._round.formation, self._trainer.elastic_tables is not None
-        if self._job.config.max_workers == 1:
+        formation, has_tables = self._position.formation, self._trainer.elastic_tables is not None
+        if self._world.config.max_workers == 1:
             return frozenset()
         try:
-            with self._round.alone(HAS_TABLES) if has_tables else nullcontext():
+            with self._world.alone(HAS_TABLES) if has_tables else nullcontext():
                 message = self.message(), [dict(part.hparams) for part in parts_with_hparams(self._trainer.lightning)]
         except Exception as error:  # a user's hook may need values that only training provides
-            if self._round.is_failure(error):
+            if self._world.is_failure(error):
                 raise
             if isinstance(error, LoneCollectiveError):
-                self._job.standing.close_to_joiners(str(error))
+                self._world.standing.close_to_joiners(str(error))
             log.debug("no state to look at before training: %s", error)
             return frozenset()
         found: set[str] = set()
@@ -256,11 +243,11 @@ class JobState:
                 found |= transfer.needed_names(part, STATE_CLASSES)
             except transfer.TransferError as error:
                 if i == 0 and formation is not None and not has_tables:
-                    log.warning("run %s: no worker can join: %s", self._job.config.run_id, error)
-                    self._job.standing.close_to_joiners(str(error))
+                    log.warning("run %s: no worker can join: %s", self._world.config.run_id, error)
+                    self._world.standing.close_to_joiners(str(error))
                     return frozenset(found)
         if formation is not None and formation.rank == 0:
-            self._job.standing.close_to_joiners("")
+            self._world.standing.close_to_joiners("")
         return frozenset(found)
 
     def pack_for_joiners(self) -> None:
@@ -272,7 +259,7 @@ class JobState:
 
     def give(self, formation: Formation, joining: Sequence[tuple[str, str]]) -> None:
         """Send the state to joiners, each from the worker it is paired with."""
-        me = self._job.worker_id
+        me = self._world.worker_id
         state = self._outgoing
         # If all are new, all pack it, though one would do: a user's `on_save_checkpoint` may hold a collective.
         are_all_new = not any(formation.hellos.values())
@@ -289,13 +276,13 @@ class JobState:
         """Bring the state of one member of the first round to all others.
 
         Raises:
-            RoundEndedError: a worker was lost meanwhile, and the survivors have met in another round.
+            RoundEndedError: a worker was lost, and the survivors have met in another round.
         """
-        formation = self._round.formation
+        formation = self._position.formation
         assert formation is not None
         # By all workers, though one would do: a user's `on_save_checkpoint` may hold a collective.
         packed = self._packed(is_sent=formation.rank == source) if formation.size > 1 else None
-        if self._round.formation is not formation:
+        if self._position.formation is not formation:
             raise RoundEndedError("a worker was lost while the newest checkpoint was being handed on")
         for rank in (rank for rank in range(formation.size) if rank != source):
             if formation.rank == source:
@@ -313,17 +300,17 @@ class JobState:
         has_tables = self._trainer.elastic_tables is not None
         num_before = self._position.collective
         try:
-            with self._round.alone(HAS_TABLES if has_tables else WAS_LOST) if is_alone else nullcontext():
+            with self._world.alone(HAS_TABLES if has_tables else WAS_LOST) if is_alone else nullcontext():
                 return transfer.pack(self.message())
         except Exception as error:
-            if isinstance(error, LeftOutError) or self._round.is_failure(error):
+            if isinstance(error, LeftOutError) or self._world.is_failure(error):
                 raise
             self._position.collective = num_before if is_alone else self._position.collective
             if isinstance(error, LoneCollectiveError) and not has_tables:
-                log.warning("run %s: a joiner is turned away: %s", self._job.config.run_id, error)
+                log.warning("run %s: a joiner is turned away: %s", self._world.config.run_id, error)
             elif is_sent:
-                log.warning("run %s: no worker can join: %s", self._job.config.run_id, error, exc_info=error)
-                self._job.standing.close_to_joiners(f"{type(error).__name__}: {error}")
+                log.warning("run %s: no worker can join: %s", self._world.config.run_id, error, exc_info=error)
+                self._world.standing.close_to_joiners(f"{type(error).__name__}: {error}")
             return transfer.pack({"refused": f"{type(error).__name__}: {error}"})
 
     def _received(self, from_rank: int) -> TrainerState:
@@ -331,34 +318,34 @@ class JobState:
         message = transfer.receive(from_rank, STATE_CLASSES, self.names)
         if "refused" in message:
             raise StateError(
-                f"the others cannot hand over the job's state: {message['refused']}. The job goes on without this worker"
+                f"the others cannot hand over the job's state: {message['refused']}. The job continues without this worker"
             )
         return TrainerState(**message)
 
 
 # Save the job's checkpoints, and continue from the newest one when no living worker has the state.
 #
-# The newest checkpoint is on record in etcd. It counts only if it is ahead of the worker that reads the record.
+# etcd has a record of the newest checkpoint. It counts only if it is ahead of the worker that reads the record.
 
 STALE_S = 300.0
 """Age from which a snapshot of sharded tables is given up for a newer checkpoint, although all workers must start again."""
 
 
+@dataclass(eq=False)
 class JobCheckpoints:
     """The job's checkpoints from one worker's point of view."""
 
-    def __init__(
-        self, job: Job, round_: Round, batches: Batches, trainer: TrainerPort, position: FitPosition, state: JobState
-    ) -> None:
-        self._job = job
-        self._round = round_
-        self._batches = batches
-        self._trainer = trainer
-        self._position = position
-        self._state = state
-        self.saved_random: Mapping[str, Any] | None = None  # random generators of a checkpoint that was loaded
-        self._aside = SetAside(job, self)
-        self._taken = ""  # the user's `ckpt_path` that this worker has put on record
+    _world: World
+    _collectives: ResilientCollectives
+    _batches: TrainLoaders
+    _trainer: TrainerOfFit
+    _position: FitPosition
+    _state: JobState
+    saved_random: Mapping[str, Any] | None = None  # random generators of a checkpoint that was loaded
+    _taken: str = ""  # the user's `ckpt_path` that this worker has recorded
+
+    def __post_init__(self) -> None:
+        self._aside = SetAside(self._world, self)
 
     # --- saving -----------------------------------------------------------------------------------------------------------
 
@@ -367,44 +354,41 @@ class JobCheckpoints:
         trainer = self._trainer.lightning
         kept = (str(c.dirpath) for c in self._trainer.callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
         folder = next(kept, str(trainer.default_root_dir)).rstrip("/")  # may be a URL
-        self._position.at_boundary = False  # a loss meanwhile must not count as one at a boundary
+        self._position.at_boundary = False  # a loss while it saves must not count as one at a boundary
         try:
-            trainer.save_checkpoint(f"{folder}/dlrover-{self._job.config.run_id}.ckpt")
+            trainer.save_checkpoint(f"{folder}/dlrover-{self._world.config.run_id}.ckpt")
         finally:
             self._position.at_boundary = True
 
     def save_if_rank_zero_was_lost(self) -> None:
-        """Write the last checkpoint of a job that stops if rank 0 was lost before it was on record.
+        """Write the last checkpoint of a job that stops if rank 0 was lost before it had recorded one.
 
         No further round is formed, so the workers take turns in rank order: each waits until those before it have ended.
         """
-        former, membership = self._round.formation, self._job.membership
+        former, membership = self._position.formation, self._world.membership
         if former is None or self._trainer.elastic_tables is not None or not self._trainer.lightning.checkpoint_callbacks:
             return
         before = former.round.members[: former.rank]
         with suppress(TimeoutError, EtcdError):  # then both may write the file, which appears only when it is complete
-            membership.wait_until_gone(before, self._job.config.wait_timeout_s, "to save the job's last checkpoint")
+            membership.wait_until_gone(before, self._world.config.wait_timeout_s, "to save the job's last checkpoint")
         with suppress(EtcdError, RecordError):
-            record = self._job.records.newest_checkpoint()
+            record = self._world.records.newest_checkpoint()
             if record is not None and record.global_step >= self._trainer.global_step:
                 return
-        self._position.formation = Formation(replace(former.round, members=[self._job.worker_id]), {}, rank=0)
+        self._position.formation = Formation(replace(former.round, members=[self._world.worker_id]), {}, rank=0)
         self._trainer.strategy.enter_round(0, 1)
         self.save()
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a file or folder at once, as the Trainer's checkpoint plugin does."""
-        plugin = self._trainer.strategy.checkpoint_io
-        plugin.remove_checkpoint(path)
+        self._trainer.strategy.checkpoint_io.remove_checkpoint(path)
 
     def round_number(self) -> int:
-        """The round in which this worker trains; 0 before the first one."""
-        formation = self._round.formation
-        return formation.round.number if formation is not None else 0
+        return self._position.round_number
 
     def place(self, path: Any) -> Any:
         """Rank 0: return where a checkpoint may be written, see `SetAside.place`."""
-        return self._aside.place(path, self.round_number()) if self._position.has_entered else path
+        return self._aside.place(path, self._position.round_number) if self._position.has_entered else path
 
     def may_remove(self, path: Any) -> bool:
         """Rank 0: return whether a checkpoint may be removed, see `SetAside.may_remove`."""
@@ -412,73 +396,71 @@ class JobCheckpoints:
 
     def saved(self, path: str, global_step: int) -> None:
         """Rank 0: record a checkpoint, in case no living worker is left."""
-        if self._round.rank != 0 or not self._position.has_entered:
+        if self._position.rank != 0 or not self._position.has_entered:
             return
         try:
             record = CheckpointRecord(path=self._aside.written(path), global_step=global_step)
-            self._job.records.put_checkpoint(record, self._aside.settle)
+            self._world.records.put_checkpoint(record, self._aside.settle)
         except EtcdError as error:
-            log.warning("run %s: checkpoint %s is not on record: %s", self._job.config.run_id, path, error)
+            log.warning("run %s: checkpoint %s could not be recorded: %s", self._world.config.run_id, path, error)
 
     # --- resuming ---------------------------------------------------------------------------------------------------------
 
     def unread(self) -> CheckpointRecord | None:
         """The job's newest checkpoint, if it is ahead of this worker."""
-        record = self._job.records.newest_checkpoint()
+        record = self._world.records.newest_checkpoint()
         if record is None or record.global_step <= self._trainer.global_step:
             return None
         if not os.path.isabs(record.path) and "://" not in record.path:  # this job writes no such path
-            log.error("run %s: ignored a record of a checkpoint at %r", self._job.config.run_id, record.path)
+            log.error("run %s: ignored a record of a checkpoint at %r", self._world.config.run_id, record.path)
             return None
         return record
 
     def take_users_choice(self) -> bool:
         """Let the user's `ckpt_path` replace the job's newest checkpoint, if it is a new choice. Return whether it is.
 
-        Called by rank 0 of a round without the job's state.
-
-        A script that begins with the same `ckpt_path` at each start continues from the job's newest checkpoint.
+        Rank 0 of a round without the job's state calls it. A script that begins with the same `ckpt_path` at each start
+        continues from the job's newest checkpoint.
         """
         chosen = str(self._trainer.lightning.ckpt_path or "")
         if not chosen or os.path.basename(chosen).startswith("last"):  # "last" means the newest, another file at each start
             return False
-        job = self._job.view.job
+        job = self._world.view.job
         if job is None or chosen == job.started_from:
             return bool(chosen) and chosen == self._taken  # the round in which it was taken may have broken
         self._taken = chosen
-        self._job.records.update_job(lambda job: replace(job, started_from=chosen))
+        self._world.records.update_job(lambda job: replace(job, started_from=chosen))
         record = self.unread()
         if record is not None:
             log.warning(
                 "run %s: going back from the job's newest checkpoint %s (step %d) to ckpt_path=%s (step %d)",
-                *(self._job.config.run_id, record.path, record.global_step, chosen, self._trainer.global_step),
+                *(self._world.config.run_id, record.path, record.global_step, chosen, self._trainer.global_step),
             )
-            self._job.records.put_checkpoint(CheckpointRecord(path=absolute(chosen), global_step=self._trainer.global_step))
+            self._world.records.put_checkpoint(CheckpointRecord(path=absolute(chosen), global_step=self._trainer.global_step))
         return True
 
-    def go_on_drawing(self) -> None:
-        """Let random generators go on from a checkpoint that was loaded, if there is one."""
+    def restore_random(self) -> None:
+        """Let random generators continue from a checkpoint that was loaded, if there is one."""
         saved, self.saved_random = self.saved_random, None
         if saved is not None:
-            position = self._position
-            go_on_drawing(saved, self._trainer.device, (self._batches.batch_number, position.rank))
+            restore_random(saved, self._trainer.device, (self._batches.batch_number, self._position.rank))
 
     def resume_together(self) -> None:
         """First round: continue from the job's newest checkpoint if an earlier life of the job has left one.
 
         Raises:
-                WorldError: there is one, but no worker can read it.
+            WorldError: there is one, but no worker can read it.
         """
         record = self.unread()
-        newest = self._round.gathered((record.global_step, record.path) if record is not None else None)[0]
+        newest = self._collectives.gathered((record.global_step, record.path) if record is not None else None)[0]
         if newest is None:
             return
         record = CheckpointRecord(path=newest[1], global_step=newest[0])
-        problems = self._round.gathered(unreadable(record.path))
+        problems = self._collectives.gathered(unreadable(record.path))
         if all(problems):
             raise WorldError(self._cannot_read(record.path, problems[0]))
         source = problems.index("")
-        if self._round.rank == source:
+        if self._position.rank == source:
             self._load(record)
         self._state.spread(source)
 
@@ -494,11 +476,6 @@ class JobCheckpoints:
                 raise WorldError(self._cannot_read(record.path, problem))
             self._load(record)
 
-    def have_new_choice(self) -> bool:
-        """Return whether rank 0 has a new `ckpt_path`, see `take_users_choice`. All workers of the round call it."""
-        is_new: bool = self._round.gathered(self._round.rank == 0 and self.take_users_choice())[0]
-        return is_new
-
     def resume_with_tables(self, step: int, has_choice: bool) -> None:
         """Continue from the job's or the user's checkpoint if it is newer. Each worker reads its own part of the tables.
 
@@ -506,11 +483,12 @@ class JobCheckpoints:
             has_choice: whether the user's was chosen for this start, so that the job's does not count.
         """
         record = None
-        if self._round.rank == 0 and not has_choice:
-            record = self._job.records.newest_checkpoint()
+        if self._position.rank == 0 and not has_choice:
+            record = self._world.records.newest_checkpoint()
         found = [(record.global_step, record.path)] if record is not None and os.path.isdir(record.path) else []
-        found += [self._trainer.strategy.unread_checkpoint] if self._trainer.strategy.unread_checkpoint is not None else []
-        newest, path = self._round.gathered(max(found, default=(0, "")))[0]
+        if self._trainer.strategy.unread_checkpoint is not None:
+            found.append(self._trainer.strategy.unread_checkpoint)
+        newest, path = self._collectives.gathered(max(found, default=(0, "")))[0]
         if newest > step:
             self._load(CheckpointRecord(path=path, global_step=newest))
 
@@ -526,14 +504,14 @@ class JobCheckpoints:
             WorldError: the checkpoint is newer. It needs new processes, because a worker inside the loops cannot load it.
         """
         record = None
-        if self._round.rank == 0 and age_s > STALE_S:
+        if self._position.rank == 0 and age_s > STALE_S:
             with suppress(EtcdError, RecordError):
                 record = self.unread()
         found = (record.global_step, record.path) if record is not None and os.path.isdir(record.path) else None
-        newest = self._round.gathered(found)[0]
+        newest = self._collectives.gathered(found)[0]
         if newest is not None:
             raise WorldError(
-                f"run {self._job.config.run_id!r}: the newest snapshot, of step {self._trainer.global_step}, is more "
+                f"run {self._world.config.run_id!r}: the newest snapshot, of step {self._trainer.global_step}, is more "
                 f"than {STALE_S:.0f} s old, and the checkpoint {newest[1]} of step {newest[0]} is newer: all workers must "
                 "start again, to continue from there"
             )
@@ -542,10 +520,10 @@ class JobCheckpoints:
         try:
             checkpoint = load_own_checkpoint(self._trainer.strategy.load_checkpoint, record.path, self._state.names)
         except Exception as error:  # a foreign or broken file may raise anything
-            if self._round.is_failure(error):
+            if self._world.is_failure(error):
                 raise
             raise WorldError(self._cannot_read(record.path, str(error))) from error
-        log.warning("run %s: no living worker has the state; going on from %s", self._job.config.run_id, record.path)
+        log.warning("run %s: no living worker has the state; continuing from %s", self._world.config.run_id, record.path)
         resume(self._trainer.lightning, checkpoint, self._trainer.strategy.reruns_epoch_hooks)
         for loader in self._batches.all:
             loader.set_epoch(self._trainer.current_epoch)
@@ -554,13 +532,12 @@ class JobCheckpoints:
         self._batches.lead_fetcher()
         self._position.updates = self._trainer.global_step
         self._position.batch = self._batches.batch_number
-        self.go_on_drawing()
-        resumed = FitResumed(record.global_step)
-        self._job.event(resumed, f"went on from {record.path} at step {record.global_step}")
+        self.restore_random()
+        self._world.event(FitResumed(record.global_step), f"continued from {record.path} at step {record.global_step}")
 
     def _cannot_read(self, path: str, problem: str) -> str:
         return (
-            f"run {self._job.config.run_id!r}: the newest checkpoint {path} cannot be read here: {problem}. Training "
+            f"run {self._world.config.run_id!r}: the newest checkpoint {path} cannot be read here: {problem}. Training "
             "from the beginning would overwrite the job's results: let checkpoints be written where all hosts can read them "
             "(ModelCheckpoint(dirpath=...), a shared folder or a URL), or start a new job under another name"
         )
@@ -569,18 +546,16 @@ class JobCheckpoints:
 # Hand the job's state through a host's memory to the agent's next group of workers, see `rdzv/transport/transfer.py`.
 
 
+@dataclass(eq=False)
 class RestartHandoff:
     """Keeps the state for later workers of this host, or continues from that of earlier ones. Not for models with tables."""
 
-    def __init__(
-        self, job: Job, round_: Round, trainer: TrainerPort, position: FitPosition, state: JobState, checkpoints: JobCheckpoints
-    ) -> None:
-        self._job = job
-        self._round = round_
-        self._trainer = trainer
-        self._position = position
-        self._state = state
-        self._checkpoints = checkpoints
+    _world: World
+    _collectives: ResilientCollectives
+    _trainer: TrainerOfFit
+    _position: FitPosition
+    _state: JobState
+    _checkpoints: JobCheckpoints
 
     def keep(self, values: Sequence[Partial]) -> None:
         """Keep the state in host memory if no worker stays, where the agent is about to start another group of workers.
@@ -588,44 +563,43 @@ class RestartHandoff:
         Args:
             values: all workers' logged values.
         """
-        if self._position.fit > 1 or not any(self._round.gathered(self._job.left_state is not None)):
+        if self._position.fit > 1 or not any(self._collectives.gathered(self._world.left_state is not None)):
             return
         step = self._trainer.global_step
         try:
-            packed = transfer.pack({"state": self._state.message(), "values": values})
-            self._job.keep_for_successors(step, packed)
+            self._world.keep_for_successors(step, transfer.pack({"state": self._state.message(), "values": values}))
         except Exception as error:
-            if isinstance(error, LeftOutError) or self._round.is_failure(error):
+            if isinstance(error, LeftOutError) or self._world.is_failure(error):
                 raise
-            log.error("run %s: the next group of workers cannot go on from step %d: %s", self._job.config.run_id, step, error)
+            run_id = self._world.config.run_id
+            log.error("run %s: the next group of workers cannot continue from step %d: %s", run_id, step, error)
 
     def resume(self) -> bool:
         """Continue from the state that a former group of workers left in its host's memory, unless a checkpoint is newer.
 
         All members call it in a round in which no worker has the state. Returns whether they continued from it.
         """
-        left, record = self._job.left_state, self._checkpoints.unread()
+        left, record = self._world.left_state, self._checkpoints.unread()
         mine = left.step() if left is not None else None, record.global_step if record is not None else 0
-        said = self._round.gathered((mine, self._job.has_finished))
+        said = self._collectives.gathered((mine, self._world.has_finished))
         if any(has_finished for _, has_finished in said):  # workers learn of it at different times
             return False
         found = [each for each, _ in said]
         step, source = transfer.newest([step for step, _ in found])
         if step < max([self._trainer.global_step, *(saved for _, saved in found)]):
             return False
-        rank, members, is_failure = self._round.rank, range(self._round.size), self._round.is_failure
-        gathered, names = self._round.gathered, self._state.names
+        rank, members, is_failure = self._position.rank, range(self._position.size), self._world.is_failure
+        gathered, names = self._collectives.gathered, self._state.names
         if not transfer.resume(left, source, rank, members, self._load, gathered, is_failure, STATE_CLASSES, names):
             return False
         if rank == 0:
-            text = f"went on from the state of step {step} in a host's memory"
-            self._job.event(FitResumed(step), text)
+            self._world.event(FitResumed(step), f"continued from the state of step {step} in a host's memory")
         self._state.mark_epoch_as_begun()
         return True
 
     def _load(self, message: Any) -> None:
         self._state.restore(TrainerState(**message["state"]), enters_epoch=True)
-        if self._round.rank == 0:
+        if self._position.rank == 0:
             self._state.add_partials(message["values"])
 
 
@@ -640,30 +614,20 @@ class RolledBack(Exception):
     """Abandons the work in progress: all workers are back at the newest snapshot, and the batch after it comes next."""
 
 
+@dataclass(eq=False)
 class TableRounds:
     """The tables of a Trainer's model, if it has any, and the snapshots of everything else."""
 
-    def __init__(
-        self,
-        job: Job,
-        round_: Round,
-        batches: Batches,
-        trainer: TrainerPort,
-        position: FitPosition,
-        steps: TrainingSteps,
-        state: JobState,
-        checkpoints: JobCheckpoints,
-    ) -> None:
-        self._job = job
-        self._round = round_
-        self._batches = batches
-        self._trainer = trainer
-        self._position = position
-        self._steps = steps
-        self._state = state
-        self._checkpoints = checkpoints
-        self._was_rolled_back = False
-        self._snapshots_are_readable = False  # False until one was read back
+    _world: World
+    _collectives: ResilientCollectives
+    _batches: TrainLoaders
+    _trainer: TrainerOfFit
+    _position: FitPosition
+    _steps: TrainingSteps
+    _state: JobState
+    _checkpoints: JobCheckpoints
+    _was_rolled_back: bool = False
+    _snapshots_are_readable: bool = False  # until one was read back
 
     @property
     def elastic(self) -> ElasticTables | None:
@@ -691,10 +655,10 @@ class TableRounds:
     def _take_users_choice(self, formation: Formation) -> bool:
         """Let no former snapshot count if the user has chosen another `ckpt_path` than before. Return whether that is so."""
         assert self.elastic is not None
-        if not self._checkpoints.have_new_choice():
-            return False
-        self.elastic.ignore_former_snapshots(formation)
-        return True
+        is_new: bool = self._collectives.gathered(self._position.rank == 0 and self._checkpoints.take_users_choice())[0]
+        if is_new:
+            self.elastic.ignore_former_snapshots(formation)
+        return is_new
 
     def broken(self) -> None:
         """Note that a worker was lost. Inside a step, the tables are incomplete from here on."""
@@ -751,24 +715,22 @@ class TableRounds:
         snapshot = transfer.loads(restored.state, STATE_CLASSES, state.names)
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()
-        state.restore(TrainerState(**snapshot["state"]), enters_epoch=not formation.hellos.get(self._job.worker_id))
+        state.restore(TrainerState(**snapshot["state"]), enters_epoch=not formation.hellos.get(self._world.worker_id))
         own = snapshot["values"] if restored.is_own else {"logged": {}, "states": {}}
-        restore_partial(lightning_adapter.results_of(trainer.fit_loop.epoch_loop), trainer.lightning_module, own)
+        restore_partial(self._trainer.results, trainer.lightning_module, own)
         state.add_partials([transfer.loads(other, STATE_CLASSES, state.names)["values"] for other in restored.of_lost])
         state.mark_epoch_as_begun()
         self._steps.forget()
-        self._round.forget()
+        self._collectives.forget()
         self._position.validation = 0
         self._was_rolled_back = True
         if trainer.validating or trainer.sanity_checking:
-            val_loop = self._trainer.epoch_loop.val_loop
-            val_loop._module_mode.restore(trainer.lightning_module)
+            self._trainer.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
         trainer.training = True
         torch.set_grad_enabled(True)
         if formation.rank == 0:
-            number = formation.round.number
-            rolled_back = StateRolledBack(number, restored.batch, undone)
-            self._job.event(rolled_back, f"round {number}: back at batch {restored.batch}, {undone} to do again")
+            event = StateRolledBack(formation.round.number, restored.batch, undone)
+            self._world.event(event, f"round {event.round}: back at batch {restored.batch}, {undone} to do again")
         return True
 
     # --- snapshots --------------------------------------------------------------------------------------------------------
@@ -815,7 +777,8 @@ class TableRounds:
     def end_epoch(self, end: Callable[[], None]) -> None:
         """Run Lightning's work at the end of an epoch. After a rollback into the epoch, train on its rest first."""
         fit_loop = self._trainer.lightning.fit_loop
-        epoch_loop, fetcher = fit_loop.epoch_loop, lightning_adapter.fetcher_of(fit_loop)
+        epoch_loop, fetcher = fit_loop.epoch_loop, fit_loop._data_fetcher
+        assert fetcher is not None
         while True:
             try:
                 end()

@@ -1,8 +1,7 @@
 """Iterate over this worker's part of a loader's batches: one order per epoch, one cursor, one split of every global batch.
 
-The order depends on seed and epoch only (`live/order.py`), and the global batch is constant. Its split over the workers
-follows from the current rank and world size (`live/order.py`). So resizing changes neither a step's samples nor the number of
-steps.
+The order depends on seed and epoch only, and the global batch is constant. Its split over the workers follows from the current
+rank and world size (`live/order.py`). So resizing changes neither a step's samples nor the number of steps.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dlrover.checks import batching_of
 from lightning_dlrover.data.dataset import Positions, Stream
-from lightning_dlrover.data.iterable import Fetched, Snapshot, the_only
+from lightning_dlrover.data.iterable import Fetched, the_only
 from lightning_dlrover.data.lane_plan import Layout
 from lightning_dlrover.data.source import DataError, SkippedRange, WithSkipped
 from lightning_dlrover.live.loader_workers import LoaderWorkers
@@ -36,20 +35,18 @@ from lightning_dlrover.live.order import (
 from lightning_dlrover.rdzv.job.events import RowsSkipped
 from lightning_dlrover.report.streams import merged
 
-# Collect the rows that one loader's batches of a stream skip.
-
 MAX_LISTED = 500
-"""Ranges of rows that one worker puts on record for a loader. A damaged store, or a compacted topic, has any number of them."""
+"""Ranges of rows that one worker records for a loader. A damaged store, or a compacted topic, has any number of them."""
 
 
 class SkippedRows:
-    """Rows that one loader's batches skip. Each is news once, however many batches and epochs have it."""
+    """Rows of a stream that one loader's batches skip. Each is reported once, however many batches and epochs have it."""
 
     def __init__(self) -> None:
         self._known: dict[int, list[tuple[int, int]]] = {}  # ranges of rows by shard
         self._news: dict[int, list[SkippedRange]] = {}
         self._num_listed = 0
-        self._is_cut_short = False  # whether a record has told that further rows are not listed
+        self._is_cut_short = False  # whether a record states that further rows are not listed
 
     @property
     def has_news(self) -> bool:
@@ -67,9 +64,9 @@ class SkippedRows:
         Args:
             fit, number: the script's `fit`, and the loader in it.
         """
-        news, self._news = self._news, {}
+        found_by_shard, self._news = self._news, {}
         found: list[RowsSkipped] = []
-        for shard, rows in news.items():
+        for shard, rows in found_by_shard.items():
             listed = [each for each in rows if not each.is_cut_short][: MAX_LISTED - self._num_listed]
             self._num_listed += len(listed)
             file, reason = rows[0].key, rows[0].reason
@@ -100,11 +97,10 @@ def _added(known: list[tuple[int, int]], first: int, stop: int) -> bool:
 NOT_FORWARDED = ("state_dict", "load_state_dict")
 """Attributes that Lightning looks for but must not find: nothing is ever fetched from the user's loader, so it has no state."""
 
-
 _KINDS = {SampleOrder: "map-style dataset", StreamOrder: "stream", IterableOrder: "IterableDataset"}
 
 EVALUATION_SEED = 0
-"""Seed of the orders of validation and test data, alike on all workers without a word between them."""
+"""Seed of the orders of validation and test data, the same on all workers without communication."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +114,7 @@ class LoaderState:
     seed: int = 0  # seed of the order
     layout: Layout | None = None  # layout of a stream's rows
     window: dict[str, list[int]] | None = None  # rows of each shard, for a stream that has windows
-    snapshot: Snapshot | None = None  # state of an `IterableDataset` at or before the cursor
-    end: int | None = None  # rows of an `IterableDataset` in this epoch, once they are known
-    known: tuple[int, Any] | None = None  # number and description of a row of an `IterableDataset` before the cursor
+    iterable: dict[str, Any] | None = None  # place in an `IterableDataset`, see `IterableOrder.in_checkpoint`
 
 
 class _BatchSamplerView:
@@ -171,6 +165,7 @@ class ElasticLoader:
         self.global_batch_size = global_batch_size
         self.global_rank = 0
         self.world_size = 1
+        self.speeds: tuple[int, ...] = ()  # of each rank, to which its share is proportional; empty: equal shares
         self.epoch = 0
         self.cursor = 0
         self.wait_s = 0.0  # seconds that the last `next` spent waiting for data
@@ -221,10 +216,6 @@ class ElasticLoader:
         super().__setattr__(name, value)
 
     @property
-    def dataset(self) -> Any:
-        return self._loader.dataset
-
-    @property
     def sampler(self) -> Any:
         return self._batching.sampler
 
@@ -273,8 +264,9 @@ class ElasticLoader:
         self._dealt = self._peeked = None
         self.workers.discard()
         if self.iterable is not None:
-            self.iterable.settings.before_iter()
+            self.iterable.fetch_nothing_ahead()
         self.global_rank, self.world_size = self._peers.place
+        self.speeds = self._peers.speeds if self._training else ()
         if not self._training:
             self.order.forget()  # a joiner must take part when a user's sampler is materialised
         self.workers.begin_epoch()
@@ -290,7 +282,7 @@ class ElasticLoader:
         finally:
             self.wait_s = time.perf_counter() - started
         if self.iterable is not None and self.cursor >= self.num_epoch_batches:
-            self.iterable.settings.at_end()
+            self.iterable.end_epoch()
         return batch
 
     # --- the strategy's interface -------------------------------------------------------------------------------------
@@ -301,7 +293,7 @@ class ElasticLoader:
         self._count_rows()
         split = (
             *(self.order.num_samples, self.global_batch_size, self.global_rank, self.world_size),
-            *(self._training, self._batching.drop_last, self._epoch_batches, self._cycles),
+            *(self._training, self._batching.drop_last, self._epoch_batches, self._cycles, self.speeds),
         )
         if split != self._split_fields:  # every step needs the split several times
             self._split_fields, self._split = split, Split(*split)
@@ -342,7 +334,7 @@ class ElasticLoader:
     def _order_of(self, lap: int) -> EpochOrder:
         return self.order.of(self.epoch, lap)
 
-    # --- lanes of a stream that are opened before they are read ---
+    # --- lanes of a stream that are opened before they are read ---------------------------------------------------------------
 
     @property
     def reads_lanes(self) -> bool:
@@ -360,14 +352,14 @@ class ElasticLoader:
 
         Requests for the batches there that a loader worker would prepare ahead make it open their lanes only.
         """
-        before = self.epoch, self.cursor, self.order.seed, (self.global_rank, self.world_size)
+        before = self.epoch, self.cursor, self.order.seed, (self.global_rank, self.world_size, self.speeds)
         try:
             self.epoch, self.cursor, self._only_opens = epoch, cursor, True
             self.order.take_seed(seed)
             self.reshard(global_rank, world_size)
             self.prepare_next()
         finally:
-            self.epoch, self.cursor, seed, (self.global_rank, self.world_size) = before
+            self.epoch, self.cursor, seed, (self.global_rank, self.world_size, self.speeds) = before
             self.order.take_seed(seed)
             self._only_opens = False
             self._discard()
@@ -379,7 +371,7 @@ class ElasticLoader:
         if self._expected is None:
             return indices
         global_rank, world_size = self._expected
-        split = replace(self.split, global_rank=global_rank, world_size=world_size)
+        split = replace(self.split, global_rank=global_rank, world_size=world_size, speeds=())
         ranges: list[tuple[int, int]] = []
         for number in (batch - self.num_workers, batch):  # both are prepared by the same loader worker
             ahead = next(split.shares(number, self._order_of), None) if number >= self.cursor else None
@@ -400,20 +392,25 @@ class ElasticLoader:
             self.order.num_laps = self.split.num_laps
 
     def reshard(self, global_rank: int, world_size: int, rewind: int = 0) -> None:
-        """Split the batches from the cursor on for another world.
+        """Split the batches from the cursor on for another world, in equal shares.
 
         Batches that loader workers prepared for the old split are discarded.
 
         Args:
             rewind: number of batches to hand out again.
         """
-        self.global_rank, self.world_size = global_rank, world_size
+        self.global_rank, self.world_size, self.speeds = global_rank, world_size, ()
         self.cursor -= rewind
         self._expected = None
         self._discard()
 
+    def divide(self, speeds: tuple[int, ...]) -> None:
+        """Split the batches from the cursor on in proportion to the workers' speeds; empty: in equal shares."""
+        self.speeds = speeds
+        self._discard()
+
     def prepare_next(self) -> None:
-        """Let loader workers prepare the next batch, which takes time after a change of the split, while the caller goes on."""
+        """Let loader workers begin with the next batch, as after a change of the split. Does not wait for them."""
         if self.iterable is None and not self.order.needs_others(self.epoch) and self.cursor < self._end:
             self.workers.begin(self.cursor)
 
@@ -430,7 +427,7 @@ class ElasticLoader:
         if self.cursor >= self._end:  # the epoch has ended with the batch before
             raise StopIteration
         self.cursor += 1
-        # The process that reads an `IterableDataset` still has the rows, should a loss repeat this batch.
+        # The process that reads an `IterableDataset` still has the rows in case a loss repeats this batch.
         if self.cursor == self._end and not self._loader.persistent_workers and self.iterable is None:
             self.close()
         return batch
@@ -473,14 +470,12 @@ class ElasticLoader:
         return LoaderState(
             *(self.epoch, self.cursor, self.global_batch_size, self.order.drawn(self.epoch), self.order.seed),
             *(self.order.layout, self.order.window),
-            snapshot=self.iterable.snapshot if self.iterable is not None else None,
-            end=self.iterable.end if self.iterable is not None else None,
-            known=self.iterable.known if self.iterable is not None else None,
+            self.iterable.in_checkpoint() if self.iterable is not None else None,
         )
 
     @property
     def position_in_stream(self) -> dict[str, Any] | None:
-        """What `Stream.resume_from` takes; None for data that are no stream."""
+        """What `Stream.resume_from` takes; None for other data."""
         layout = self.order.layout
         if layout is None:
             return None
@@ -494,14 +489,14 @@ class ElasticLoader:
 
     @property
     def order_in_checkpoint(self) -> dict[str, Any]:
-        """What the meaning of a cursor depends on, beside `position_in_stream` and the place in an `IterableDataset`."""
+        """What a cursor refers to, in addition to `position_in_stream` and the place in an `IterableDataset`."""
         order = {"kind": _KINDS[type(self.order)], "seed": self.order.seed, "global_batch_size": self.global_batch_size}
         return order | ({"num_samples": self.order.num_samples} if isinstance(self.order, SampleOrder) else {})
 
     def resume(
         self, order: Mapping[str, Any] | None, stream: Mapping[str, Any] | None, iterable: dict[str, Any] | None
     ) -> None:
-        """Go on at the cursor in the order of a checkpoint.
+        """Continue at the cursor in the order of a checkpoint.
 
         Args:
             order, stream, iterable: what the checkpoint has of this loader, as `order_in_checkpoint`, `position_in_stream` and
@@ -523,7 +518,7 @@ class ElasticLoader:
                 raise DataError(
                     f"the checkpoint was saved after {self.cursor} batches of an epoch with {name}={saved[name]}, and the "
                     f"training loader has {name}={own.get(name)} now: samples of that epoch would be trained twice or never. "
-                    f"Go on with the former one until the epoch has ended, or from a checkpoint of an epoch's end"
+                    f"Keep the former one until the epoch has ended, or resume a checkpoint of an epoch's end"
                 )
         if stream is not None and isinstance(self.order, StreamOrder):
             self.order.resume(stream)
@@ -542,8 +537,8 @@ class ElasticLoader:
         self.order.take_layout(state.layout)
         if state.order is not None:
             self.order.take(state.order, state.epoch)
-        if self.iterable is not None:
-            self.iterable.resume(state.epoch, state.snapshot, state.end, state.known)
+        if self.iterable is not None and state.iterable is not None:
+            self.iterable.resume_from(state.iterable)
         self._discard()
 
     def close(self) -> None:

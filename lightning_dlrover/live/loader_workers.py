@@ -1,4 +1,4 @@
-"""Prepare a loader's batches in loader workers, and let others take over without a pause.
+"""Prepare a loader's batches in loader workers, and replace these without a pause.
 
 `live/loader.py` decides which batch comes next, `live/order.py` which samples are in it.
 """
@@ -97,7 +97,7 @@ class _Feed(Sampler[Sequence[int]]):
             loader.collate_fn = StreamCollate(loader.collate_fn, loader.dataset)
         loader.in_order = True  # the cursor counts in order, else it could not separate finished batches from open ones
         object.__setattr__(loader, "batch_sampler", self)
-        # Loader workers survive a switch, because starting them anew would be its longest part.
+        # Loader workers survive a switch, because a new start of them would be its longest part.
         object.__setattr__(loader, "persistent_workers", num_workers > 0)
         self.loader = loader
 
@@ -114,8 +114,8 @@ class _Feed(Sampler[Sequence[int]]):
     def deal_as_before(self) -> None:
         """Let each loader worker prepare every n-th batch as before, when those that are running begin at another batch.
 
-        DataLoader begins anew with its first process. A stream's lanes would change hands among all of them in most changes of
-        the world, and each would be opened again.
+        DataLoader would begin again with its first process. In most changes of the world all of a stream's lanes would move to
+        another process, which would have to open them.
         """
         if (running := self.running) is not None:
             shift = (self.first - self._dealt_from) % len(running._workers)
@@ -244,7 +244,7 @@ class _LoaderWorkerInit:
                 if os.stat(fd).st_ino == inode:
                     os.close(fd)
             except OSError:
-                continue  # not inherited, as with spawn, or closed meanwhile
+                continue  # not inherited, as with spawn, or closed since
         if self._inner is not None:
             self._inner(worker_id)
 
@@ -350,7 +350,7 @@ class LoaderWorkers:
         """Switch to other loader workers; None: keep their number. Call between two batches until the switch is complete.
 
         The new ones start on the batches after those in preparation by the old ones. So none is lost or prepared twice, and
-        batches are delivered meanwhile. Processes are forked on this thread; nothing else takes long on it.
+        batches are delivered during the change. Processes are forked on this thread; nothing else takes long on it.
 
         Returns:
             Whether the loader has the requested settings, or cannot have them (see `refusal`). False during the change.
@@ -433,7 +433,7 @@ class LoaderWorkers:
         self._feed.batches = None
 
     def see_off(self) -> None:
-        """Forget those former loader workers that have ended."""
+        """Drop former loader workers that have ended."""
         for feed in [feed for feed in self._dismissed if feed.is_over]:
             feed.end()
             self._dismissed.remove(feed)
@@ -534,7 +534,7 @@ def _keep_socket_paths_short() -> None:
 def open_handle(dataset: object) -> str:
     """Describe an object of a dataset that forked processes must not share, such as an open file with its common position.
 
-    The search is limited to the number of objects that fit between two steps. Returns an empty string if nothing was found.
+    The search is limited to as many objects as fit between two steps. Returns an empty string if nothing was found.
     """
     seen: set[int] = set()
     found: deque[object] = deque([dataset])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,13 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from lightning_dlrover.lightning_compat import PACKAGES, Checkpoint, EarlyStopping
-from lightning_dlrover.live import lightning_adapter
 from lightning_dlrover.live.lightning_adapter import description, new_entry
 from lightning_dlrover.live.order import FitPosition, Position
-from lightning_dlrover.live.ports import Batches, Job, Round, TrainerPort
 from lightning_dlrover.live.private_api import CANDIDATES
+from lightning_dlrover.live.recovery import ResilientCollectives
+from lightning_dlrover.live.replica import TrainerOfFit
+from lightning_dlrover.live.train_loaders import TrainLoaders
+from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.events import ValuesLost
 from lightning_dlrover.rdzv.membership.member import Formation
 from lightning_dlrover.rdzv.transport import transfer
@@ -44,7 +46,6 @@ Partial = dict[str, Any]
 
 LARGE_BYTES = 1 << 20
 """Bytes above which only workers that are about to leave send a metric's state, such as all predictions so far."""
-
 
 STEP_HOOKS = (
     *("on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
@@ -105,7 +106,7 @@ def add_partial(results: Mapping[str, Any], module: nn.Module, other: Partial) -
 
 
 def restore_partial(results: Mapping[str, Any], module: nn.Module, own: Partial) -> None:
-    """Go back to the values that this worker had accumulated. Any value missing in `own` starts anew."""
+    """Go back to the values that this worker had accumulated. Values missing in `own` are reset."""
     for key, metric in results.items():
         if not metric.is_tensor:
             continue
@@ -124,19 +125,19 @@ def restore_partial(results: Mapping[str, Any], module: nn.Module, own: Partial)
 
 
 def reset_metrics(module: nn.Module) -> None:
-    """Start all torchmetrics objects anew, as on a joiner. Other workers count the samples in the state that it received."""
+    """Reset all torchmetrics objects, as on a joiner. Other workers count the samples in the state that it received."""
     for _, metric in _metrics_of(module):
         if metric._defaults and metric._update_count:
             metric.reset()
 
 
-def metric_parts(module: nn.Module) -> list[tuple[str, Metric | MetricCollection]]:
+def _metric_parts(module: nn.Module) -> list[tuple[str, Metric | MetricCollection]]:
     """Return all torchmetrics objects and collections of them in a module, by path."""
     parts = module.named_modules()
     return [(path, p) for path, p in parts if isinstance(p, Metric | MetricCollection) and type(p).__name__ != "_ResultMetric"]
 
 
-def with_own_states(parts: Sequence[tuple[str, Metric | MetricCollection]]) -> Iterator[tuple[str, Metric]]:
+def _with_own_states(parts: Sequence[tuple[str, Metric | MetricCollection]]) -> Iterator[tuple[str, Metric]]:
     """Return the objects alone, each with a state of its own."""
     for _, part in parts:
         if isinstance(part, MetricCollection):
@@ -145,7 +146,7 @@ def with_own_states(parts: Sequence[tuple[str, Metric | MetricCollection]]) -> I
 
 
 def _metrics_of(module: nn.Module) -> Iterator[tuple[str, Metric]]:
-    return with_own_states(metric_parts(module))
+    return _with_own_states(_metric_parts(module))
 
 
 def _num_bytes(states: Mapping[str, Any]) -> int:
@@ -198,36 +199,15 @@ def ignore_advice_to_reduce() -> None:
     warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*, sync_dist=True\)`")
 
 
-class ValidationDataloaders(Protocol):
-    """The dataloaders of a validation, of which each ends once on every worker."""
-
-    def is_between_dataloaders(self) -> bool:
-        """Whether the dataloader that is ending has exchanged its values already, and is not the last one."""
-
-
-class PartsKeeper(Protocol):
-    """Keeps the workers' parts of a training epoch's values, in case one is lost."""
-
-    def logged_are_computed(self) -> None:
-        """Note that the epoch's logged values are computed."""
-
-
+@dataclass(eq=False)
 class EpochMetrics:
-    """Makes the values that callbacks, schedulers and loggers read the same on all workers of a live job.
+    """Makes the values that callbacks, schedulers and loggers read the same on all workers of a live job."""
 
-    Args:
-        dataloaders: those of the validation that may be running.
-        keeper: keeps the workers' parts of these values.
-    """
-
-    def __init__(
-        self, round_: Round, batches: Batches, trainer: TrainerPort, dataloaders: ValidationDataloaders, keeper: PartsKeeper
-    ) -> None:
-        self._round = round_
-        self._batches = batches
-        self._trainer = trainer
-        self._dataloaders = dataloaders
-        self._keeper = keeper
+    _collectives: ResilientCollectives
+    _batches: TrainLoaders
+    _trainer: TrainerOfFit
+    _position: FitPosition
+    _kept: KeptValues
 
     def attach(self) -> None:
         """Wrap the points at which Lightning computes an epoch's values."""
@@ -248,7 +228,8 @@ class EpochMetrics:
         for callback in monitoring:
             for name in ("on_train_batch_end", CANDIDATES):
                 callback.__dict__.pop(name, None)
-            if lightning_adapter.saves_by_clock(callback) and isinstance(getattr(callback, "monitor", None), str):
+            saves_by_clock = getattr(callback, "_train_time_interval", None) is not None and hasattr(callback, CANDIDATES)
+            if saves_by_clock and isinstance(getattr(callback, "monitor", None), str):
                 self._agree_when_read(callback)
 
     def _agree_when_read(self, callback: Any) -> None:
@@ -281,7 +262,7 @@ class EpochMetrics:
         self._end_epoch()
         # Lightning ends one of several dataloaders when this worker sees a batch of the next one, so a worker without samples
         # does not end it. A validation's dataloader has exchanged its values once all workers had computed their batches.
-        if not self._dataloaders.is_between_dataloaders():
+        if not self._position.is_between_dataloaders:
             self.agree()
 
     def _after_agreement(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -294,8 +275,8 @@ class EpochMetrics:
 
     def agree(self) -> None:
         """Compute the epoch's values from all workers' parts. All workers call this at the same point of their loops."""
-        results = lightning_adapter.results_of(self._trainer.lightning)
-        if results is None or self._round.size == 1:
+        results = self._trainer.lightning._results
+        if results is None or self._position.size == 1:
             return
         names = self._monitored()
 
@@ -307,9 +288,9 @@ class EpochMetrics:
             }
             return transfer.all_gather(mine)
 
-        parts = self._round.exchange("the exchange of logged values", exchange)
+        parts = self._collectives.exchange("the exchange of logged values", exchange)
         if results is self._trainer.results:
-            self._keeper.logged_are_computed()
+            self._kept.logged_are_computed()
         entries: dict[str, list[dict[str, Any]]] = {}
         for part in parts:
             for key, entry in part["logged"].items():
@@ -339,12 +320,12 @@ class EpochMetrics:
 
     def _agree_on_values_of_step(self, monitored: Set[str]) -> None:
         names = sorted(monitored)
-        if not names or self._round.size == 1:
+        if not names or self._position.size == 1:
             return
         fresh = {}
         for metric in self._trainer.results.values():
             name = metric.meta.name if metric.meta.name in names else metric.meta.forked_name(on_step=True)
-            is_local = metric.is_tensor and _is_own(metric) and not metric.meta.sync.should
+            is_local = metric.is_tensor and is_own(metric) and not metric.meta.sync.should
             if name in names and metric.meta.on_step and is_local:
                 cache = metric._forward_cache
                 if cache is not None and cache is not metric.__dict__.get("_dlrover_step") and not metric.has_reset:
@@ -353,7 +334,7 @@ class EpochMetrics:
         for row, name in zip(values, names, strict=True):
             if name in fresh:
                 row[0], row[1] = fresh[name]._forward_cache.double().cpu(), self._batches.sample_weight
-        parts = self._round.exchange("the exchange of monitored values", lambda: transfer.all_gather(values))
+        parts = self._collectives.exchange("the exchange of monitored values", lambda: transfer.all_gather(values))
         for i, name in enumerate(names):
             found = [(part[i, 0], float(part[i, 1])) for part in parts if part[i, 1] > 0]
             if name in fresh and found:
@@ -399,32 +380,29 @@ class EpochMetrics:
                 metric.value._computed = None
             return [metric.value.compute() for metric in due]
 
-        values = self._round.exchange("the reduction of logged torchmetrics", compute)
+        values = self._collectives.exchange("the reduction of logged torchmetrics", compute)
         for metric, value in zip(due, values, strict=True):
             set_computed(metric, value.to(self._trainer.device) if isinstance(value, Tensor) else value)
 
 
 def _may_read_after(callback: Any, step: int) -> bool:
     """Return whether a callback may read its monitored value before the next step; see `_agree_when_read` for clocks."""
-    every = lightning_adapter.steps_between_saves(callback)
+    every: int | None = getattr(callback, "_every_n_train_steps", None)
     if isinstance(callback, Checkpoint) and every is not None:
         return bool(every) and step % every == 0
     # The hooks of `Callback` itself and those of Lightning's `EarlyStopping` read nothing in a step.
-    return any(not _is_lightnings(getattr(type(callback), hook, None)) for hook in STEP_HOOKS)
+    hooks = (getattr(type(callback), name, None) for name in STEP_HOOKS)
+    return any(hook is not None and not str(getattr(hook, "__module__", "")).startswith(PACKAGES) for hook in hooks)
 
 
-def _is_lightnings(function: Any) -> bool:
-    return function is None or str(getattr(function, "__module__", "")).startswith(tuple(f"{package}." for package in PACKAGES))
-
-
-def _is_own(metric: Any) -> bool:
+def is_own(metric: Any) -> bool:
     """Return whether the value is this worker's alone and meant for all: not for a group of the user's, nor for rank 0."""
     sync = metric.meta.sync
     return sync.group is None and not sync.rank_zero_only
 
 
 def _is_due(metric: Any) -> bool:
-    if not metric.meta.on_epoch or metric.has_reset or not _is_own(metric):
+    if not metric.meta.on_epoch or metric.has_reset or not is_own(metric):
         return False
     return metric._computed is None or metric._computed is not metric.__dict__.get("_dlrover_agreed")
 
@@ -447,8 +425,7 @@ def adopt(trainer: Any, results: Any, key: str, entry: Mapping[str, Any]) -> Non
         entry: another worker's `entry_of`.
     """
     described = {name: entry[name] for name in ("meta", "is_tensor", "is_synced", "rank_zero_only")}
-    strategy = getattr(trainer, "trainer", trainer).strategy
-    results[key] = new_entry(trainer, **described, device=strategy.root_device)
+    results[key] = new_entry(trainer, **described)
 
 
 def value_of(meta: Any, entries: Sequence[Mapping[str, Any]]) -> Tensor:
@@ -524,7 +501,7 @@ class Layout:
         logged: key and type of each logged value.
         states: path of each torchmetrics object, with name, shape and type of its states.
         left_out: paths of those whose states are not kept.
-        described: entries of `logged` as `logged_values.description` returns them.
+        described: entries of `logged` as `lightning_adapter.description` returns them.
     """
 
     logged: tuple[tuple[str, str], ...] = ()
@@ -635,9 +612,8 @@ class _Message:
 class KeptValues:
     """One worker's copy of the job's parts of an epoch's values. Models with sharded tables have snapshots instead."""
 
-    def __init__(self, job: Job, round_: Round, trainer: TrainerPort, position: FitPosition) -> None:
-        self._job = job
-        self._round = round_
+    def __init__(self, world: World, trainer: TrainerOfFit, position: FitPosition) -> None:
+        self._world = world
         self._trainer = trainer
         self._position = position
         self.begin_fit()
@@ -695,7 +671,7 @@ class KeptValues:
 
     def counts(self) -> None:
         """Note that the update of the newest message counts."""
-        formation = self._round.formation
+        formation = self._position.formation
         if self._arrived is not None:
             self._table, self._arrived = self._arrived, None
         elif not self.are_needed and formation is not None:
@@ -703,7 +679,7 @@ class KeptValues:
             self._table = Table(version, {worker: [] for worker in formation.round.members})
 
     def _sent(self, updates: int) -> _Message:
-        formation = self._round.formation
+        formation = self._position.formation
         assert formation is not None
         row = self._own_row()
         if len(row) > self._capacity:
@@ -715,8 +691,7 @@ class KeptValues:
         return _Message(updates, list(formation.round.members), rows, work, {})
 
     def _own_row(self) -> Tensor:
-        results = self._results
-        logged = [(key, metric) for key, metric in results.items() if metric.is_tensor and metric.meta.on_epoch]
+        logged = [(key, metric) for key, metric in self._trainer.results.items() if metric.is_tensor and metric.meta.on_epoch]
         metrics, states, left_out, room = [], [], [], MAX_STATE_BYTES
         for path, metric in self._with_states():
             if metric._update_count:
@@ -742,7 +717,7 @@ class KeptValues:
     @property
     def has_values(self) -> bool:
         """Whether this worker has values that others have to keep."""
-        if any(metric.is_tensor and metric.meta.on_epoch for metric in self._results.values()):
+        if any(metric.is_tensor and metric.meta.on_epoch for metric in self._trainer.results.values()):
             return True
         return any(metric._update_count for _, metric in self._with_states())
 
@@ -761,12 +736,9 @@ class KeptValues:
         """Whether this worker holds all workers' parts of the epoch's values as of the newest update."""
         if self._trainer.elastic_tables is not None:
             return False
-        of_epoch = isinstance(self._table, _Message) or not self._table.version[1]
-        return of_epoch and self._updates == self._position.updates
-
-    @property
-    def _updates(self) -> int:
-        return self._table.updates if isinstance(self._table, _Message) else self._table.version[0]
+        if isinstance(self._table, _Message):
+            return self._table.updates == self._position.updates
+        return self._table.version[:2] == (self._position.updates, 0)
 
     def exchanged(self, formation: Formation, parts: Mapping[str, Partial]) -> None:
         """Take the parts that members of a round have sent to all before a planned change: all that leave, or all at all.
@@ -783,7 +755,7 @@ class KeptValues:
         """Bring all members of a new round to one table, in which lost workers' parts belong to another worker."""
         self._begun = self._arrived = None
         self._agreed, self.are_needed = {}, True
-        members, me = formation.round.members, self._job.worker_id
+        members, me = formation.round.members, self._world.worker_id
         if self._trainer.elastic_tables is not None:
             return
         if not standing:
@@ -822,19 +794,19 @@ class KeptValues:
 
     def _settled(self) -> Table:
         if isinstance(self._table, _Message):
-            formation = self._round.formation
+            formation = self._position.formation
             self._table = self._table.table(formation.round.number if formation is not None else 0)
         return self._table
 
     def merge(self) -> bool:
-        """Add inherited parts to this worker's own where no repeated step goes back. Return whether there were any.
+        """Add inherited parts to this worker's own, where no repeated step goes back. Return whether there were any.
 
-        Metrics that were reset since the parts were taken are left alone.
+        Metrics that were reset since the parts were taken stay as they are.
         """
         pending, self._pending = self._pending, []
         if not pending:
             return False
-        results, module, trainer = self._results, self._trainer.module, self._trainer.lightning
+        results, module, trainer = self._trainer.results, self._trainer.module, self._trainer.lightning
         for part, counts in pending:
             for key in part["logged"]:
                 if key not in results and key in part.get("described", {}):
@@ -854,16 +826,12 @@ class KeptValues:
         what = f"{', '.join(names)} (its state grows or is large)" if names else "all values of its last batch"
         text = f"epoch {epoch}: the values lack what {who}, which was lost, had added to them: {what}"
         log.warning("%s", text)
-        self._job.event(ValuesLost(number, epoch, workers, list(names)), text)
+        self._world.event(ValuesLost(number, epoch, workers, list(names)), text)
 
     def _with_states(self) -> Iterator[tuple[str, Any]]:
         if self._metrics is None:
-            self._metrics = metric_parts(self._trainer.module)
-        return ((path, metric) for path, metric in with_own_states(self._metrics) if metric._defaults)
-
-    @property
-    def _results(self) -> Any:
-        return self._trainer.results
+            self._metrics = _metric_parts(self._trainer.module)
+        return ((path, metric) for path, metric in _with_own_states(self._metrics) if metric._defaults)
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -37,6 +37,10 @@ from lightning_dlrover.data.lane_plan import CYCLE, STRIDE_OF_LAPS, Layout, shar
 from lightning_dlrover.data.source import DataError
 from lightning_dlrover.rdzv.membership.member import Formation
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 # Each worker's place in the training program: as it changes on this worker, and as workers publish it on entering a round.
 
 
@@ -64,17 +68,15 @@ class Position:
         """Return the position, or None for a joiner, which has none yet.
 
         Raises:
-            ValueError: these bytes are no position.
+            ValueError: the bytes are not a position.
         """
-        if not hello:
-            return None
-        return from_fields(Position, json.loads(hello), "a worker's position")
+        return from_fields(Position, json.loads(hello), "a worker's position") if hello else None
 
 
 def can_meet(hellos: Mapping[str, bytes]) -> bool:
-    """Return whether the workers entering a round can continue together: joiners can receive the state only between steps.
+    """Return whether the workers entering a round can continue together.
 
-    They cannot join a later `fit`, as they are in the script's first. The round may be older than the others' later `fit`.
+    Joiners can receive the state only between steps, and only in the script's first `fit`, in which they are.
     """
     positions = [Position.decode(hello) for hello in hellos.values()]
     standing = [p for p in positions if p is not None]
@@ -85,13 +87,9 @@ def can_meet(hellos: Mapping[str, bytes]) -> bool:
 
 @dataclass
 class FitPosition:
-    """This worker's place in its round and in the fit.
+    """This worker's place in its round and in the fit."""
 
-    Args:
-        formation: the worker's round; None on a worker that joins later.
-    """
-
-    formation: Formation | None
+    formation: Formation | None  # the worker's round; None on a worker that joins later
     fit: int = 1  # number of this `fit` in the script
     is_standby: bool = False  # waits to be admitted
     is_in_loops: bool = False  # set from the Trainer's run-stage barrier on
@@ -107,7 +105,10 @@ class FitPosition:
     validation: int = 0
     at_boundary: bool = False
     stopped_at: str = ""
+    is_between_dataloaders: bool = False  # set while one of several validation dataloaders ends, but the last
     is_repeatable: bool = False  # set in work outside of steps that a loss may interrupt, as it is done again
+    speeds: tuple[int, ...] = ()  # of the round's workers, to which their shares are proportional; empty: equal shares
+    uses_collectives: bool = False  # whether the script's training step runs collectives that may need equal shares
     looks: int = 0  # times that it has looked for new rows of a stream
     is_in_parts: bool = False  # set while a share is computed in parts, which others wait for
     parts: int = 0  # parts of shares that it has begun
@@ -122,6 +123,11 @@ class FitPosition:
         return self.formation.size if self.formation is not None else 1
 
     @property
+    def round_number(self) -> int:
+        """Number of the current round; 0 before the first one."""
+        return self.formation.round.number if self.formation is not None else 0
+
+    @property
     def is_computing(self) -> bool:
         """Whether collectives belong to a batch that would be repeated as a whole."""
         return self.in_step or self.is_redoing
@@ -134,21 +140,12 @@ class FitPosition:
             values: version of the kept epoch values.
         """
         return Position(
-            self.updates,
-            self.batch,
-            self.in_step,
-            self.collective,
-            self.validation,
-            self.at_boundary and not in_window,
-            tables,
-            has_unused,
-            self.stopped_at,
-            self.fit,
-            values,
+            *(self.updates, self.batch, self.in_step, self.collective, self.validation, self.at_boundary and not in_window),
+            *(tables, has_unused, self.stopped_at, self.fit, values),
         )
 
     def describe(self) -> str:
-        """Describe the position for an error message. Called from any thread."""
+        """Describe the position for an error message. Safe in any thread."""
         if not self.has_entered or self.is_between_fits:
             return "before the first step"
         where = "in a training step" if self.in_step else "between two steps"
@@ -157,14 +154,10 @@ class FitPosition:
         return f"{where} (batch {self.batch})"
 
 
-# Order the samples of an epoch, equally on every worker.
+# Order the samples of an epoch, in the same way on every worker.
 #
 # The order depends on seed and epoch only, unless the user has a sampler. Rank 0 then draws it for all workers. A stream's
 # order is never drawn: `data/lane_plan.py` finds the rows of any position.
-
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def epoch_order(num_samples: int, shuffle: bool, seed: int, epoch: int) -> torch.Tensor:
@@ -182,6 +175,10 @@ class Peers(Protocol):
         """This worker's rank, 0 if it is alone, and the number of workers."""
 
     @property
+    def speeds(self) -> tuple[int, ...]:
+        """Relative speed of each worker, to which its share of a training batch is proportional; empty: equal shares."""
+
+    @property
     def owned_sockets(self) -> Sequence[tuple[int, int]]:
         """(fd, inode) pairs of the connections to them, which loader workers must close."""
 
@@ -194,6 +191,7 @@ class Unconnected:
     """Peers that exchange nothing, as those of a loader outside of a job."""
 
     place: tuple[int, int] = (0, 1)
+    speeds: tuple[int, ...] = ()
     owned_sockets: Sequence[tuple[int, int]] = ()
 
     def of_rank_zero(self, mine: T) -> T:
@@ -210,8 +208,7 @@ class EpochOrder(Protocol):
     def between(self, start: int, stop: int) -> Sequence[int]:
         """Return the samples at these positions, in a form that the dataset takes."""
 
-    def at(self, positions: npt.NDArray[np.int64]) -> Sequence[int]:
-        """Return the samples at these positions, in a form that the dataset takes."""
+    def at(self, positions: npt.NDArray[np.int64]) -> Sequence[int]: ...
 
 
 class _Drawn:
@@ -227,9 +224,11 @@ class _Drawn:
         return samples
 
 
+@dataclass(frozen=True)
 class _Planned:
-    def __init__(self, seed: int, layout: Layout, window: tuple[tuple[str, int, int], ...] | None) -> None:
-        self._seed, self._layout, self._window = seed, layout, window
+    _seed: int
+    _layout: Layout
+    _window: tuple[tuple[str, int, int], ...] | None
 
     def between(self, start: int, stop: int) -> Sequence[int]:
         return Positions(self._seed, self._layout, ((start, stop),), self._window)
@@ -238,21 +237,80 @@ class _Planned:
         return Positions(self._seed, self._layout, tuple(ranges_of(positions.tolist())), self._window)
 
 
-class StreamOrder:
-    """Orders of a stream's epochs. They follow from the seed and from the job's layout.
+class LoaderOrder:
+    """Orders of one loader's epochs: of a dataset whose samples are the same in all epochs and follow from the seed."""
 
-    Args:
-        layout: how rows are laid over global batches.
-    """
-
-    def __init__(self, stream: Stream, layout: Layout) -> None:
-        self.seed = stream.seed
-        self.layout: Layout | None = layout
-        self._stream = stream
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.seed = seed
+        self.layout: Layout | None = None  # how a stream's rows are laid over global batches
+        self._dataset = dataset
 
     @property
     def grows(self) -> bool:
         """Whether each epoch has other samples."""
+        return False
+
+    @property
+    def window(self) -> dict[str, list[int]] | None:
+        """First row of each shard and the row after the last, of a stream whose rows come and go."""
+        return None
+
+    @property
+    def shards(self) -> str:
+        """Digest of what a stream reads."""
+        return ""
+
+    def enter(self, epoch: int) -> None:
+        """Take the rows of an epoch."""
+
+    def take_seed(self, seed: int) -> None:
+        """Adopt another worker's order. Otherwise scripts that seed each worker by its rank would have one order each."""
+        self.seed = seed
+
+    def take_layout(self, layout: Layout | None) -> None:
+        """Adopt the job's layout."""
+        if layout is not None:
+            raise self._refusal("the layout of a stream")
+
+    def take_window(self, window: dict[str, list[int]] | None, epoch: int) -> None:
+        """Adopt the job's rows of an epoch."""
+
+    def take(self, order: torch.Tensor, epoch: int) -> None:
+        """Adopt the order that a user's sampler drew on another worker."""
+        raise self._refusal(f"an order of {len(order)} samples")
+
+    def _refusal(self, what: str) -> UnsupportedLoaderError:
+        return UnsupportedLoaderError(
+            f"the job's state has {what} for this loader, which reads a {type(self._dataset).__name__} here: the workers' "
+            "scripts differ. Start all workers with the same script"
+        )
+
+    def drawn(self, epoch: int) -> torch.Tensor | None:
+        """Return the order that a user's sampler drew for this epoch; None if it has not, or the seed gives the order."""
+        return None
+
+    def needs_others(self, epoch: int) -> bool:
+        """Return whether all workers must take part in finding this epoch's order."""
+        return False
+
+    def forget(self) -> None:
+        """Draw the next order again, even for the same epoch."""
+
+    def fitting_loader_workers(self, wanted: int) -> int:
+        """Return the largest useful number of loader workers up to `wanted`."""
+        return wanted
+
+
+class StreamOrder(LoaderOrder):
+    """Orders of a stream's epochs. They follow from the seed and from the job's layout."""
+
+    def __init__(self, stream: Stream, layout: Layout) -> None:
+        super().__init__(stream, stream.seed)
+        self.layout = layout
+        self._stream = stream
+
+    @property
+    def grows(self) -> bool:
         return self._stream.grows
 
     @property
@@ -261,7 +319,6 @@ class StreamOrder:
 
     @property
     def shards(self) -> str:
-        """Digest of what the stream reads."""
         return self._stream.fingerprint
 
     @property
@@ -269,10 +326,10 @@ class StreamOrder:
         return self._stream.shuffle_rows > 0
 
     def resume(self, position: Mapping[str, Any]) -> None:
-        """Go on in the order of a checkpoint, whatever seed and layout the script has now.
+        """Continue in the order of a checkpoint, whatever seed and layout the script has now.
 
         Raises:
-            DataError: the stream has other rows, or the checkpoint's order cannot be had.
+            DataError: the stream has other rows, or the checkpoint's order is not possible.
         """
         self._stream.refuse_other_rows(position)
         seed, layout = int(position["seed"]), Layout(**position["layout"])
@@ -288,7 +345,7 @@ class StreamOrder:
         """Refuse a checkpoint from an epoch's end if the window after its last one would not follow.
 
         Raises:
-            DataError: the stream has the checkpoint's partitions, but begins somewhere by itself.
+            DataError: the stream has the checkpoint's partitions, but begins at another offset.
         """
         window = position.get("window", {})
         if self.grows and position.get("stream", self.name) != self.name and any(key in window for key in self.window or ()):
@@ -298,22 +355,16 @@ class StreamOrder:
                 "trained twice or never. Give it the former ones"
             )
 
-    def take_seed(self, seed: int) -> None:
-        self.seed = seed
-
     def take_layout(self, layout: Layout | None) -> None:
-        """Adopt the job's layout."""
         if layout is not None:
             self.layout = layout
 
     def enter(self, epoch: int) -> None:
-        """Take the rows of an epoch."""
         if self.grows and self._stream.epoch != epoch:
             self._stream.set_epoch(epoch)
 
     @property
     def window(self) -> dict[str, list[int]] | None:
-        """What the stream has of each shard, if its rows come and go."""
         return self._stream.window_as_data
 
     @property
@@ -322,79 +373,31 @@ class StreamOrder:
         return self._stream.name
 
     def take_window(self, window: dict[str, list[int]] | None, epoch: int) -> None:
-        """Adopt the job's rows of an epoch."""
         if window is not None and self._stream.windows is not None:
             self._stream.take_window(epoch, window)
-
-    def forget(self) -> None:
-        """Do nothing: an order is not kept."""
-
-    def needs_others(self, epoch: int) -> bool:
-        return False
-
-    def drawn(self, epoch: int) -> torch.Tensor | None:
-        """Return None: the seed gives the order."""
-        return None
-
-    def take(self, order: torch.Tensor, epoch: int) -> None:
-        raise UnsupportedLoaderError(
-            f"the job's state has an order of {len(order)} samples for this loader, which reads a stream here: the workers' "
-            "scripts differ. Start all workers with the same script"
-        )
 
     def of(self, epoch: int, lap: int = 0) -> EpochOrder:
         assert self.layout is not None
         return _Planned(self.seed + lap * STRIDE_OF_LAPS + epoch, self.layout, self._stream.window)
 
     def fitting_loader_workers(self, wanted: int) -> int:
-        """Return the largest number of loader workers up to `wanted` of which no two read the same lane.
-
-        Small data, with shorter cycles, are decoded fast enough that several may.
-        """
+        """Return the largest number of loader workers up to `wanted` of which no two read the same lane."""
         assert self.layout is not None
         if self.layout.cycle < CYCLE:
-            return wanted
+            return wanted  # small data, with shorter cycles, are decoded fast enough that several may read one
         return next(number for number in range(wanted, -1, -1) if not number or self.layout.cycle % number == 0)
 
 
-class WithoutWindows:
-    """Orders of data that are no stream."""
-
-    grows = False
-    window = None
-    layout: Layout | None = None
-    _dataset: Any
-
-    def enter(self, epoch: int) -> None:
-        """Do nothing: all epochs have the same samples."""
-
-    def needs_others(self, epoch: int) -> bool:
-        """Return whether all workers must take part in finding this epoch's order."""
-        return False
-
-    def take_window(self, window: dict[str, list[int]] | None, epoch: int) -> None:
-        """Do nothing: there is none."""
-
-    def take_layout(self, layout: Layout | None) -> None:
-        if layout is not None:
-            raise UnsupportedLoaderError(
-                f"the job's state has the layout of a stream for this loader, which reads a {type(self._dataset).__name__} "
-                "here: the workers' scripts differ. Start all workers with the same script"
-            )
-
-
-class SampleOrder(WithoutWindows):
-    """Orders of one loader's epochs. The newest one is kept.
+class SampleOrder(LoaderOrder):
+    """Orders of a map-style dataset's epochs. The newest one is kept.
 
     Args:
         sampler: the sampler of the user's loader.
-        dataset: the loader's dataset.
         peers: they get the order that the user's sampler drew on rank 0.
     """
 
     def __init__(self, sampler: Any, dataset: Any, peers: Peers) -> None:
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        self._dataset = dataset
+        super().__init__(dataset, int(os.environ.get("PL_GLOBAL_SEED", "0")))
         self._peers = peers
         self._shuffle = False
         self._user_sampler: Any = None
@@ -414,32 +417,21 @@ class SampleOrder(WithoutWindows):
     def num_samples(self) -> int:
         return len(self._dataset if self._user_sampler is None else self._user_sampler)
 
-    @property
-    def shards(self) -> str:
-        return ""
-
-    def fitting_loader_workers(self, wanted: int) -> int:
-        return wanted
-
     def take_seed(self, seed: int) -> None:
-        """Adopt another worker's order. Otherwise scripts that seed each worker by its rank would have one order each."""
         if seed != self.seed:
             self.seed, self._drawn_for = seed, None
 
     def forget(self) -> None:
-        """Draw the next order anew, even for the same epoch."""
         self._drawn_for = None
 
     def needs_others(self, epoch: int) -> bool:
         return self._user_sampler is not None and self.drawn(epoch) is None
 
     def drawn(self, epoch: int) -> torch.Tensor | None:
-        """Return the order that a user's sampler drew for this epoch; None if it has not, or the seed gives the order."""
         is_there = self._user_sampler is not None and self._drawn_for is not None and self._drawn_for[0] == epoch
         return self._order if is_there else None
 
     def take(self, order: torch.Tensor, epoch: int) -> None:
-        """Adopt the order that a user's sampler drew on another worker."""
         self._order, self._drawn_for = order, (epoch, 0)
 
     def of(self, epoch: int, lap: int = 0) -> EpochOrder:
@@ -507,6 +499,7 @@ class Split:
             get one sample with weight 0. Otherwise (validation, test) a worker without samples simply ends earlier.
         epoch_batches: batches of the Trainer's epoch; None: as many as this loader has.
         cycles: whether the samples begin again within the Trainer's epoch.
+        speeds: relative speed of each rank, to which its share is proportional; empty: equal shares.
     """
 
     num_samples: int
@@ -517,6 +510,7 @@ class Split:
     drop_last: bool
     epoch_batches: int | None = None
     cycles: bool = False
+    speeds: tuple[int, ...] = ()
 
     @property
     def max_batches(self) -> int:
@@ -566,15 +560,11 @@ class Split:
 
     def num_own_samples(self, batch: int) -> int:
         """Return the size of this worker's share of a global batch of this epoch."""
-        start, stop = share(self._length(batch), self.global_rank, self.world_size)
+        start, stop = share(self._length(batch), self.global_rank, self.world_size, self.speeds)
         return stop - start
 
     def loss_weight(self, batch: int) -> float:
-        """Return the factor for a mean loss over this worker's share that turns the mean over workers into that over samples.
-
-        Args:
-            batch: number of the global batch in this epoch.
-        """
+        """Return the factor for this worker's mean loss with which the mean over workers is that over samples."""
         return self.num_own_samples(batch) * self.world_size / self._length(batch)
 
     def shares(self, first_batch: int, order: Callable[[int], EpochOrder]) -> Iterator[Sequence[int]]:
@@ -587,7 +577,7 @@ class Split:
             lap, batch = divmod(place, self._num_batches)
             indices = order(lap)
             first = batch * self._samples_per_batch
-            start, stop = share(self._length(batch), self.global_rank, self.world_size)
+            start, stop = share(self._length(batch), self.global_rank, self.world_size, self.speeds)
             if start < stop:
                 yield indices.between(first + start, first + stop)
             elif self.training:
@@ -606,10 +596,10 @@ class Split:
         return left if is_last and not self.drop_last else min(size, left)
 
 
-# Keep what a worker knows of an `IterableDataset`'s epochs: their ends, the dataset's states, and what was handed out.
+# Keep what a worker has learned of an `IterableDataset`'s epochs: their ends, the dataset's states, and what was handed out.
 #
-# `data/iterable.py` reads the rows. Rows of training data are never counted: an epoch ends with the batch that says so.
-# Those of validation data are counted once, and then split like samples with numbers.
+# `data/iterable.py` reads the rows. Rows of training data are never counted: an epoch ends with the batch that is marked as
+# the last. Those of validation data are counted once, and then split like samples with numbers.
 
 UNKNOWN = 2**62
 """Number of samples of an epoch before its end is known."""
@@ -637,22 +627,16 @@ class HandedOut(NamedTuple):
 class IterableSource(Protocol):
     """A loader's place in its epoch and in the world."""
 
+    epoch: int
+    cursor: int
+    global_batch_size: int
+    global_rank: int
+    world_size: int
+
     @property
-    def epoch(self) -> int: ...
-    @property
-    def cursor(self) -> int: ...
-    @property
-    def global_batch_size(self) -> int: ...
-    @property
-    def global_rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
+    def speeds(self) -> tuple[int, ...]: ...
     @property
     def num_epoch_batches(self) -> int: ...
-
-
-def do_nothing() -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -664,8 +648,8 @@ class IterableSettings:
         max_rows: rows of a validation after which counting ends; None: no limit.
         describe, are_alike: see `IterableReader`.
         compares_rows: whether workers compare descriptions of rows. Those by which a state is checked are needed in any case.
-        before_iter: called whenever an iterator is asked for.
-        at_end: called once the epoch's last batch is about to be handed out.
+        fit_loop: Lightning's, whose fetcher must fetch no batch ahead, as it does where loaders have no length; None: another
+            loop, or none.
     """
 
     max_catch_up_s: float = 60.0
@@ -673,12 +657,11 @@ class IterableSettings:
     describe: Callable[[Any], Any] = describe_nothing
     are_alike: Callable[[Any, Any], bool] = all_alike
     compares_rows: bool = True
-    before_iter: Callable[[], None] = do_nothing
-    at_end: Callable[[], None] = do_nothing
+    fit_loop: Any = None
 
 
-class IterableOrder(WithoutWindows):
-    """The epochs of one loader of an `IterableDataset`, as `SampleOrder` has those of other datasets.
+class IterableOrder(LoaderOrder):
+    """The epochs of one loader of an `IterableDataset`.
 
     Args:
         source: where the loader is.
@@ -691,19 +674,16 @@ class IterableOrder(WithoutWindows):
         in_vote: what was handed out between the newest two votes.
     """
 
-    shards = ""
-
     def __init__(
         self, loader: DataLoader[Any], source: IterableSource, training: bool, drop_last: bool, settings: IterableSettings
     ) -> None:
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        super().__init__(loader.dataset, int(os.environ.get("PL_GLOBAL_SEED", "0")))
         self.settings = settings
         self.reading_loader = reading_loader(loader, IterableReader(loader.dataset, settings.describe, settings.are_alike))
         self.redo_batches = 1
         self.is_catching_up = False
         self.num_counted: int | None = None
         self.in_vote: list[HandedOut] = []
-        self._dataset = loader.dataset
         self._users_loader_workers = loader.num_workers
         self._training = training
         self._drop_last = drop_last
@@ -713,7 +693,7 @@ class IterableOrder(WithoutWindows):
         self.known: tuple[int, Any] | None = None  # number and description of the newest row of the epoch that has one
         self._handed_out: list[HandedOut] = []  # since the last vote has begun
 
-    # --- the interface of `SampleOrder` -------------------------------------------------------------------------------------
+    # --- the interface of `LoaderOrder` -------------------------------------------------------------------------------------
 
     @property
     def num_samples(self) -> int:
@@ -722,21 +702,6 @@ class IterableOrder(WithoutWindows):
             return self._ends.get(self._source.epoch, UNKNOWN)
         assert self.num_counted is not None, "rows are counted before they are split"
         return self.num_counted
-
-    def take_seed(self, seed: int) -> None:
-        self.seed = seed
-
-    def forget(self) -> None:
-        """Do nothing: no order is kept."""
-
-    def drawn(self, epoch: int) -> torch.Tensor | None:
-        return None
-
-    def take(self, order: torch.Tensor, epoch: int) -> None:
-        raise UnsupportedLoaderError(
-            f"the job's state has an order of {len(order)} samples for this loader, which reads an IterableDataset here: the "
-            "workers' scripts differ. Start all workers with the same script"
-        )
 
     def fitting_loader_workers(self, wanted: int) -> int:
         return min(1, wanted)
@@ -768,6 +733,17 @@ class IterableOrder(WithoutWindows):
     def _place(self) -> EpochKey:
         return EpochKey(self.seed, self._source.epoch)
 
+    def fetch_nothing_ahead(self) -> None:
+        """Let Lightning's fetcher ask for each batch when it is needed. Call it while the fetcher makes its iterators."""
+        if self.settings.fit_loop is not None and (fetcher := self.settings.fit_loop._data_fetcher) is not None:
+            fetcher.prefetch_batches = 0
+
+    def end_epoch(self) -> None:
+        """Let Lightning's fetcher take the batch that it is about to receive for the epoch's last one."""
+        if self.settings.fit_loop is not None:
+            fetcher = self.settings.fit_loop._data_fetcher
+            fetcher.length = fetcher.fetched + 1
+
     @property
     def is_stateful(self) -> bool:
         return has_state(self._dataset)
@@ -784,6 +760,7 @@ class IterableOrder(WithoutWindows):
             keep_from = max(0, (min(source.cursor, batch) - self.redo_batches) * size)
             yield BatchShare(
                 *(self._place, batch * size, size, source.global_rank, source.world_size, self._drop_last, keep_from),
+                speeds=source.speeds,
                 start=start,
                 limit_s=limit_s,
                 known=known,
@@ -792,7 +769,7 @@ class IterableOrder(WithoutWindows):
             start = limit_s = known = None  # the reader is there now
 
     def fetched(self, batch: int, facts: BatchFacts) -> None:
-        """Note what the reader has found out with a batch that is about to be handed out."""
+        """Note what the reader has found with a batch that is about to be handed out."""
         self.is_catching_up = False
         if facts.is_last or not facts.num_rows:
             self._ends = {self._source.epoch: batch * self._source.global_batch_size + facts.num_rows}
@@ -826,24 +803,7 @@ class IterableOrder(WithoutWindows):
         fitting = [each for each in self._snapshots if EpochKey(each.seed, each.epoch) == self._place and each.row <= row]
         return max(fitting, key=lambda each: each.row, default=None)
 
-    @property
-    def snapshot(self) -> Snapshot | None:
-        """The dataset's newest state at or before the next batch."""
-        return self._snapshot_at(self._source.cursor * self._source.global_batch_size)
-
-    @property
-    def end(self) -> int | None:
-        """Rows of the current epoch; None: not known, or not needed as they are counted anyway."""
-        return self._ends.get(self._source.epoch) if self._training else None
-
-    def resume(self, epoch: int, snapshot: Snapshot | None, end: int | None, known: tuple[int, Any] | None) -> None:
-        """Adopt what another worker, or a checkpoint, knows of an epoch."""
-        self._snapshots = [snapshot] if snapshot is not None else []
-        self._ends = {epoch: end} if end is not None else {}
-        self.known = known if self.settings.compares_rows else None
-        self.forget_handed_out()
-
-    # --- words --------------------------------------------------------------------------------------------------------------
+    # --- names and checkpoints ------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -858,12 +818,13 @@ class IterableOrder(WithoutWindows):
         return self._users_loader_workers if self._users_loader_workers > 1 else 0
 
     def in_checkpoint(self) -> dict[str, Any]:
-        """Return the loader's place as plain data."""
-        snapshot = self.snapshot
+        """Return the loader's place as plain data, for checkpoints and other workers."""
+        source = self._source
+        snapshot = self._snapshot_at(source.cursor * source.global_batch_size)  # newest state at or before the next batch
         return {
             "seed": self.seed,
-            "epoch": self._source.epoch,
-            "end": self.end,
+            "epoch": source.epoch,
+            "end": self._ends.get(source.epoch) if self._training else None,  # others are counted
             "snapshot": vars(snapshot) if snapshot is not None else None,
             "known": self.known,
         }
@@ -871,6 +832,7 @@ class IterableOrder(WithoutWindows):
     def resume_from(self, saved: dict[str, Any]) -> None:
         """Adopt what `in_checkpoint` has returned."""
         self.seed = int(saved["seed"])
-        snapshot = saved["snapshot"]
-        start = Snapshot(**snapshot) if snapshot is not None else None
-        self.resume(int(saved["epoch"]), start, saved["end"], saved.get("known"))
+        self._snapshots = [Snapshot(**saved["snapshot"])] if saved["snapshot"] is not None else []
+        self._ends = {int(saved["epoch"]): saved["end"]} if saved["end"] is not None else {}
+        self.known = saved.get("known") if self.settings.compares_rows else None
+        self.forget_handed_out()

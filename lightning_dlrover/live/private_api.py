@@ -35,7 +35,8 @@ LOGGER_NAMES: dict[str, tuple[str, ...]] = {
 }
 """Attributes with which each of Lightning's loggers names its run. Other loggers may have `_version`."""
 
-_RESTARTS = ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint")
+RESTARTS = ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint")
+"""Flags of loops, and of callbacks that fine-tune, which the load of a checkpoint sets."""
 
 NAMES: dict[str, tuple[str, ...]] = {
     "trainer.trainer:Trainer": (
@@ -59,19 +60,19 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "loops.fit_loop:_FitLoop": (
         *("_can_stop_early", "_combined_loader", "_data_fetcher", "_data_source", "_last_train_dl_reload_epoch"),
-        *("_last_val_time", "_should_accumulate", *_RESTARTS),
+        *("_last_val_time", "_should_accumulate", *RESTARTS),
     ),
     "loops.training_epoch_loop:_TrainingEpochLoop": (
         *("_broadcast_sigterm_tensor", "_build_kwargs", "_results", "_should_check_val_fx"),
-        *_RESTARTS,
+        *RESTARTS,
     ),
-    "loops.optimization.automatic:_AutomaticOptimization": ("_make_closure", *_RESTARTS),
+    "loops.optimization.automatic:_AutomaticOptimization": ("_make_closure", *RESTARTS),
     "loops.optimization.automatic:Closure": ("_zero_grad_fn",),
-    "loops.optimization.manual:_ManualOptimization": _RESTARTS,
+    "loops.optimization.manual:_ManualOptimization": RESTARTS,
     "loops.evaluation_loop:_EvaluationLoop": (
         *("_combined_loader", "_data_fetcher", "_data_source", "_evaluation_step", "_is_sequential"),
         *("_last_val_dl_reload_epoch", "_logged_outputs", "_module_mode", "_results", "_store_dataloader_outputs"),
-        *_RESTARTS,
+        *RESTARTS,
     ),
     "loops.fetchers": ("_DataFetcher", "_DataLoaderIterDataFetcher"),
     "loops.fetchers:_DataFetcher": ("_start_profiler", "_stop_profiler"),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -14,8 +13,8 @@ import torch.distributed as dist
 import torchmetrics
 
 from lightning_dlrover.live.order import FitPosition, Position
-from lightning_dlrover.live.replica import IncompleteBackwardError
-from lightning_dlrover.rdzv.desync import Purpose, place_of
+from lightning_dlrover.live.replica import IncompleteBackwardError, TrainerOfFit
+from lightning_dlrover.rdzv.desync import CollectiveCall, place_of
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.membership.member import Formation
 from lightning_dlrover.rdzv.transport import transfer
@@ -33,7 +32,7 @@ _SET_BY_SCHEDULERS = {"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "betas",
 
 @dataclass
 class Update:
-    """Everything that one optimizer update changed; sent to a survivor that missed it."""
+    """Everything that one optimizer update changed."""
 
     model: dict[str, torch.Tensor]  # buffers that no checkpoint holds included
     optimizers: list[dict[str, Any]]
@@ -74,13 +73,13 @@ def apply(trainer: L.Trainer, update: Update) -> None:
     _manual_optimization(trainer).optim_step_progress.load_state_dict(update.manual_steps)
 
 
+@dataclass(eq=False)
 class ManualWindow:
     """Gradients that batches of manual optimization add up before an optimizer step."""
 
-    def __init__(self, trainer: L.Trainer) -> None:
-        self._trainer = trainer
-        self._before: list[torch.Tensor | None] | None = None  # gradients before the current batch; None: not remembered
-        self.is_open = False  # the last batches ended without an optimizer step
+    _trainer: L.Trainer
+    _before: list[torch.Tensor | None] | None = None  # gradients before the current batch; None: not remembered
+    is_open: bool = False  # the last batches ended without an optimizer step
 
     def remember(self) -> None:
         """Record the gradients before a batch, in case it is computed again."""
@@ -177,7 +176,6 @@ class Before:
         self.restore_buffers()
 
     def restore_buffers(self) -> None:
-        """Restore the buffers alone."""
         if self._buffers is not None:
             self._buffers.restore()
 
@@ -213,7 +211,7 @@ def _innermost(progress: Any) -> Iterator[Any]:
 
 
 class Frozen:
-    """The trainable flags of all parameters. Lightning's `toggle_optimizer` changes them for a part of a step."""
+    """The trainable flags of all parameters, which Lightning's `toggle_optimizer` changes for a part of a step."""
 
     def __init__(self, module: L.LightningModule) -> None:
         self._module = module
@@ -224,11 +222,6 @@ class Frozen:
         for parameter, flag in self._flags:
             parameter.requires_grad_(flag)
         self._module._param_requires_grad_state = dict(self._toggled)
-
-
-def metrics_of(module: torch.nn.Module) -> list[torchmetrics.Metric]:
-    """Return all torchmetrics objects that are parts of a module."""
-    return [each for each in module.modules() if isinstance(each, torchmetrics.Metric)]
 
 
 def call_restart_hooks(trainer: L.Trainer, batch_idx: int) -> None:
@@ -247,26 +240,21 @@ class _MetricState:
     def __init__(self, metric: torchmetrics.Metric) -> None:
         self._metric = metric
         self._fields = {name: vars(metric)[name] for name in ("_forward_cache", "_computed", "_update_count")}
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._lists: dict[str, list[Any]] = {}
-        for name in metric._defaults:
-            value = getattr(metric, name)
-            if isinstance(value, torch.Tensor):
-                self._tensors[name] = value.detach().clone()  # copied, as it may be changed in place
-            else:
-                self._lists[name] = list(value)
+        self._states = {name: self._copy(getattr(metric, name)) for name in metric._defaults}
 
     def restore(self) -> None:
         vars(self._metric).update(self._fields)
-        for name, tensor in self._tensors.items():
-            setattr(self._metric, name, tensor.clone())
-        for name, values in self._lists.items():
-            setattr(self._metric, name, list(values))
+        for name, state in self._states.items():
+            setattr(self._metric, name, self._copy(state))
+
+    @staticmethod
+    def _copy(state: torch.Tensor | list[Any]) -> torch.Tensor | list[Any]:
+        return state.detach().clone() if isinstance(state, torch.Tensor) else list(state)  # both may be changed in place
 
 
 # Run collectives so that they survive the loss of a worker.
 #
-# Inside a training step a collective that fails is repeated with the step. Outside of steps it is repeated by itself, or
+# Inside a training step a collective that fails is repeated with the step. Outside of steps it is repeated alone, or
 # its result is taken from a survivor. Collectives are counted for that: a number stands for the same collective on all
 # workers.
 
@@ -276,80 +264,23 @@ T = TypeVar("T")
 
 
 class Survivors(Protocol):
-    """The workers that are left after a loss, as this worker meets them."""
+    """The workers that are left after a loss, as `LiveTraining` meets them."""
 
     def meet_survivors(self) -> bool:
         """Form the next round with them. Return whether the current step's update was taken over from one of them."""
 
 
-class HasDevice(Protocol):
-    """What knows the device on which this worker trains, which may be set late."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-
+@dataclass(eq=False)
 class ResilientCollectives:
-    """One worker's round, see `ports.Round`: its collectives, and the results that other workers may lack after a loss.
+    """Collectives of this worker's round, and the results that other workers may lack after a loss."""
 
-    Args:
-        trainer: has the device on which this worker trains.
-        survivors: forms the next round after a loss.
-    """
-
-    def __init__(self, world: World, position: FitPosition, trainer: HasDevice, survivors: Survivors) -> None:
-        self._world = world
-        self._position = position
-        self._trainer = trainer
-        self._survivors = survivors
-        self._results: dict[tuple[int, int], Any] = {}
-        self._missed: dict[tuple[int, int], Any] = {}
-
-    # --- the round ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def formation(self) -> Formation | None:
-        return self._position.formation
-
-    @property
-    def rank(self) -> int:
-        return self._position.rank
-
-    @property
-    def size(self) -> int:
-        return self._position.size
-
-    @property
-    def broken(self) -> bool:
-        return self._world.broken
-
-    @property
-    def is_asynchronous(self) -> bool:
-        return self._world.is_asynchronous
-
-    @property
-    def num_begun(self) -> int:
-        return self._world.num_begun
-
-    @property
-    def wishes(self) -> list[int]:
-        return self._world.wishes
-
-    @wishes.setter
-    def wishes(self, wishes: list[int]) -> None:
-        self._world.wishes = wishes
-
-    def is_failure(self, error: BaseException) -> bool:
-        return self._world.is_failure(error)
-
-    def alone(self, reason: str) -> AbstractContextManager[None]:
-        return self._world.alone(reason)
-
-    def compared(self, purpose: Callable[[], Purpose]) -> AbstractContextManager[None]:
-        return self._world.compared(purpose)
-
-    def all_reach(self, place: str, timeout_s: float | None = None) -> bool:
-        return self._world.all_reach(place, timeout_s)
+    _world: World
+    _position: FitPosition
+    _trainer: TrainerOfFit
+    _survivors: Survivors
+    # By batch, and the number of the collective since that was handed out.
+    _results: dict[tuple[int, int], Any] = field(default_factory=dict)
+    _missed: dict[tuple[int, int], Any] = field(default_factory=dict)  # brought by another worker
 
     def recover(self) -> bool:
         """Form the next round with the survivors. Return whether this step's update was taken over from another worker."""
@@ -382,13 +313,13 @@ class ResilientCollectives:
         return result
 
     def exchange(self, what: str, run: Callable[[], T]) -> T:
-        """Run a collective of our own under a name, which the error shows if other workers meanwhile run another one."""
+        """Run a collective of our own under a name, which the error shows if other workers run another one."""
         return self.run(lambda: self.named(what, run))
 
     def named(self, what: str, run: Callable[[], T]) -> T:
         """Run collectives under one name, which all workers must share."""
         frame = sys._getframe(1)
-        with self._world.compared(lambda: Purpose(what, place=place_of(frame), any_place=True)):
+        with self._world.compared(lambda: CollectiveCall(what, place=place_of(frame), any_place=True)):
             return run()
 
     def once(self, run: Callable[[], T]) -> tuple[T] | None:
@@ -483,7 +414,7 @@ class ResilientCollectives:
         return (self._position.batch, self._position.collective) in self._missed
 
     def begin_batch(self, batch: int) -> None:
-        """Count collectives anew. The next batch is about to be handed out."""
+        """Restart the count of collectives. The next batch is about to be handed out."""
         self._position.batch = batch
         self._position.collective = 0
         self._results = {key: value for key, value in self._results.items() if key[0] >= batch - 1}

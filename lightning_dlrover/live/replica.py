@@ -1,6 +1,4 @@
-"""One worker's copy of the model, and the strategy that holds it: DDP's wrapper, buffers, unused parameters, device and
-memory.
-"""
+"""One worker's copy of the model: DDP's wrapper, buffers, unused parameters, device and memory. And the Trainer around it."""
 
 from __future__ import annotations
 
@@ -9,7 +7,8 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +16,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover import variables
 from lightning_dlrover.checks import UnsupportedScriptError
-from lightning_dlrover.lightning_compat import EitherStrategy
-from lightning_dlrover.live.lightning_adapter import ddp_arguments, register_comm_hook
+from lightning_dlrover.lightning_compat import EitherStrategy, package_of, submodule
+from lightning_dlrover.live.lightning_adapter import ddp_arguments
 from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.transport import torch_names
 from lightning_dlrover.tuning.resources import available_bytes
 
 if TYPE_CHECKING:
+    import lightning as L
+
     from lightning_dlrover.live.checkpoints import TablesOfTrainer
+    from lightning_dlrover.live.lightning_adapter import EpochLoop
     from lightning_dlrover.tables.elastic import ElasticTables
     from lightning_dlrover.tuning.health import OwnClock
+    from lightning_dlrover.tuning.profiler import StepTimes
 
 # Decide whether DDP has to search each backward pass for parameters without a gradient.
 #
 # A process that trains alone needs no such search, so its script may leave parameters out of a step: a frozen branch, the
-# other network of a GAN. DDP without the search waits for those gradients for ever. Every worker therefore detects such
+# other network of a GAN. DDP without the search waits for those gradients forever. Every worker therefore detects such
 # parameters, alone and under DDP, and the workers of a round agree on the outcome through their positions.
 
 log = logging.getLogger(__name__)
@@ -45,13 +48,6 @@ NUM_NAMED = 3
 
 class IncompleteBackwardError(RuntimeError):
     """DDP waits for gradients that the backward pass did not produce. All workers have to repeat the step."""
-
-
-class HasTableNames(Protocol):
-    """A strategy whose model may have sharded tables."""
-
-    @property
-    def table_names(self) -> set[str]: ...
 
 
 class UnusedParameters:
@@ -69,11 +65,6 @@ class UnusedParameters:
         self.is_fixed = not is_live or "find_unused_parameters" in ddp_kwargs or bool(ddp_kwargs.get("static_graph"))
         self.found = False
         self._num_watched = 0
-
-    def note_optimizers(self, is_automatic: bool, num_optimizers: int) -> None:
-        """Expect unused parameters with several optimizers of manual optimization, each with its own part and backward pass."""
-        if not self.is_fixed and not is_automatic and num_optimizers > 1:
-            self.found = True
 
     def agree(self, found: bool, is_reporter: bool) -> None:
         """Adopt the common result of a new round's workers."""
@@ -101,19 +92,17 @@ class UnusedParameters:
                 'models of transformers: gradient_checkpointing_kwargs={"use_reentrant": False})'
             ) from error
 
-    def check(self, module: nn.Module, model: Any, strategy: HasTableNames, num_workers: int, is_reporter: bool) -> None:
-        """Call after each backward pass.
-
-        Args:
-            model: `module`, or the DDP that wraps it.
-            strategy: has the names of the tables, which get no gradient by design.
+    def check(self, strategy: LiveStrategy) -> None:
+        """Look for parameters without a gradient after a backward pass. Tables get none by design.
 
         Raises:
             IncompleteBackwardError: DDP cannot complete its reduction.
         """
+        module, model = strategy.lightning_module, strategy.model
         if self.is_fixed or self.found:
             return
-        if num_workers == 1:
+        assert module is not None
+        if strategy.world_size == 1:
             if self._num_watched < NUM_WATCHED:
                 self._num_watched += 1
                 self.found = bool(_without_gradient(module, strategy.table_names))
@@ -127,7 +116,7 @@ class UnusedParameters:
             names = _without_gradient(module, strategy.table_names)
             text = ", ".join(names[:NUM_NAMED]) + (f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else "")
             text = text or "some of those that another step has used"
-            if is_reporter:
+            if strategy.is_global_zero:
                 log.warning("This step does not use all parameters (%s): DDP searches for unused ones from now on", text)
             raise IncompleteBackwardError(f"the backward pass gave no gradient to {text}") from error
 
@@ -223,9 +212,8 @@ def reserve(
     Embeddings with sparse gradients do not count, because most of their memory is never touched. From then on the
     process keeps blocks below 32 MiB that it frees.
 
-    Nothing is reserved in three cases: the C library is not glibc, the user has allocation settings, or all workers of the
-    node would take more than half of the available memory. Processes forked afterwards share the pages, which undoes the
-    work.
+    Nothing is reserved if the C library is not glibc, if the user has allocation settings, or if all workers of the node
+    would take more than half of the available memory. Processes forked afterwards share the pages, which undoes the work.
 
     Args:
         but: names of parameters that do not count: sharded tables, which have another kind of memory.
@@ -265,23 +253,14 @@ def reserve(
     return True
 
 
-# The strategy as the parts of a live fit use it: Lightning's DDP strategy, and what `strategy.py` adds to it.
-
-
-class DenseReplica(Protocol):
-    """The dense parameters of the model, see `Replica`."""
-
-    unused: UnusedParameters
-
-    def wrap_what_was_unfrozen(self) -> None: ...
-
-    def wrap_anew(self, in_validation: bool = False) -> None: ...
+# The strategy and the Trainer as the parts of a live fit use them.
 
 
 class LiveStrategy(EitherStrategy):
-    """Base of `DLRoverStrategy`, which fills it."""
+    """Base of `DLRoverStrategy`: the worker's place, and the names of sharded parameters."""
 
-    replica: DenseReplica
+    replica: Replica
+    times: StepTimes
     clock: OwnClock
     tables: TablesOfTrainer | None  # None if the model has none
     fingerprint: str  # identity of a model before its tables are sharded
@@ -290,46 +269,116 @@ class LiveStrategy(EitherStrategy):
     compares_data: bool
     reruns_epoch_hooks: bool
     max_share: int | Literal["whole"] | None
+    shares: Literal["by-speed", "equal"]
     on_drift: Literal["end", "repair", "ignore"]
 
     def enter_round(self, global_rank: int, world_size: int) -> None:
         """Take a place in a new round."""
-        raise NotImplementedError
+        self.show_place(global_rank, world_size)
+        self.set_world_ranks()
 
     def show_place(self, global_rank: int, world_size: int) -> None:
-        """Set what the Trainer's attributes say, to the user's code too."""
-        raise NotImplementedError
+        """Set rank and size as the Trainer's attributes show them, to the user's code too."""
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(global_rank)
+        self.cluster_environment.set_world_size(world_size)
+
+    @property
+    def own_place(self) -> tuple[int, int]:
+        """This worker's rank, 0 if it is alone, and the number of workers."""
+        return self.global_rank if self.world_size > 1 else 0, self.world_size
 
     @property
     def elastic_tables(self) -> ElasticTables | None:
         """The model's tables in a live job; None if it has none."""
-        raise NotImplementedError
+        return self.tables.elastic if self.tables is not None else None
 
     @property
     def table_names(self) -> set[str]:
         """Names of the parameters that are torchrec's tables."""
-        raise NotImplementedError
+        return self.tables.parameter_names() if self.tables is not None else set()
 
     @property
     def sharded_names(self) -> set[str]:
         """Names of the parameters that differ between workers."""
-        raise NotImplementedError
+        return self.tables.sharded_names() if self.tables is not None else set()
 
 
-# This worker's copy of the dense parameters: how DDP wraps it in each round.
+@dataclass(frozen=True)
+class TrainerOfFit:
+    """One Trainer and its strategy. Both change while a `fit` runs, so every value is read when it is needed."""
+
+    lightning: L.Trainer  # the Trainer itself, for code that uses its private names
+    strategy: LiveStrategy
+
+    @property
+    def module(self) -> L.LightningModule:
+        return self.lightning.lightning_module
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether Lightning steps the optimizers, and not the user."""
+        return self.module.automatic_optimization
+
+    @property
+    def optimizers(self) -> list[Any]:
+        return self.lightning.optimizers
+
+    @property
+    def callbacks(self) -> list[Any]:
+        return self.lightning.callbacks  # type: ignore[attr-defined, no-any-return]  # Lightning does not declare them
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        return self.lightning.accumulate_grad_batches
+
+    @property
+    def global_step(self) -> int:
+        return self.lightning.global_step
+
+    @property
+    def current_epoch(self) -> int:
+        return self.lightning.current_epoch
+
+    @property
+    def epoch_loop(self) -> EpochLoop:
+        return self.lightning.fit_loop.epoch_loop
+
+    @property
+    def num_handed_out(self) -> int:
+        """Batches of this epoch that the loop has received, the one under computation included."""
+        return self.epoch_loop.batch_progress.current.ready
+
+    @property
+    def results(self) -> Any:
+        """Values that the training epoch has logged so far."""
+        return self.epoch_loop._results
+
+    @property
+    def device(self) -> torch.device:
+        return self.strategy.root_device
+
+    @property
+    def elastic_tables(self) -> ElasticTables | None:
+        """The model's sharded tables; None if it has none."""
+        return self.strategy.elastic_tables
+
+    def log_for(self, kwargs: Any) -> None:
+        """Make Lightning weight the next logged values by the size of the batch in these arguments of a training step."""
+        results = self.results
+        results.batch, results.batch_size = kwargs["batch"] if "batch" in kwargs else next(iter(kwargs.values())), None
 
 
+# The worker's copy of the dense parameters: how DDP wraps it in each round.
+
+
+@dataclass(eq=False)
 class Replica:
-    """The dense parameters of a strategy's model.
+    """The dense parameters of a strategy's model."""
 
-    Args:
-        unused: whether DDP has to search for parameters that a step leaves out.
-    """
-
-    def __init__(self, strategy: LiveStrategy, unused: UnusedParameters) -> None:
-        self.unused = unused
-        self._strategy = strategy
-        self._frozen: list[nn.Parameter] = []  # parameters that were not trainable when DDP wrapped the model
+    _strategy: LiveStrategy
+    unused: UnusedParameters  # whether DDP has to search for parameters that a step leaves out
+    _frozen: list[nn.Parameter] = field(default_factory=list)  # not trainable when DDP wrapped the model
 
     def wrap(
         self, module: nn.Module, make: Callable[[nn.Module], DistributedDataParallel], world: World | None
@@ -352,7 +401,7 @@ class Replica:
 
         Args:
             sharded: names of their parameters.
-            init_sync: whether workers may have different parameters, which DDP makes alike.
+            init_sync: whether workers may have different parameters, which DDP makes equal.
         """
         strategy = self._strategy
         torch_names.retire(strategy.model)
@@ -362,10 +411,11 @@ class Replica:
         with ddp_arguments(strategy, init_sync=init_sync):
             wrapped = strategy._setup_model(module)
         if strategy.root_device.type == "cuda":  # the same as Lightning does for models without tables
-            register_comm_hook(strategy, wrapped)
+            register = submodule(package_of(strategy), "overrides.distributed")._register_ddp_comm_hook
+            register(wrapped, strategy._ddp_comm_state, strategy._ddp_comm_hook, strategy._ddp_comm_wrapper)
         return wrapped
 
-    def wrap_anew(self, in_validation: bool = False) -> None:
+    def wrap_again(self, in_validation: bool = False) -> None:
         """Wrap the model for the current round. All workers have equal parameters already.
 
         Args:
@@ -388,7 +438,7 @@ class Replica:
                 strategy.model.require_forward_param_sync = False
 
     def wrap_what_was_unfrozen(self) -> None:
-        """Wrap the model anew if parameters were unfrozen since the last wrap.
+        """Wrap the model again if parameters were unfrozen since the last wrap.
 
         DDP reduces only the gradients of parameters that were trainable when it was made. The workers' weights would drift
         apart after a callback unfreezes layers while training. Manual optimization is left alone: it switches parameters on
@@ -399,29 +449,18 @@ class Replica:
         if strategy.tables is not None or strategy.world_size == 1 or not strategy.lightning_module.automatic_optimization:
             return
         if any(p.requires_grad for p in self._frozen):
-            self.wrap_anew()
+            self.wrap_again()
 
     def note_optimizers(self) -> None:
-        """Wrap the model anew if its optimizers show that steps leave parameters out: Lightning wraps it before it has them."""
-        strategy = self._strategy
-        assert strategy.lightning_module is not None
-        was_found = self.unused.found
-        self.unused.note_optimizers(strategy.lightning_module.automatic_optimization, len(strategy.optimizers))
-        if self.unused.found and not was_found and isinstance(strategy.model, DistributedDataParallel):
-            self.wrap_anew()
+        """Expect unused parameters with several optimizers of manual optimization, each with its own part and backward pass.
 
-    def check_backward(self) -> None:
-        """Call after each backward pass.
-
-        Raises:
-            IncompleteBackwardError: DDP cannot complete its reduction.
+        Lightning has wrapped the model before it has optimizers, so the model is wrapped again.
         """
-        strategy = self._strategy
+        strategy, unused = self._strategy, self.unused
         assert strategy.lightning_module is not None
-        self.unused.check(
-            strategy.lightning_module,
-            strategy.model,
-            strategy,
-            strategy.world_size,
-            strategy.is_global_zero,
-        )
+        is_automatic = strategy.lightning_module.automatic_optimization
+        if unused.is_fixed or unused.found or is_automatic or len(strategy.optimizers) < 2:
+            return
+        unused.found = True
+        if isinstance(strategy.model, DistributedDataParallel):
+            self.wrap_again()

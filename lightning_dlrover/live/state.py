@@ -21,14 +21,13 @@ import torch
 from torch.nn.utils import prune
 
 from lightning_dlrover.checks import different_callbacks, monitoring
-from lightning_dlrover.data.iterable import Snapshot
 from lightning_dlrover.data.lane_plan import Layout
-from lightning_dlrover.lightning_compat import PACKAGES, CSVLogger
+from lightning_dlrover.lightning_compat import PACKAGES, CSVLogger, package_of, submodule
 from lightning_dlrover.live import lightning_adapter
 from lightning_dlrover.live.data_agreement import are_same_row, described_row
 from lightning_dlrover.live.lightning_adapter import description, new_entry
 from lightning_dlrover.live.loader import LoaderState
-from lightning_dlrover.live.private_api import CALLBACK_CLOCKS, CALLBACK_FIELDS, LOGGER_NAMES
+from lightning_dlrover.live.private_api import CALLBACK_CLOCKS, CALLBACK_FIELDS, LOGGER_NAMES, RESTARTS
 from lightning_dlrover.rdzv.transport import transfer
 
 if TYPE_CHECKING:
@@ -37,12 +36,12 @@ if TYPE_CHECKING:
     from lightning_dlrover.live.loader import ElasticLoader
     from lightning_dlrover.live.replica import LiveStrategy
 
+log = logging.getLogger(__name__)
+
 # Let the Trainer's loggers continue one run when rank 0 moves from worker to worker.
 #
 # Only rank 0 logs. A logger names its run at its first use: a version of a folder, or an id that a server assigns. All
 # workers receive rank 0's names, so that the next rank 0 continues the same run instead of starting another.
-
-log = logging.getLogger(__name__)
 
 _NAMED_BY_SERVERS = ("WandbLogger", "MLFlowLogger", "CometLogger", "LitLogger")
 
@@ -78,7 +77,7 @@ def adopt_runs(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
 
 
 def take_over(loggers: Sequence[Any]) -> None:
-    """On the new rank 0: open loggers that would start anew if they were opened as usual."""
+    """On the new rank 0: open loggers that would drop their rows if they were opened as usual."""
     for logger in loggers:
         if isinstance(logger, CSVLogger) and logger._experiment is None:
             _adopt_csv_log(logger)
@@ -86,10 +85,7 @@ def take_over(loggers: Sequence[Any]) -> None:
 
 def _kind(logger: object) -> str:
     """Return the name of Lightning's class that the logger belongs to, or ""."""
-    for cls in type(logger).__mro__:
-        if cls.__name__ in LOGGER_NAMES and cls.__module__.startswith(PACKAGES):
-            return cls.__name__
-    return ""
+    return next((name for name in LOGGER_NAMES if is_lightnings(logger, name)), "")
 
 
 def _captured(logger: Any) -> dict[str, Any]:
@@ -106,9 +102,7 @@ def _captured(logger: Any) -> dict[str, Any]:
     values = {name: getattr(logger, name) for name in names if hasattr(logger, name)}
     for name in {"_version", "_id"} & values.keys():
         values[name] = logger.version  # some loggers choose it at the first access
-    run["kind"] = kind
-    run["names"] = {name: value for name, value in values.items() if isinstance(value, str | int)}
-    return run
+    return run | {"kind": kind, "names": {name: value for name, value in values.items() if isinstance(value, str | int)}}
 
 
 def _leave_comet(logger: Any) -> None:
@@ -136,7 +130,7 @@ def _adopt_csv_log(logger: CSVLogger) -> None:
 # The state of a running Trainer as data: everything that a worker needs to continue where the others are.
 #
 # Lightning's checkpoint is a part of it. A checkpoint is made to start a Trainer again, so it lacks everything that a start
-# sets anew: monitored metrics, flags and clocks of the loops, the accumulation factor, private fields of Lightning's
+# sets itself: monitored metrics, flags and clocks of the loops, the accumulation factor, private fields of Lightning's
 # callbacks, frozen parameters, and parameter groups that were changed while training. `TrainerState` holds both.
 #
 # Values that the hooks of an epoch's start have set in the user's objects cannot be found as data. A worker that joins
@@ -144,14 +138,7 @@ def _adopt_csv_log(logger: CSVLogger) -> None:
 # receives the state afterwards, so anything that a hook has changed and that is part of the state ends as on the other
 # workers.
 #
-# | kept | where it comes from |
-# | --- | --- |
-# | weights, optimizers, schedulers, loops, precision, callbacks, datamodule | `dump_checkpoint` |
-# | `RunningState`: the rest of the Trainer | `running_state`, `adopt_running_state` |
-# | samples | each loader's `LoaderState` |
-# | random numbers | Python's and numpy's generators; torch's seed, in checkpoints its generators |
-#
-# Rounds and process groups are not handled here: `live/training.py` decides which worker gets the state, and when.
+# `live/training.py` decides which worker gets the state, and when.
 
 SEED_OF_SCRIPT = "PL_GLOBAL_SEED"
 """Variable in which `seed_everything` keeps its seed."""
@@ -170,7 +157,7 @@ class StateError(Exception):
 
 @dataclass
 class LoggedValue:
-    """One name that the training step has logged. The workers' lists must be alike when the epoch's values are reduced."""
+    """One name that the training step has logged. The workers' lists must be equal when the epoch's values are reduced."""
 
     key: str
     meta: dict[str, Any]  # Lightning's metadata, without its link to the strategy
@@ -218,7 +205,7 @@ class TrainerState:
     counters: dict[str, int] = field(default_factory=dict)  # updates, validations and requests: `handover.py`
 
 
-STATE_CLASSES: tuple[type, ...] = (Layout, LoaderState, LoggedValue, RunningState, Snapshot)
+STATE_CLASSES: tuple[type, ...] = (Layout, LoaderState, LoggedValue, RunningState)
 
 
 # --- capture ------------------------------------------------------------------------------------------------------------------
@@ -229,7 +216,7 @@ def dump(trainer: L.Trainer, loaders: Sequence[ElasticLoader]) -> TrainerState:
 
     Runs the hooks of saving: `state_dict` of callbacks and datamodule, `on_save_checkpoint` of callbacks and module.
     """
-    checkpoint = lightning_adapter.dump_checkpoint(trainer)
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     for part in parts_with_hparams(trainer):
         for key in (part.CHECKPOINT_HYPER_PARAMS_KEY, part.CHECKPOINT_HYPER_PARAMS_NAME, part.CHECKPOINT_HYPER_PARAMS_TYPE):
             checkpoint.pop(key, None)
@@ -250,20 +237,27 @@ def dump(trainer: L.Trainer, loaders: Sequence[ElasticLoader]) -> TrainerState:
 
 def running_state(trainer: L.Trainer) -> RunningState:
     """Return the state that `dump_checkpoint` leaves out."""
-    fit_loop, module = trainer.fit_loop, trainer.lightning_module
+    fit_loop, module, connector = trainer.fit_loop, trainer.lightning_module, trainer._logger_connector
     now = time.monotonic()
-    last_validation = lightning_adapter.validation_time(trainer)
-    train_reload_epoch, val_reload_epoch = lightning_adapter.reload_epochs(trainer)
+    validated_at = getattr(trainer, "_last_val_time", None) if lightning_adapter.validates_by_clock(trainer) else None
     return RunningState(
         should_stop=trainer.should_stop,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         limits=(fit_loop.max_epochs, fit_loop.epoch_loop.max_steps),
-        train_reload_epoch=train_reload_epoch,
-        val_reload_epoch=val_reload_epoch,
-        val_age_s=None if last_validation is None else now - last_validation,
-        first_loop_iter=trainer._logger_connector._first_loop_iter,
-        metrics=lightning_adapter.metrics(trainer),
-        logged=_logged_values(trainer),
+        train_reload_epoch=fit_loop._last_train_dl_reload_epoch,
+        val_reload_epoch=fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
+        val_age_s=None if validated_at is None else now - validated_at,
+        first_loop_iter=connector._first_loop_iter,
+        metrics={
+            "callback": dict(connector._callback_metrics),
+            "logged": dict(connector._logged_metrics),
+            "progress_bar": dict(connector._progress_bar_metrics),
+        },
+        logged=[
+            LoggedValue(key=key, has_reset=metric.has_reset, **description(metric))
+            for key, metric in fit_loop.epoch_loop._results.items()
+            if metric.meta.sync.group is None and (metric.is_tensor or metric.meta.metric_attribute)
+        ],
         requires_grad={name: parameter.requires_grad for name, parameter in module.named_parameters()},
         groups=_group_names(trainer),
         schedulers=[type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs],
@@ -282,21 +276,13 @@ def running_state(trainer: L.Trainer) -> RunningState:
     )
 
 
-def _logged_values(trainer: L.Trainer) -> list[LoggedValue]:
-    return [
-        LoggedValue(key=key, has_reset=metric.has_reset, **description(metric))
-        for key, metric in lightning_adapter.results_of(trainer.fit_loop.epoch_loop).items()
-        if metric.meta.sync.group is None and (metric.is_tensor or metric.meta.metric_attribute)
-    ]
-
-
 def _group_names(trainer: L.Trainer) -> list[list[list[str]] | None]:
     names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
-    found: list[list[list[str]] | None] = []
-    for optimizer in trainer.optimizers:
-        groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
-        found.append(groups if all(all(group) for group in groups) else None)
-    return found
+    by_optimizer = [
+        [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+        for optimizer in trainer.optimizers
+    ]
+    return [groups if all(map(all, groups)) else None for groups in by_optimizer]
 
 
 def _is_mask(module: torch.nn.Module, name: str) -> bool:
@@ -306,9 +292,9 @@ def _is_mask(module: torch.nn.Module, name: str) -> bool:
 
 
 def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Return what the user's code keeps as attributes of the module and its parts, by dotted name.
+    """Return attributes that the user's code keeps in the module and its parts, by dotted name.
 
-    Numbers, flags and texts as they are, tensors, arrays and collections as descriptions that can be compared.
+    Numbers, flags and texts are returned as they are, tensors, arrays and collections as descriptions that can be compared.
     """
     return {
         f"{path}.{name}".lstrip("."): value if isinstance(value, _PLAIN) else [type(value).__name__, described_row(value)]
@@ -345,7 +331,7 @@ def restore(
     if joins and (
         problem := different_callbacks(monitoring(_callbacks(trainer)), state.running.monitoring, "this worker", "the others")
     ):
-        raise StateError(f"{problem}. The job goes on without this worker")
+        raise StateError(f"{problem}. The job continues without this worker")
     sizes = [loader.global_batch_size for loader in loaders if loader.iterable is None]
     for loader, loader_state in zip(loaders, state.loaders, strict=True):
         loader.load_state(loader_state)
@@ -357,16 +343,24 @@ def restore(
             state.checkpoint[part.CHECKPOINT_HYPER_PARAMS_KEY] = dict(part.hparams)
     for callback in _callbacks(trainer):
         if is_lightnings(callback, "ModelCheckpoint") and callback.state_key in state.running.checkpoint_folders:
-            # While alone, it chose a folder by itself. Because of it, it would refuse the others' best scores.
+            # While alone, it chose another folder. Because of it, it would refuse the others' best scores.
             callback.dirpath = state.running.checkpoint_folders[callback.state_key]
     if enters_epoch and strategy.reruns_epoch_hooks:
-        _run_epoch_start_hooks(trainer, state)
-    _prune_alike(trainer.lightning_module, state.running.pruned)
+        _restore_loops(trainer, state.checkpoint)
+        _set_metrics(trainer, state.running)
+        trainer.accumulate_grad_batches = state.running.accumulate_grad_batches
+        run_epoch_start_hooks(trainer)
+    _prune(trainer.lightning_module, state.running.pruned)
     if strategy.elastic_tables is None:
         _set_groups(trainer, state.running.groups, state.checkpoint["optimizer_states"])
-    _compare_schedulers(trainer, state.running)
+    schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
+    if schedulers != state.running.schedulers:
+        raise StateError(
+            f"the others' learning-rate schedulers are {state.running.schedulers}, this worker's are {schedulers}: they were "
+            "changed while training by a hook other than on_train_epoch_start; change them there, or in configure_optimizers"
+        )
     _restore_checkpoint(trainer, state.checkpoint)
-    adopt_running_state(trainer, strategy, state.running)
+    adopt_running_state(trainer, state.running)
     if joins:
         trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = state.running.limits
     random.setstate(state.python_random)  # type: ignore[arg-type]
@@ -396,12 +390,12 @@ def random_state(device: torch.device) -> dict[str, Any]:
     }
 
 
-def go_on_drawing(saved: Mapping[str, Any], device: torch.device, place: tuple[int, int]) -> None:
-    """Let random generators go on from a checkpoint, unless the script begins with another seed now.
+def restore_random(saved: Mapping[str, Any], device: torch.device, place: tuple[int, int]) -> None:
+    """Let random generators continue from a checkpoint, unless the script begins with another seed now.
 
     Args:
         saved: `random_state` of rank 0 when the checkpoint was saved.
-        place: batch and global rank. Only rank 0 draws on; no two workers may draw the same dropout masks.
+        place: batch and global rank. Only rank 0 continues; no two workers may draw the same dropout masks.
     """
     if saved["seed"] != os.environ.get(SEED_OF_SCRIPT, ""):
         return
@@ -438,8 +432,15 @@ def trained_parameters(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def _restore_checkpoint(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
-    lightning_adapter.restore_checkpoint(trainer, checkpoint)
-    _go_on(trainer)
+    """Restore datamodule, model, callbacks and training state from a checkpoint in memory."""
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = checkpoint
+    connector.restore_datamodule()
+    connector.restore_model()
+    connector.restore_callbacks()
+    connector.restore_training_state()
+    connector._loaded_checkpoint = {}
+    _continue_loops(trainer)
 
 
 def run_epoch_start_hooks(trainer: L.Trainer) -> None:
@@ -448,8 +449,10 @@ def run_epoch_start_hooks(trainer: L.Trainer) -> None:
     The other workers do not run it, so the strategy's collectives return here as on a single device.
     """
     strategy: Any = trainer.strategy
+    call = submodule(package_of(trainer), "trainer.call")
     with strategy.collectives.alone():
-        lightning_adapter.call_hooks(trainer, "on_train_epoch_start")
+        call._call_callback_hooks(trainer, "on_train_epoch_start")
+        call._call_lightning_module_hook(trainer, "on_train_epoch_start")
 
 
 def _restore_loops(trainer: L.Trainer, checkpoint: dict[str, Any]) -> bool:
@@ -459,9 +462,12 @@ def _restore_loops(trainer: L.Trainer, checkpoint: dict[str, Any]) -> bool:
         Whether the next epoch begins.
     """
     part = {"loops": checkpoint["loops"], "callbacks": checkpoint.get("callbacks", {})}
-    lightning_adapter.restore_loops(trainer, part)
-    lightning_adapter.load_callback_states(trainer, part)
-    _go_on(trainer)
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = part
+    connector.restore_loops()
+    connector._loaded_checkpoint = {}
+    submodule(package_of(trainer), "trainer.call")._call_callbacks_load_state_dict(trainer, part)
+    _continue_loops(trainer)
     return _begin_next_epoch_if_ended(trainer)
 
 
@@ -483,39 +489,33 @@ def _begin_next_epoch_if_ended(trainer: L.Trainer) -> bool:
     return True
 
 
-def _run_epoch_start_hooks(trainer: L.Trainer, state: TrainerState) -> None:
-    _restore_loops(trainer, state.checkpoint)
-    _set_metrics(trainer, state.running)
-    trainer.accumulate_grad_batches = state.running.accumulate_grad_batches
-    run_epoch_start_hooks(trainer)
-
-
-def _go_on(trainer: L.Trainer) -> None:
+def _continue_loops(trainer: L.Trainer) -> None:
+    """Let the loops continue where the others are. Lightning's own restart would repeat hooks and validation."""
     fit_loop = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
-    optimizations = epoch_loop.automatic_optimization, epoch_loop.manual_optimization
-    # The loops continue where the others are. Lightning's own restart would repeat hooks and validation.
-    lightning_adapter.clear_restart_flags(fit_loop, epoch_loop, epoch_loop.val_loop, *optimizations)
+    loops = fit_loop, epoch_loop, epoch_loop.val_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization
     # The parameter groups of these callbacks exist already.
-    lightning_adapter.clear_restart_flags(
-        *(callback for callback in _callbacks(trainer) if is_lightnings(callback, "BaseFinetuning"))
-    )
+    finetuning = (callback for callback in _callbacks(trainer) if is_lightnings(callback, "BaseFinetuning"))
+    for each in (*loops, *finetuning):
+        for flag in RESTARTS:
+            if hasattr(each, flag):
+                setattr(each, flag, False)
 
 
-def adopt_running_state(trainer: L.Trainer, strategy: LiveStrategy, running: RunningState) -> None:
+def adopt_running_state(trainer: L.Trainer, running: RunningState) -> None:
     """Set the values that another worker's `running_state` returned."""
     now = time.monotonic()
     trainer.should_stop = running.should_stop
     trainer.accumulate_grad_batches = running.accumulate_grad_batches
-    lightning_adapter.set_reload_epochs(trainer, running.train_reload_epoch, running.val_reload_epoch)
+    trainer.fit_loop._last_train_dl_reload_epoch = running.train_reload_epoch
+    trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = running.val_reload_epoch
     if running.val_age_s is not None and lightning_adapter.validates_by_clock(trainer):
-        lightning_adapter.set_validation_time(trainer, now - running.val_age_s)
+        trainer._last_val_time = now - running.val_age_s  # type: ignore[attr-defined]
     trainer._logger_connector._first_loop_iter = running.first_loop_iter
     _set_metrics(trainer, running)
-    results = lightning_adapter.results_of(trainer.fit_loop.epoch_loop)
-    results.clear()  # drops values from hooks that this worker ran while it was alone
+    trainer.fit_loop.epoch_loop._results.clear()  # drops values from hooks that this worker ran while it was alone
     for logged in running.logged:
-        _adopt_logged_value(trainer, strategy, logged)
+        _adopt_logged_value(trainer, logged)
     parameters = dict(trainer.lightning_module.named_parameters())
     for name, requires_grad in running.requires_grad.items():
         if name in parameters and parameters[name].requires_grad != requires_grad:
@@ -530,36 +530,33 @@ def adopt_running_state(trainer: L.Trainer, strategy: LiveStrategy, running: Run
             setattr(callback, name, None if age_s is None else now - age_s)
     for timer in (callback for callback in _callbacks(trainer) if is_lightnings(callback, "Timer")):
         # Its state holds the time until now, so the time that this worker has waited alone does not count.
-        lightning_adapter.restart_timer(timer, now)
+        timer._start_time.update({stage: now for stage, began in timer._start_time.items() if stage == "train" and began})
 
 
 def _set_metrics(trainer: L.Trainer, running: RunningState) -> None:
-    device = trainer.strategy.root_device
+    connector, device = trainer._logger_connector, trainer.strategy.root_device
 
-    def here(name: str) -> dict[str, Any]:
-        return {
-            key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in running.metrics[name].items()
-        }
+    def here(kind: str) -> dict[str, Any]:
+        return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in running.metrics[kind].items()}
 
-    lightning_adapter.set_metrics(trainer, {kind: here(kind) for kind in ("callback", "logged", "progress_bar")})
+    connector._callback_metrics, connector._logged_metrics = here("callback"), here("logged")
+    connector._progress_bar_metrics = here("progress_bar")
 
 
-def _adopt_logged_value(trainer: L.Trainer, strategy: LiveStrategy, logged: LoggedValue) -> None:
+def _adopt_logged_value(trainer: L.Trainer, logged: LoggedValue) -> None:
     """Make an entry, still without a value, for a name that the others have logged before this worker came."""
     try:
-        metric = new_entry(
-            trainer, logged.meta, logged.is_tensor, logged.is_synced, logged.rank_zero_only, strategy.root_device
-        )
+        metric = new_entry(trainer, logged.meta, logged.is_tensor, logged.is_synced, logged.rank_zero_only)
     except AttributeError as error:
         raise StateError(
             f"the others log the metric {logged.key!r} from the module's attribute {logged.meta['metric_attribute']!r}, "
             "which this worker's module does not have; create metrics in __init__ or setup"
         ) from error
     metric.has_reset = logged.has_reset
-    lightning_adapter.results_of(trainer.fit_loop.epoch_loop)[logged.key] = metric
+    trainer.fit_loop.epoch_loop._results[logged.key] = metric
 
 
-def _prune_alike(module: torch.nn.Module, pruned: Mapping[str, torch.Tensor]) -> None:
+def _prune(module: torch.nn.Module, pruned: Mapping[str, torch.Tensor]) -> None:
     """Give masks to the parameters that the others have pruned. Values follow with the state dict."""
     for name, mask in pruned.items():
         path, _, parameter = name.rpartition(".")
@@ -604,18 +601,9 @@ def _set_groups(trainer: L.Trainer, theirs: Sequence[list[list[str]] | None], st
         ]
 
 
-def _compare_schedulers(trainer: L.Trainer, running: RunningState) -> None:
-    mine = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
-    if mine != running.schedulers:
-        raise StateError(
-            f"the others' learning-rate schedulers are {running.schedulers}, this worker's are {mine}: they were changed while "
-            "training by a hook other than on_train_epoch_start; change them there, or in configure_optimizers"
-        )
-
-
 def _warn_of_attributes(module: torch.nn.Module, theirs: Mapping[str, Any]) -> None:
     mine = _plain_attributes(module)
-    changed = [_difference_of_states(k, theirs[k], mine[k]) for k in theirs if k in mine and not _equal(theirs[k], mine[k])]
+    changed = [_difference(k, theirs[k], mine[k]) for k in theirs if k in mine and not _equal(theirs[k], mine[k])]
     if changed:
         log.warning(
             "the model's attributes %s differ from the other workers'. Training has changed them and no checkpoint holds them. "
@@ -624,7 +612,7 @@ def _warn_of_attributes(module: torch.nn.Module, theirs: Mapping[str, Any]) -> N
         )
 
 
-def _difference_of_states(name: str, theirs: Any, mine: Any) -> str:
+def _difference(name: str, theirs: Any, mine: Any) -> str:
     if isinstance(theirs, list) and isinstance(mine, list):
         return f"{name} (a {theirs[0]})"
     there, here = (f"a {each[0]}" if isinstance(each, list) else repr(each) for each in (theirs, mine))
@@ -647,17 +635,13 @@ def parts_with_hparams(trainer: L.Trainer) -> list[Any]:
     return [part for part in (trainer.lightning_module, getattr(trainer, "datamodule", None)) if part is not None]
 
 
-def is_lightnings(callback: object, name: str) -> bool:
-    """Return whether a callback is of Lightning's class of that name, from either of its two packages."""
-    return any(
-        kind.__name__ == name and kind.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
-        for kind in type(callback).__mro__
-    )
+def is_lightnings(thing: object, name: str) -> bool:
+    """Return whether a callback or logger is of Lightning's class of that name, from either of its two packages."""
+    return any(kind.__name__ == name and kind.__module__.startswith(PACKAGES) for kind in type(thing).__mro__)
 
 
 def _callbacks(trainer: L.Trainer) -> list[Any]:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]  # Lightning does not declare them
 
 
 def _fields_of_callbacks(trainer: L.Trainer, table: Mapping[str, tuple[str, ...]]) -> list[tuple[str, Any, tuple[str, ...]]]:

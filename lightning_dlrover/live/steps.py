@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -19,27 +19,24 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover.checks import BackwardCheck, UnsupportedScriptError, explain_memory
-from lightning_dlrover.live import lightning_adapter
 from lightning_dlrover.live.metrics import EpochMetrics, KeptValues
 from lightning_dlrover.live.order import FitPosition
-from lightning_dlrover.live.ports import Batches, Job, Round, TrainerPort
 from lightning_dlrover.live.recovery import (
     Before,
     Counts,
     Frozen,
     ManualWindow,
+    ResilientCollectives,
     Update,
     apply,
     call_restart_hooks,
     capture,
-    metrics_of,
 )
-from lightning_dlrover.live.replica import IncompleteBackwardError
+from lightning_dlrover.live.replica import IncompleteBackwardError, TrainerOfFit
+from lightning_dlrover.live.train_loaders import TrainLoaders
+from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.membership.member import WorldError
 from lightning_dlrover.rdzv.transport.transfer import BufferCopies
-
-if TYPE_CHECKING:
-    from lightning_dlrover.live.lightning_adapter import EpochLoop
 
 # Cut a batch into parts along its samples, and put the results of its parts together. Pure.
 
@@ -90,19 +87,19 @@ def part_of(batch: Any, num_samples: int, rows: slice, path: str = "batch") -> A
     if isinstance(batch, _CONSTANTS):
         return batch
     if isinstance(batch, Mapping):
-        fields = {key: part_of(value, num_samples, rows, f"{path}[{key!r}]") for key, value in batch.items()}
-        return fields if type(batch) is dict else type(batch)(fields)  # type: ignore[call-arg]
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        parts = {key: part_of(value, num_samples, rows, f"{path}[{key!r}]") for key, value in batch.items()}
+        return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
+    if is_dataclass(batch) and not isinstance(batch, type):
         part = copy.copy(batch)
-        for field in dataclasses.fields(batch):
+        for field in fields(batch):
             value = part_of(getattr(batch, field.name), num_samples, rows, f"{path}.{field.name}")
             object.__setattr__(part, field.name, value)
         return part
     if isinstance(batch, list | tuple):
         if _holds_samples(batch, num_samples):
             return batch[rows]
-        parts = [part_of(value, num_samples, rows, f"{path}[{i}]") for i, value in enumerate(batch)]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        items = [part_of(value, num_samples, rows, f"{path}[{i}]") for i, value in enumerate(batch)]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     raise _refusal(path, f"is of type {type(batch).__name__}", num_samples)
 
 
@@ -162,7 +159,7 @@ def _fields(value: Any) -> Iterable[Any]:
         return value.values()
     if isinstance(value, list | tuple):
         return value
-    return vars(value).values() if dataclasses.is_dataclass(value) and not isinstance(value, type) else ()
+    return vars(value).values() if is_dataclass(value) and not isinstance(value, type) else ()
 
 
 def _leaves(value: Any) -> Iterable[Any]:
@@ -174,8 +171,8 @@ def _leaves(value: Any) -> Iterable[Any]:
 
 def _refusal(path: str, what: str, num_samples: int) -> UnsplittableBatchError:
     return UnsplittableBatchError(
-        f"this worker computes its share of {num_samples} samples in parts, but {path} {what}, so its samples cannot be told "
-        "apart: let the collate_fn return tensors with the samples in the first dimension, also in lists, dictionaries or "
+        f"this worker computes its share of {num_samples} samples in parts, but {path} {what}, so its samples cannot be "
+        "separated: let the collate_fn return tensors with the samples in the first dimension, also in lists, dictionaries or "
         "dataclasses, or define split_batch(batch, sizes) in the LightningModule, which returns a list of batches"
     )
 
@@ -187,7 +184,7 @@ def _refusal(path: str, what: str, num_samples: int) -> UnsplittableBatchError:
 # reduces them with the last part. So the worker begins as many collectives as one that computes its share at once, and the
 # others wait there.
 #
-# Where memory runs out before this worker has begun a collective in the pass, it starts the batch over by itself. Otherwise
+# Where memory runs out before this worker has begun a collective in the pass, it starts the batch over alone. Otherwise
 # its message may have left already, and all workers repeat the step, as after a loss.
 
 log = logging.getLogger(__name__)
@@ -200,33 +197,18 @@ LONE_PART = (
 )
 
 
-class LoggingStep(Protocol):
-    """A training step that logs values."""
-
-    def log_for(self, kwargs: Any) -> None:
-        """Make Lightning weight the next logged values by the size of the batch in these arguments of the step."""
-
-
 class Parts:
-    """One worker's parts of its shares.
+    """One worker's parts of its shares."""
 
-    Args:
-        step: the step whose share is computed.
-    """
-
-    def __init__(
-        self, job: Job, round_: Round, batches: Batches, trainer: TrainerPort, position: FitPosition, step: LoggingStep
-    ) -> None:
+    def __init__(self, world: World, batches: TrainLoaders, trainer: TrainerOfFit, position: FitPosition) -> None:
         max_share = trainer.strategy.max_share
         self.room = None if max_share in (None, "whole") else int(max_share)  # samples of one pass; None: no limit is known
         self.weight = 1.0  # of the current part's mean loss in that of the share
         self.is_first = True
-        self._job = job
-        self._round = round_
+        self._world = world
         self._batches = batches
         self._trainer = trainer
         self._position = position
-        self._step = step
         self._is_whole = max_share == "whole"
         self._is_caught = False  # set inside of `until_it_fits`
         self._size = 0  # samples of the part under computation; 0: none is
@@ -334,13 +316,13 @@ class Parts:
                 self.is_first, self._is_last = number == 0, number == len(sizes) - 1
                 arguments = type(kwargs)({**kwargs, name: part})
                 if len(sizes) > 1:
-                    self._step.log_for(arguments)
+                    self._trainer.log_for(arguments)
                 result = self._compute_part(make(arguments))
                 losses += [] if result.loss is None else [(result.loss, size)]
                 extras.append(apply_to_collection(result.extra, Tensor, Tensor.detach))
         if len(sizes) == 1:
             return result
-        self._step.log_for(kwargs)
+        self._trainer.log_for(kwargs)
         loss = whole_value("mean", *zip(*losses, strict=True)) if losses else None
         return type(result)(loss, extra=whole_output(extras, sizes))
 
@@ -371,8 +353,8 @@ class Parts:
     @contextmanager
     def users_step(self) -> Iterator[None]:
         """Surround the user's training step, after the collectives with which DDP begins a forward pass."""
-        self._num_begun = self._round.num_begun
-        with nullcontext() if self._is_last else self._round.alone(LONE_PART):
+        self._num_begun = self._world.num_begun
+        with nullcontext() if self._is_last else self._world.alone(LONE_PART):
             yield
 
     def backward_begins(self) -> None:
@@ -420,7 +402,7 @@ class Parts:
     # --- after memory ran out -------------------------------------------------------------------------------------------------
 
     def _explain(self, error: torch.OutOfMemoryError, reason: str) -> NoReturn:
-        raise explain_memory(error, self._size, self._round.size, reason) from error
+        raise explain_memory(error, self._size, self._position.size, reason) from error
 
     def _make_smaller(self, cause: str) -> None:
         """Halve the parts, and free what the failed one has computed.
@@ -428,7 +410,7 @@ class Parts:
         Raises:
             IncompleteBackwardError: other workers may have received something of the failed pass.
         """
-        worker, size, replica = self._job.worker_id, self._size, self._replica
+        worker, size, replica = self._world.worker_id, self._size, self._replica
         self.room, self._size = -(-size // 2), 0
         self._trainer.optimizers[0].zero_grad()
         gc.collect()
@@ -441,7 +423,7 @@ class Parts:
         if replica is None:
             return
         is_reducing = self._is_synced and self._is_in_backward
-        if is_reducing or self._num_begun != self._round.num_begun or replica.static_graph:
+        if is_reducing or self._num_begun != self._world.num_begun or replica.static_graph:
             raise IncompleteBackwardError(f"memory ran out in a share of {size} samples, and other workers await its gradients")
         replica.require_forward_param_sync = False  # the failed pass has received rank 0's buffers
 
@@ -459,29 +441,22 @@ class Parts:
 # gradients is missing.
 
 
+@dataclass(eq=False)
 class TrainingSteps:
     """One worker's training steps, and the records with which it repeats the current one."""
 
-    def __init__(
-        self,
-        job: Job,
-        round_: Round,
-        batches: Batches,
-        trainer: TrainerPort,
-        position: FitPosition,
-        metrics: EpochMetrics,
-        kept: KeptValues,
-    ) -> None:
-        self._job = job
-        self._round = round_
-        self._batches = batches
-        self._trainer = trainer
-        self._position = position
-        self._metrics = metrics
-        self._kept = kept
-        self.parts = Parts(job, round_, batches, trainer, position, self)
+    _world: World
+    _collectives: ResilientCollectives
+    _batches: TrainLoaders
+    _trainer: TrainerOfFit
+    _position: FitPosition
+    _metrics: EpochMetrics
+    _kept: KeptValues
+
+    def __post_init__(self) -> None:
+        self.parts = Parts(self._world, self._batches, self._trainer, self._position)
         self.backwards = BackwardCheck()
-        self.window = ManualWindow(trainer.lightning)
+        self.window = ManualWindow(self._trainer.lightning)
         self.window_is_stale = False  # a lost worker took its share of the open accumulation window's gradients
         self._users_metrics: list[torchmetrics.Metric] = []  # torchmetrics objects of the user's module
         self._buffers: BufferCopies | None = None  # None with sharded tables: a loss brings back a snapshot
@@ -505,7 +480,7 @@ class TrainingSteps:
             UnsupportedScriptError: `max_share` cannot be kept.
         """
         self.parts.check()
-        self._users_metrics = metrics_of(self._trainer.module)
+        self._users_metrics = [part for part in self._trainer.module.modules() if isinstance(part, torchmetrics.Metric)]
         self._buffers = BufferCopies(self._trainer.module) if self._trainer.elastic_tables is None else None
 
     @property
@@ -519,10 +494,9 @@ class TrainingSteps:
 
     def run_automatic(self, run: Callable[..., Any], optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
         """Run Lightning's automatic optimization of one batch, and repeat it as often as its collectives fail."""
-        automatic = self._epoch_loop.automatic_optimization
-        progress = automatic.optim_progress.optimizer
+        progress = self._trainer.epoch_loop.automatic_optimization.optim_progress.optimizer
         counts = self._counts_of(progress)
-        closes_window = not lightning_adapter.is_accumulating(self._trainer.lightning)
+        closes_window = not self._trainer.lightning.fit_loop._should_accumulate()
         again = False
 
         def compute() -> Any:
@@ -537,10 +511,10 @@ class TrainingSteps:
         while True:
             self._position.in_step = True
             before = counts.take()
-            if (done := self._round.attempt(compute)) is not None:
+            if (done := self._collectives.attempt(compute)) is not None:
                 result = done[0]
                 break
-            skip = self._round.recover()
+            skip = self._collectives.recover()
             counts.restore(before)
             if skip:
                 progress.step.increment_ready()
@@ -568,8 +542,7 @@ class TrainingSteps:
             make: makes Lightning's own closure.
         """
         made = make(kwargs, optimizer, batch_idx)
-        automatic = self._epoch_loop.automatic_optimization
-        counts = self._counts_of(automatic.optim_progress.optimizer)
+        counts = self._counts_of(self._trainer.epoch_loop.automatic_optimization.optim_progress.optimizer)
 
         def evaluate() -> Any:
             before, num_backwards = counts.take(), self._num_backwards
@@ -594,25 +567,25 @@ class TrainingSteps:
             return self._redo_window(inside=True)  # its gradients are added to those of earlier batches
         self._take_back()
         kwargs = self._batches.refetched(1)[0]  # the step may have changed the batch in place
-        self.log_for(kwargs)
+        self._trainer.log_for(kwargs)
         return kwargs
 
     def run_manual(self, run: Callable[..., Any], kwargs: Any) -> Any:
         """Run the user's own optimization of one batch. Undo and repeat it as often as its collectives fail."""
-        progress = self._epoch_loop.manual_optimization.optim_step_progress
+        progress = self._trainer.epoch_loop.manual_optimization.optim_step_progress
         counts = self._counts_of(progress)
         self._remember()
-        if self._round.size > 1:
+        if self._position.size > 1:
             self._frozen = Frozen(self._trainer.module)
             self.window.remember()
         while True:
             self._begin_manual_batch()
             before = counts.take()
             skip = False
-            if (done := self._round.attempt(self.parts.run_manual, self._checked, run, kwargs)) is not None:
+            if (done := self._collectives.attempt(self.parts.run_manual, self._checked, run, kwargs)) is not None:
                 result = done[0]
                 break
-            skip = self._round.recover()
+            skip = self._collectives.recover()
             if skip:
                 result = {}
                 break
@@ -628,7 +601,7 @@ class TrainingSteps:
             call_restart_hooks(self._trainer.lightning, self._trainer.num_handed_out - 1)
             self._take_back()
             kwargs = self._batches.refetched(1)[0]
-            self.log_for(kwargs)
+            self._trainer.log_for(kwargs)
         self._position.in_step = False
         self._position.updates += 1
         self._max_manual_steps = max(self._max_manual_steps, self._manual_steps)
@@ -638,7 +611,7 @@ class TrainingSteps:
         self._undo = self._before = self._frozen = None
         self.window.forget()
         self.inherit_values()
-        if not skip:  # else all have met meanwhile
+        if not skip:  # else all have met
             self._send_values()
         self._metrics.agree_on_step()
         return result
@@ -646,17 +619,16 @@ class TrainingSteps:
     def _checked(self, run: Callable[..., Any], kwargs: Any) -> Any:
         """Run a batch of manual optimization. Check gradients and buffers that it leaves to the next batches."""
         result = run(kwargs)
-        manual = self._epoch_loop.manual_optimization
-        has_stepped = manual.optim_step_progress.total.completed > 0
+        has_stepped = self._trainer.epoch_loop.manual_optimization.optim_step_progress.total.completed > 0
         if self._manual_steps == 0 and has_stepped:  # else the user may have stepped optimizers that Lightning has not wrapped
-            self._round.check_gradients()
+            self._collectives.check_gradients()
         return result
 
     def before_optimizer_step(self, optimizer: Any, closure: Any) -> None:
         """Manual optimization: keep the state that a batch's first update will overwrite, if the batch may hold several."""
         if not self._position.in_step or self._trainer.is_automatic:
             return
-        if self._job.config.max_workers > 1:
+        if self._world.config.max_workers > 1:
             self.backwards.optimizer_step(optimizer, closure)
         if self._manual_steps == 0 and self._max_manual_steps != 1 and self._can_undo:
             self._undo = copy.deepcopy(capture(self._trainer.lightning))
@@ -677,9 +649,9 @@ class TrainingSteps:
         """
         if not self._trainer.is_automatic:
             return
-        if self._has_loss or self._round.size == 1 or self._trainer.accumulate_grad_batches > 1:
+        if self._has_loss or self._position.size == 1 or self._trainer.accumulate_grad_batches > 1:
             return
-        if self._round.all_reach(f"no-loss/{self._position.fit}/{self._position.batch}"):
+        if self._world.all_reach(f"no-loss/{self._position.fit}/{self._position.batch}"):
             self._trainer.optimizers[0].zero_grad()
 
     def backward_begins(self) -> None:
@@ -699,11 +671,11 @@ class TrainingSteps:
 
         def send() -> None:
             self._kept.begin(self._position.updates)
-            if not self._round.is_asynchronous:
+            if not self._world.is_asynchronous:
                 self.values_arrive()
 
-        if self._round.attempt(send) is None:
-            self._round.recover()
+        if self._collectives.attempt(send) is None:
+            self._collectives.recover()
 
     # --- after a loss -------------------------------------------------------------------------------------------------------
 
@@ -731,17 +703,17 @@ class TrainingSteps:
         self._batches.computed = self._undo = None
 
     def _redo_window(self, inside: bool = False) -> Any:
-        return self.parts.until_it_fits(lambda again: self._redone_window(inside))
-
-    def _redone_window(self, inside: bool) -> Any:
         """Compute the gradients of the accumulation window's earlier batches again, split for the current world.
 
         Args:
-                inside: whether the last batch handed out is still to be computed.
+            inside: whether the last batch handed out is still to be computed.
 
         Returns:
             The arguments of the training step for that batch; None if not `inside`.
         """
+        return self.parts.until_it_fits(lambda again: self._redone_window(inside))
+
+    def _redone_window(self, inside: bool) -> Any:
         handed_out = self._trainer.num_handed_out
         earlier = (handed_out - inside) % self._trainer.accumulate_grad_batches
         is_automatic = self._trainer.is_automatic
@@ -756,15 +728,15 @@ class TrainingSteps:
         try:
             for i, kwargs in enumerate(steps[:earlier]):
                 self._batches.computed = self._batches.first.cursor - inside - earlier + i
-                self.log_for(kwargs)
+                self._trainer.log_for(kwargs)
                 batch_idx = handed_out - inside - earlier + i
                 with self._trainer.strategy.block_backward_sync():
-                    lightning_adapter.closure(self._trainer.lightning, kwargs, optimizer, batch_idx)()
+                    self._trainer.epoch_loop.automatic_optimization._make_closure(kwargs, optimizer, batch_idx)()
         finally:
             self._batches.computed = None
         self.window_is_stale = False
         if inside:
-            self.log_for(steps[-1])
+            self._trainer.log_for(steps[-1])
         return steps[-1] if inside else None
 
     def inherit_values(self) -> None:
@@ -782,9 +754,9 @@ class TrainingSteps:
 
     def _remember(self) -> None:
         """Record logged values and buffers before an accumulation window, in case its batches are computed again."""
-        results, has_peers = lightning_adapter.results_of(self._epoch_loop), self._round.size > 1
-        can_repeat = has_peers or not self.parts.refusal
-        self._before = Before(self._users_metrics, results, self._buffers if has_peers else None) if can_repeat else None
+        has_peers, self._before = self._position.size > 1, None
+        if has_peers or not self.parts.refusal:
+            self._before = Before(self._users_metrics, self._trainer.results, self._buffers if has_peers else None)
 
     def _counts_of(self, progress: Any) -> Counts:
         if self._counts is None or self._counts.progress is not progress:
@@ -806,13 +778,4 @@ class TrainingSteps:
     @property
     def _can_undo(self) -> bool:
         # With sharded tables, recovery from a loss goes back to a snapshot.
-        return self._round.size > 1 and self._trainer.elastic_tables is None
-
-    def log_for(self, kwargs: Any) -> None:
-        """Make Lightning weight the next logged values by the size of this batch."""
-        results = lightning_adapter.results_of(self._epoch_loop)
-        results.batch, results.batch_size = kwargs["batch"] if "batch" in kwargs else next(iter(kwargs.values())), None
-
-    @property
-    def _epoch_loop(self) -> EpochLoop:
-        return self._trainer.epoch_loop
+        return self._position.size > 1 and self._trainer.elastic_tables is None

@@ -23,12 +23,12 @@ from lightning_dlrover.rdzv.job.records import PlanRecord
 if TYPE_CHECKING:
     import lightning as L
 
+log = logging.getLogger(__name__)
+
 # Apply a plan's threads, loader workers and prefetching in one worker while it trains.
 #
 # Workers need not agree on the time, because none of these changes which samples a worker gets. `live/loader_workers.py`
 # replaces loader workers without a pause. The number of workers is a matter of rounds (`live/training.py`).
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _in_force(loaders: Sequence[ElasticLoader]) -> _Settings:
 
 
 class TrainLoaders:
-    """The training loaders of a Trainer, which it may make anew for each epoch, and state that outlives them.
+    """The training loaders of a Trainer, which may make new ones for each epoch, and state that outlives them.
 
     Args:
         has_global_batch_size: whether the strategy was given one, which holds for each loader.
@@ -134,7 +134,7 @@ class TrainLoaders:
         self._has_warned = False
         self.may_add_workers = False  # whether a plan may give loader workers to any dataset whose loader has none
         self._counted: Sequence[int] = ()  # global batches by which the Trainer counts an epoch's batches
-        self._former: Iterator[ElasticLoader] = iter(())  # loaders in whose place a script makes its next ones
+        self._former: Iterator[ElasticLoader] = iter(())  # loaders that the script's next ones replace
         self._are_made_again = False  # whether all workers have such loaders, and make others together
         self._size_when_made = 0  # workers
         self.saved: Mapping[str, Any] = {}  # what the checkpoint that is being resumed has of each training loader
@@ -157,9 +157,8 @@ class TrainLoaders:
     @property
     def batch_number(self) -> int:
         """Number of batches handed out over all epochs."""
-        # Not derived from the epoch: loaders made anew may be shorter, and this number must grow.
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        return progress.total.ready
+        # Not derived from the epoch: new loaders may be shorter, and this number must grow.
+        return self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
     @property
     def refusal(self) -> str:
@@ -236,18 +235,20 @@ class TrainLoaders:
         return found
 
     def agree_on_layout(self, made: ElasticLoader, peers: Peers) -> None:
-        """Let rank 0's layout hold for a loader that the script makes in place of another one, as for the first ones."""
+        """Give rank 0's layout to a loader that the script makes in place of another one, as to the first ones."""
         layout = made.order.layout
         if self._are_made_again and layout is not None:
             made.order.take_layout(Layout(**peers.of_rank_zero(asdict(layout))))
 
     def attend(self, made: ElasticLoader) -> None:
-        """Close a loader of any kind as soon as the Trainer uses it no longer."""
+        """Close a loader of any kind as soon as the Trainer no longer uses it."""
         self._made.append(made)
 
     def close_unused(self) -> None:
         """End the processes of loaders that the Trainer has replaced. Lightning closes only loaders of torch's own."""
-        in_use = lightning_adapter.loaders_of_fit(self._trainer)
+        loops = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop
+        combined = (lightning_adapter.combined_loader(loop) for loop in loops)
+        in_use = [loader for each in combined if each is not None for loader in each.flattened]
         for loader in [made for made in self._made if not any(made is used for used in in_use)]:
             loader.close()
             self._made.remove(loader)
@@ -271,7 +272,6 @@ class TrainLoaders:
             loader.order.take_seed(seed)
 
     def prepare_next(self) -> None:
-        """Let the loader workers of all loaders prepare the next batch."""
         for loader in self.all:
             loader.prepare_next()
 
@@ -284,7 +284,7 @@ class TrainLoaders:
 
     @property
     def _global_batches(self) -> list[int]:
-        """Global batches of the loaders that know their length."""
+        """Global batches of the loaders whose length is known."""
         return [loader.global_batch_size for loader in self.all if loader.iterable is None]
 
     @property
@@ -312,7 +312,7 @@ class TrainLoaders:
         return int(progress.current.processed)
 
     def recount(self) -> None:
-        """Count the epoch's batches anew, where a stream has brought another number of rows, or others another global batch."""
+        """Recount the epoch's batches if a stream has another number of rows, or another worker another global batch."""
         if self.grow or self._counted != self._global_batches:
             lightning_adapter.recount_batches(self._trainer)
             self._known = ()  # so that the loaders keep step with the new number
@@ -327,7 +327,7 @@ class TrainLoaders:
         if not self._has_warned and weights and max(weights) - min(weights) > 1e-9:
             self._has_warned = True
             log.warning(
-                "the global batches of the training loaders (%s samples) do not divide alike over %d workers: the loss is "
+                "the global batches of the training loaders (%s samples) are not split equally over %d workers: the loss is "
                 "weighted by the share of the first one. Batch sizes that all numbers of workers divide make it exact",
                 ", ".join(str(loader.global_batch_size) for loader in self._known),
                 self._known[0].world_size,
@@ -359,20 +359,14 @@ class TrainLoaders:
         return self.first.split.num_own_samples(self._batch_under_computation)
 
     @property
-    def positions_in_streams(self) -> list[dict[str, Any] | None]:
-        """Where each training loader is in its stream, as plain data for checkpoints; None for other data."""
-        return [loader.position_in_stream for loader in self.all] if self.are_made else []
-
-    @property
-    def places_in_iterables(self) -> list[dict[str, Any] | None]:
-        """Where each training loader is in its `IterableDataset`, for checkpoints; None for other data."""
+    def in_checkpoint(self) -> dict[str, list[Any]]:
+        """Each training loader's place in its data as plain data, see `ElasticLoader.resume`; None for data of another kind."""
         loaders = self.all if self.are_made else []
-        return [loader.iterable.in_checkpoint() if loader.iterable is not None else None for loader in loaders]
-
-    @property
-    def orders(self) -> list[dict[str, Any]]:
-        """What a cursor of each training loader depends on, for checkpoints."""
-        return [loader.order_in_checkpoint for loader in self.all] if self.are_made else []
+        return {
+            "streams": [loader.position_in_stream for loader in loaders],
+            "iterables": [loader.iterable and loader.iterable.in_checkpoint() for loader in loaders],
+            "orders": [loader.order_in_checkpoint for loader in loaders],
+        }
 
     # --- position -------------------------------------------------------------------------------------------------------------
 
@@ -385,13 +379,18 @@ class TrainLoaders:
         for number, loader in enumerate(self.all):
             loader.cursor = cursor
             if self.saved:
-                loader.resume(*(_saved_at(self.saved.get(name, ()), number) for name in ("orders", "streams", "iterables")))
+                saved = [self.saved.get(name, ()) for name in ("orders", "streams", "iterables")]
+                loader.resume(*(each[number] if number < len(each) else None for each in saved))
         self.saved = {}
-        lightning_adapter.fetcher_of(self._trainer.fit_loop).fetched = cursor
+        self._fetcher.fetched = cursor
+
+    @property
+    def _fetcher(self) -> Any:
+        return self._trainer.fit_loop._data_fetcher
 
     def lead_fetcher(self) -> None:
         """Bring Lightning's fetcher to the loaders' position."""
-        fetcher, loader = lightning_adapter.fetcher_of(self._trainer.fit_loop), self.first
+        fetcher, loader = self._fetcher, self.first
         fetcher.fetched = loader.cursor
         if loader.iterable is not None:
             fetcher.length = None if loader.split.num_samples == UNKNOWN else loader.num_epoch_batches
@@ -429,7 +428,3 @@ class TrainLoaders:
         for loader in self._made:
             loader.close()
         self._made = []
-
-
-def _saved_at(each: Sequence[Any], number: int) -> Any:
-    return each[number] if number < len(each) else None

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import errno
-import fcntl
-import hashlib
 import logging
-import os
-import struct
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from lightning_dlrover.checks import UnsupportedScriptError, different_callbacks, monitoring
 from lightning_dlrover.lightning_compat import (
@@ -31,14 +24,23 @@ from lightning_dlrover.lightning_compat import (
 from lightning_dlrover.live import lightning_adapter, replica, state
 from lightning_dlrover.live.agreement import Votes
 from lightning_dlrover.live.data_agreement import DataFingerprint, refuse_different_data
-from lightning_dlrover.live.fit_parts import DataOfFit, FitProgress, Fits, JobWindows, LanePrefetcher, Searches, SkippedReports
+from lightning_dlrover.live.fit_parts import (
+    DataOfFit,
+    FitProgress,
+    Fits,
+    JobWindows,
+    LanePrefetcher,
+    PreparedData,
+    Searches,
+    SkippedReports,
+)
 from lightning_dlrover.live.handover import JobCheckpoints, JobState, RestartHandoff, RolledBack, TableRounds
-from lightning_dlrover.live.lightning_adapter import is_search, replace_preparation, surround_requests_of_data
+from lightning_dlrover.live.lightning_adapter import ends_after_search, surround_requests_of_data
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.metrics import EpochMetrics, KeptValues
 from lightning_dlrover.live.order import FitPosition, Position, can_meet
-from lightning_dlrover.live.ports import Job, TrainerOfFit, TrainerPort
 from lightning_dlrover.live.recovery import ResilientCollectives, Update
+from lightning_dlrover.live.replica import TrainerOfFit
 from lightning_dlrover.live.state import is_lightnings
 from lightning_dlrover.live.steps import TrainingSteps
 from lightning_dlrover.live.train_loaders import SettingsInForce, TrainLoaders
@@ -47,7 +49,6 @@ from lightning_dlrover.output import drop_what_cannot_be_written
 from lightning_dlrover.rdzv.group.config import WorldConfig
 from lightning_dlrover.rdzv.group.loop import Pace, handover, model_fingerprint
 from lightning_dlrover.rdzv.group.world import World
-from lightning_dlrover.rdzv.job.folders import ROOT, is_private, users_folder
 from lightning_dlrover.rdzv.membership.member import Formation, LeftOutError, MembershipError, WorldError
 from lightning_dlrover.rdzv.membership.membership import JobClosedError
 from lightning_dlrover.rdzv.transport import transfer, waits
@@ -61,20 +62,20 @@ if TYPE_CHECKING:
     from lightning_dlrover.live.checkpoints import TablesOfTrainer
     from lightning_dlrover.live.replica import LiveStrategy
 
-# End a worker that the job no longer needs, without side effects on the job that goes on.
-
 log = logging.getLogger(__name__)
 
+# End a worker that the job no longer needs, without side effects on the job.
 
+
+@dataclass(eq=False)
 class Leaving:
     """This worker's way out of the job."""
 
-    def __init__(self, job: Job, trainer: TrainerPort, position: FitPosition) -> None:
-        self._job = job
-        self._trainer = trainer
-        self._position = position
-        self._undo: Callable[[], None] | None = None  # set while Lightning handles this worker's leave
-        self.has_left = False
+    _world: World
+    _trainer: TrainerOfFit
+    _position: FitPosition
+    _undo: Callable[[], None] | None = None  # set while Lightning handles this worker's leave
+    has_left: bool = False
 
     def leave(self, left_out: LeftOutError) -> NoReturn:
         """End this process; the others continue without it. None of the user's code after `fit` runs."""
@@ -85,7 +86,7 @@ class Leaving:
         self._undo = leave_quietly(self._trainer.lightning)
         self._position.has_entered = False
         self.has_left = True
-        log.info("worker %s leaves: %s", self._job.worker_id, left_out)
+        log.info("worker %s leaves: %s", self._world.worker_id, left_out)
         raise SystemExit(left_out.exit_code)
 
     def end(self) -> None:
@@ -101,7 +102,7 @@ def leave_quietly(trainer: Any) -> Callable[[], None]:
     The user's `on_exception` hooks do not run. So no alert is sent, no checkpoint is saved, and trackers' runs do not fail.
 
     Returns:
-        A function that undoes it, once Lightning has handled the exception.
+        A function that undoes this, once Lightning has handled the exception.
     """
     callbacks, loggers, datamodule = trainer.callbacks, trainer.loggers, trainer.datamodule
     own = __name__.partition(".")[0]
@@ -118,131 +119,13 @@ def leave_quietly(trainer: Any) -> Callable[[], None]:
     return undo
 
 
-# Run `prepare_data` once on each host, or once in the job, however many workers prepare their Trainers at once.
-#
-# Lightning runs it where the local rank is 0. Each node of `dlrover run` has an agent of its own, so that is every worker
-# of a host, and a joiner would write files that others are reading.
-#
-# Locks of the kernel keep the workers of a host apart: one for the worker that prepares, one for all living workers whose
-# data is ready. A lock ends with its process, however that ends, and no child process inherits it.
-
-FILE = "prepared-data"
-"""File in the user's folder in shared memory. It stays empty: a call of `prepare_data` has two of its bytes to lock."""
-
-MATE_LOOK_S = 0.1
-TELL_S = 3.0
-TELL_AGAIN_S = 60.0
-
-LIMIT_S = 24 * 3600.0
-"""Seconds for which a worker waits for another one's `prepare_data`, which may download for hours."""
-
-
-class PreparedDataError(RuntimeError):
-    """Another worker on this host has not finished `prepare_data` in time."""
-
-
-class PreparedData:
-    """The calls of `prepare_data` in one worker's script.
-
-    Args:
-        job: what tells the job from all others of this user.
-        root: where the user's folder is.
-    """
-
-    def __init__(self, job: str, root: Path = ROOT) -> None:
-        self._job = job
-        self._root = root
-        self._calls: Counter[str] = Counter()
-        self._file: BinaryIO | None = None  # closing it would end all locks
-
-    def prepare(self, trainer: Any) -> None:
-        """Do what Lightning does to prepare data, with one worker of each host, or rank 0 alone as the user has asked.
-
-        Joiners are of no rank: the data of a job that trains is prepared.
-        """
-        for part, prepare in lightning_adapter.preparations(trainer):
-            with lightning_adapter.wait_for_preparation(trainer):
-                if part.prepare_data_per_node:
-                    self.once_on_this_host(f"{type(part).__module__}.{type(part).__qualname__}.prepare_data", prepare)
-                elif trainer.is_global_zero:
-                    prepare()
-
-    def once_on_this_host(self, name: str, prepare: Callable[[], None]) -> None:
-        """Run one call of a script, unless a living worker on this host has run it; wait for one that runs it.
-
-        Args:
-            name: the same for the same call in all workers. A script's second call of a name is another one than its first.
-
-        Raises:
-            PreparedDataError: another worker takes too long.
-        """
-        self._calls[name] += 1
-        try:
-            file = self._opened()
-        except OSError as error:
-            log.warning("%s runs on each worker of this host, because no lock can be taken: %s", name, error)
-            prepare()
-            return
-        digest = hashlib.sha256(f"{self._job}/{name}/{self._calls[name]}".encode()).digest()
-        preparing = int.from_bytes(digest[:7], "big") * 2
-        is_prepared = preparing + 1
-        _wait_for(file, preparing, name)
-        try:
-            if _try(file, is_prepared):  # no living worker has it
-                prepare()
-            fcntl.lockf(file, fcntl.LOCK_SH, 1, is_prepared)
-        except BaseException:
-            fcntl.lockf(file, fcntl.LOCK_UN, 1, is_prepared)
-            raise
-        finally:
-            fcntl.lockf(file, fcntl.LOCK_UN, 1, preparing)
-
-    def _opened(self) -> BinaryIO:
-        if self._file is None:
-            folder = users_folder(self._root)
-            with suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
-            if not is_private(folder):
-                raise PermissionError(f"{folder} is not a folder of this user's alone: remove it")
-            self._file = os.fdopen(os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
-        return self._file
-
-
-def _wait_for(file: BinaryIO, place: int, name: str) -> None:
-    began = time.monotonic()
-    tell_at = began + TELL_S
-    while not _try(file, place):
-        now = time.monotonic()
-        if now > began + LIMIT_S:
-            raise PreparedDataError(
-                f"{name} of {_holder(file, place)} on this host has not ended for {LIMIT_S:.0f} s: end that process, or run "
-                "the work before the job starts"
-            )
-        if now > tell_at:
-            tell_at = now + TELL_AGAIN_S
-            log.warning("waiting for %s on this host, which runs %s, for %.0f s", _holder(file, place), name, now - began)
-        time.sleep(MATE_LOOK_S)
-
-
-def _try(file: BinaryIO, place: int) -> bool:
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            raise
-        return False
-    return True
-
-
-def _holder(file: BinaryIO, place: int) -> str:
-    request = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
-    *_, pid = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, request))
-    return f"process {pid}" if pid > 0 else "a process"  # 0: of another container
-
-
 # Carry a Lightning training loop from one round of the job to the next.
 #
-# `LiveTraining` chooses this worker's action at the few places where the world may change: admit a joiner, switch, recover
+# `LiveTraining` makes the parts of a live fit and gives each those of the others that it uses: the job's records and its round
+# (`World`), collectives that survive a loss (`ResilientCollectives`), the training loaders (`TrainLoaders`), Lightning
+# (`TrainerOfFit`), and this worker's place (`FitPosition`).
+#
+# It chooses this worker's action at the few places where the world may change: admit a joiner, switch, recover
 # from a loss, or leave. `strategy.py` calls it from Lightning's hooks. The process groups themselves are formed by
 # `rdzv/group/world.py`.
 #
@@ -274,27 +157,27 @@ class LiveTraining:
         self.position = position = FitPosition(formation, is_standby=formation is None)
         self.pulse = Pulse()
         self._trainer = port = TrainerOfFit(trainer, strategy)
-        self.collectives = round_ = ResilientCollectives(world, position, port, self)
+        self.collectives = collectives = ResilientCollectives(world, position, port, self)
         self.loaders = batches = TrainLoaders(trainer, position, strategy.has_global_batch_size)
         self.windows = JobWindows(world, position)
-        self.searches = Searches(world, round_, position)
-        self.validation = Validation(round_, batches, port, position)
-        self.kept = KeptValues(world, round_, port, position)
-        self.metrics = EpochMetrics(round_, batches, port, self.validation, self.kept)
-        self.steps = TrainingSteps(world, round_, batches, port, position, self.metrics, self.kept)
-        self.votes = Votes(world, round_, batches, port, position, self.pulse, self.kept)
-        self.fits = Fits(world, round_, port, position)
+        self.searches = Searches(world, position)
+        self.validation = Validation(collectives, batches, port, position)
+        self.kept = KeptValues(world, port, position)
+        self.metrics = EpochMetrics(collectives, batches, port, position, self.kept)
+        self.steps = TrainingSteps(world, collectives, batches, port, position, self.metrics, self.kept)
+        self.votes = Votes(world, collectives, batches, port, position, self.pulse, self.kept)
+        self.fits = Fits(world, collectives, port, position)
         self.leaving = Leaving(world, port, position)
         self.skipped = SkippedReports(world, batches, position)
-        self._data = DataOfFit(world, round_, batches, port, position)
-        self._lanes = LanePrefetcher(world, round_, batches)
-        self._state = JobState(world, round_, batches, port, position, self.validation, self.votes)
-        self.checkpoints = JobCheckpoints(world, round_, batches, port, position, self._state)
-        self._successors = RestartHandoff(world, round_, port, position, self._state, self.checkpoints)
-        self.tables = TableRounds(world, round_, batches, port, position, self.steps, self._state, self.checkpoints)
+        self._data = DataOfFit(world, batches, port, position)
+        self._lanes = LanePrefetcher(world, batches, position)
+        self._state = JobState(world, batches, port, position, self.validation, self.votes)
+        self.checkpoints = JobCheckpoints(world, collectives, batches, port, position, self._state)
+        self._successors = RestartHandoff(world, collectives, port, position, self._state, self.checkpoints)
+        self.tables = TableRounds(world, collectives, batches, port, position, self.steps, self._state, self.checkpoints)
         self._pace = Pace(world, check_interval_s, self.votes.wishes)
         self._settings = SettingsInForce(available_cores())
-        self.progress = FitProgress(world, round_, batches, port, position, self._pace, self.pulse)
+        self.progress = FitProgress(world, batches, port, position, self._pace, self.pulse)
         self._was_at_boundary = strategy.clock.read()
         self._is_switching = False  # set at a boundary while the world may change
         self._begins_epoch = False  # set while Lightning's loop begins one
@@ -302,7 +185,7 @@ class LiveTraining:
 
     @property
     def formation(self) -> Formation | None:
-        """This worker's round; None on a worker that is not admitted yet."""
+        """This worker's round; None before it is admitted."""
         return self.position.formation
 
     def fit_begins(self) -> None:
@@ -329,7 +212,7 @@ class LiveTraining:
             if self._begins_epoch and self.loaders.has_ended:
                 raise StopIteration
             if self.position.has_entered:
-                self._data.put_on_record(begins_epoch=True)
+                self._data.record(begins_epoch=True)
 
     def begin_epoch(self, begin: Callable[[], None]) -> None:
         self._begins_epoch = True
@@ -339,12 +222,12 @@ class LiveTraining:
             self._begins_epoch = False
 
     def _next_windows(self) -> list[dict[str, list[int]] | None]:
-        """Wait for the rows of the epoch that begins. If a worker is lost meanwhile, meet the others first, and wait again."""
+        """Wait for the rows of the epoch that begins. If a worker is lost, meet the others first, and wait again."""
         if self.tables.elastic is not None or not self.position.has_entered:
             return self.loaders.next_windows()
         self.position.is_repeatable = True
         try:
-            # A worker that has lost the others meanwhile may get this result from one of them.
+            # A worker that has lost the others while it waited may get this result from one of them.
             return self.collectives.run(self.loaders.next_windows, is_joint=False)
         finally:
             self.position.is_repeatable = False
@@ -458,7 +341,7 @@ class LiveTraining:
         else:
             self._state.drop_packed()
         if self.formation is not former:
-            # A worker was lost meanwhile, and the survivors have met in another round. They vote again there.
+            # A worker was lost, and the survivors have met in another round. They vote again there.
             self._state.drop_packed()
             return
         position.collective += 1  # a worker that reaches this line has the results of all collectives above
@@ -491,12 +374,12 @@ class LiveTraining:
             position.updates = self._trainer.global_step
             self.world.announce(fingerprint, loader.global_batch_size, data.encode())
             position.batch = self.loaders.batch_number
-            self.checkpoints.go_on_drawing()
+            self.checkpoints.restore_random()
             while self.collectives.attempt(self._begin_together, data) is None:
                 self.collectives.recover()
             while self.collectives.attempt(self._data.compare_next_batches) is None:
                 self.collectives.recover()
-            self._data.put_on_record()
+            self._data.record()
         else:
             if self.tables.elastic is not None:
                 self.tables.elastic.make_ready()
@@ -510,11 +393,14 @@ class LiveTraining:
         Raises:
             StopIteration: the epoch ends with it.
         """
-        if lightning_adapter.is_batch_unfinished(self._trainer.lightning):
+        epoch_loop, fetcher = self._trainer.epoch_loop, self._trainer.lightning.fit_loop._data_fetcher
+        progress: Any = epoch_loop.batch_progress.current
+        if progress.ready == progress.processed == progress.completed + 1 and fetcher is not None:
             self.position.at_boundary = False
-            lightning_adapter.finish_batch(self._trainer.lightning)
+            epoch_loop.batch_progress.increment_completed()
+            epoch_loop.on_advance_end(fetcher)
             self.position.at_boundary = True
-            if self._trainer.epoch_loop.done:
+            if epoch_loop.done:
                 raise StopIteration
 
     def _begin_together(self, data: DataFingerprint) -> None:
@@ -536,7 +422,7 @@ class LiveTraining:
             said = transfer.all_gather(mine)
             refuse_different_data([other for other, _, _ in said], f"run {self.world.config.run_id!r}")
             self.loaders.take_orders(said[0][1])
-            has_finished = any(each for _, _, each in said)  # workers learn of it at different times
+            has_finished = any(each for _, _, each in said)  # workers learn it at different times
         if has_finished:
             return  # this is a later `fit`, and the checkpoints belong to an earlier one
         if self.tables.elastic is not None:
@@ -568,7 +454,7 @@ class LiveTraining:
         """Form the next round with the survivors. Return whether this step's update was taken over from another worker.
 
         Raises:
-                RolledBack: the model has sharded tables, which are incomplete after any unfinished step.
+            RolledBack: the model has sharded tables, which are incomplete after any unfinished step.
         """
         self.steps.broken()
         self.tables.broken()
@@ -599,7 +485,7 @@ class LiveTraining:
         positions = {w: Position.decode(hello) for w, hello in formation.hellos.items()}
         standing = {w: p for w, p in positions.items() if p is not None}
         plan = handover(formation.round.members, {w: p.updates if p is not None else None for w, p in positions.items()})
-        self.position.formation = formation
+        self.position.formation, self.position.speeds = formation, ()
         strategy, is_between_fits, me = self._strategy, self.position.is_between_fits, self.world.worker_id
         strategy.enter_round(formation.rank, formation.size)
         if standing:
@@ -634,7 +520,7 @@ class LiveTraining:
             self._state.give(formation, plan.joining)
         self._data.compare_with_joiners(standing, plan.joining)
         if not is_between_fits:  # else the Trainer is about to do both
-            strategy.replica.wrap_anew(in_validation=is_validating)
+            strategy.replica.wrap_again(in_validation=is_validating)
             if formation.rank == 0:
                 self._take_over_rank_zero()
         last = max((p.batch for p in standing.values()), default=0)
@@ -706,7 +592,7 @@ class JobSession:
         former = JobSession.newest
         if former is not None:
             former.continue_after_error()
-        is_about_to_fit = trainer.state.fn == TrainerFn.FITTING and not is_search(trainer)
+        is_about_to_fit = trainer.state.fn == TrainerFn.FITTING and not any(map(ends_after_search, trainer.callbacks))
         if former is not None and former.live is not None and former.world is not None and is_about_to_fit:
             try:
                 former.live.fits.begin_later()
@@ -719,12 +605,12 @@ class JobSession:
                 drop_what_cannot_be_written()
             fabric_submodule(package_of(trainer), "utilities.seed").reset_seed()
             if former is not None and former.world is not None:
-                self._go_on_from(former, trainer)
+                self._continue_from(former, trainer)
             else:
                 self._start(trainer, backend)
         if self.live is not None:
             self.live.searches.attend(trainer.callbacks)
-            replace_preparation(trainer, self._prepared.prepare)
+            trainer._data_connector.prepare_data = partial(self._prepared.prepare, trainer)
             surround_requests_of_data(trainer, self._ask_as_at_start)
 
     def _start(self, trainer: Any, backend: str) -> None:
@@ -733,7 +619,7 @@ class JobSession:
             self.world = World(self.config, backend, self._strategy.root_device, can_meet)
             formation = self.world.start()
         except JobClosedError as error:
-            # A worker started again, or late, for a job that has ended meanwhile. Nothing is wrong with it.
+            # A worker started again, or late, for a job that has ended. Nothing is wrong with it.
             log.warning("%s", error)
             self.close()
             raise SystemExit(0) from error
@@ -747,13 +633,15 @@ class JobSession:
             raise
         self.live = self._take_over_world(self.world, trainer, formation)
         if formation is not None and formation.round.number > 1:
-            _let_configs_be_replaced(trainer)
+            for callback in trainer.callbacks:
+                if is_lightnings(callback, "SaveConfigCallback"):
+                    callback.overwrite = True  # an earlier life of the job has left LightningCLI's file
         if formation is not None and formation.rank == 0:
             self._compare_with_arguments(trainer, formation)
         if formation is not None and formation.size > 1:
             _compare_callbacks(self.live, trainer)
 
-    def _go_on_from(self, former: JobSession, trainer: Any) -> None:
+    def _continue_from(self, former: JobSession, trainer: Any) -> None:
         """Take over the world from an earlier Trainer in the same script."""
         assert former.live is not None
         self.world, former.world = former.world, None
@@ -769,7 +657,7 @@ class JobSession:
         if not JobSession._closes_at_exit:
             JobSession._closes_at_exit = True
             atexit.register(_close_newest)
-            _report_what_is_not_caught()
+            _report_uncaught_errors()
         live = LiveTraining(self._strategy, trainer, world, formation, self._check_interval_s)
         waits.time_with(self._strategy.clock.stopped)
         self._strategy.enter_round(*self._place_in(formation))
@@ -818,10 +706,8 @@ class JobSession:
         world, formation = self.live.world, self.live.formation
         if formation is not None and formation.rank == 0:
             # A resumed checkpoint has its own number.
-            number, lanes = (
-                self.start_workers or self._batches_at_start(formation),
-                self.lane_workers or self.config.max_workers,
-            )
+            number = self.start_workers or self._batches_at_start(formation)
+            lanes = self.lane_workers or self.config.max_workers
             world.records.record(
                 f"run {self.config.run_id}: the number of workers at the start",
                 lambda job: job if job.start_workers else replace(job, start_workers=number, lane_workers=lanes),
@@ -848,7 +734,7 @@ class JobSession:
     # --- leaving -----------------------------------------------------------------------------------------------------------
 
     def trainer_ends(self, trainer: Any | None) -> None:
-        """End a Trainer's work. The job goes on in the script's next Trainer, unless this worker leaves.
+        """End a Trainer's work. The job continues in the script's next Trainer, unless this worker leaves.
 
         Args:
             trainer: None if the Trainer has ended before it had a model.
@@ -869,7 +755,7 @@ class JobSession:
             self.close()
 
     def report_error(self, error: BaseException) -> None:
-        """Report why a Trainer ends, unless the script may catch the error and go on in all workers."""
+        """Report why a Trainer ends, unless the script may catch the error in all workers."""
         assert self.live is not None
         is_fitting = self.live.position.has_entered and isinstance(error, Exception)
         if is_fitting and not isinstance(error, WorldError | MembershipError) and self.live.fits.fail_together():
@@ -890,13 +776,13 @@ class JobSession:
             self.live.fits.end_early()
 
     def close(self) -> None:
-        if self.live is not None and self.live.position.fit > 1:  # else the job is not done, and another process may go on
+        if self.live is not None and self.live.position.fit > 1:  # else the job is not done, and another process may continue
             self.continue_after_error()
         if self.tables is not None:
             self.tables.close(self._is_over)
         for store in self._stores:  # includes models that an earlier Trainer has trained
             store.close()
-        if self._stores and self._is_over():  # asked once: an etcd that is away takes seconds to give no answer
+        if self._stores and self._is_over():  # once: a request takes seconds while etcd is down
             for store in self._stores:
                 store.clear()
         if self.world is not None:
@@ -908,13 +794,6 @@ class JobSession:
         """Whether no worker will ever continue the job, so that nothing of it need be kept for one."""
         standing = self.world.standing if self.world is not None else None
         return standing is not None and (standing.ask_whether_finished() or standing.ask_whether_cancelled())
-
-
-def _let_configs_be_replaced(trainer: Any) -> None:
-    """Let LightningCLI write its configuration again, as an earlier life of the job has left the file."""
-    for callback in trainer.callbacks:
-        if is_lightnings(callback, "SaveConfigCallback"):
-            callback.overwrite = True
 
 
 def _compare_callbacks(live: LiveTraining, trainer: Any) -> None:
@@ -932,7 +811,7 @@ def _compare_callbacks(live: LiveTraining, trainer: Any) -> None:
             raise UnsupportedScriptError(problem)
 
 
-def _report_what_is_not_caught() -> None:
+def _report_uncaught_errors() -> None:
     former = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

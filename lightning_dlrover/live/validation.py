@@ -15,11 +15,11 @@ A run passes through three stages, and a loss has another effect in each of them
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,15 +30,15 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_dlrover.data.lane_plan import share
-from lightning_dlrover.lightning_compat import package_of
+from lightning_dlrover.lightning_compat import package_of, submodule
 from lightning_dlrover.live import lightning_adapter
 from lightning_dlrover.live.lightning_adapter import DataFetcher, EvaluationLoop
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.metrics import adopt, entry_of, set_computed, value_of
+from lightning_dlrover.live.metrics import adopt, entry_of, is_own, set_computed, value_of
 from lightning_dlrover.live.order import FitPosition
-from lightning_dlrover.live.ports import Batches, Round, TrainerPort
 from lightning_dlrover.live.recovery import Before, ResilientCollectives
-from lightning_dlrover.live.replica import send_buffers, take_buffers
+from lightning_dlrover.live.replica import TrainerOfFit, send_buffers, take_buffers
+from lightning_dlrover.live.train_loaders import TrainLoaders
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.rdzv.transport.transfer import BufferCopies
 
@@ -101,23 +101,18 @@ class _Report:
     done: bytes = b""  # one bit per sample
 
 
+@dataclass(eq=False)
 class Validation:
     """One worker's part in the validation runs of a live job."""
 
-    def __init__(self, round_: Round, batches: Batches, trainer: TrainerPort, position: FitPosition) -> None:
-        self._round = round_
-        self._batches = batches
-        self._trainer = trainer
-        self._position = position
-        self.number = 0  # number of the newest run
-        self._is_under_way = False
-        self._fetcher: _Fetcher | None = None
-        self._is_between = False
-        self._plans: dict[tuple[int, int], list[Positions]] = {}  # batches dealt out before this worker has reached them
-
-    def is_between_dataloaders(self) -> bool:
-        """Whether the dataloader that is ending has exchanged its values already, and is not the last one."""
-        return self._fetcher is not None and self._is_between
+    _collectives: ResilientCollectives
+    _batches: TrainLoaders
+    _trainer: TrainerOfFit
+    _position: FitPosition
+    number: int = 0  # number of the newest run
+    _is_under_way: bool = False
+    _fetcher: _Fetcher | None = None
+    _plans: dict[tuple[int, int], list[Positions]] = field(default_factory=dict)  # dealt out before this worker has come there
 
     def run(self, run: Callable[[], Any]) -> Any:
         """Run one of Lightning's validations."""
@@ -140,7 +135,7 @@ class Validation:
         """Run Lightning's preparation of a run's batches, then replace its fetcher by ours."""
         reset()
         self._batches.close_unused()
-        if self._round.size > 1:
+        if self._position.size > 1:
             module = self._trainer.module
             assert module is not None
             own = BufferCopies(module) if self._trainer.elastic_tables is None else None
@@ -152,14 +147,15 @@ class Validation:
 
             if own is not None:
                 own.keep()
-            sent = self._round.exchange("the broadcast of buffers before a validation", send)
+            sent = self._collectives.exchange("the broadcast of buffers before a validation", send)
             take_buffers(module, sent)  # they may come from another worker's result
-        combined = lightning_adapter.combined_loader(loop)
-        if not self._is_under_way or combined is None or lightning_adapter.hands_out_iterator(loop):
+        combined = loop._combined_loader
+        # The user's step may take the dataloader's iterator instead of a batch.
+        if not self._is_under_way or combined is None or type(loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
             return
         if not loop._is_sequential or not all(isinstance(loader, ElasticLoader) for loader in combined.flattened):
             return  # every worker computes its own loaders' batches, so there is nothing to deal out
-        self._fetcher = _fetcher_of(package_of(loop))(self._position, self._round, loop, self)
+        self._fetcher = _fetcher_of(package_of(loop))(self._position, self._collectives, loop, self)
         loop._data_fetcher = self._fetcher
 
     def end_each_dataloader(self, loop: Any) -> None:
@@ -175,19 +171,19 @@ class Validation:
         end_run = lightning_adapter.own_method(loop, "on_run_end")
 
         def end_up_to(number: int) -> None:
-            results = lightning_adapter.results_of(loop)
+            results, position = loop._results, self._position
             newest = results.dataloader_idx
             for each in range(len(loop._logged_outputs), number + 1):
                 results.dataloader_idx = each
-                self._is_between = each < loop.num_dataloaders - 1
+                position.is_between_dataloaders = self._fetcher is not None and each < loop.num_dataloaders - 1
                 store()
-            results.dataloader_idx, self._is_between = newest, False
+            results.dataloader_idx, position.is_between_dataloaders = newest, False
 
         def store_all() -> None:
             if not loop._is_sequential or loop.num_dataloaders == 1:
                 store()
             else:
-                end_up_to(lightning_adapter.results_of(loop).dataloader_idx or 0)
+                end_up_to(loop._results.dataloader_idx or 0)
 
         def end_all() -> Any:
             if loop._is_sequential and loop.num_dataloaders > 1:
@@ -200,18 +196,18 @@ class Validation:
     def step(self, loop: EvaluationLoop, evaluate: Callable[..., None], *args: Any) -> None:
         """Run Lightning's work on one validation batch. If its own collectives fail, its samples are dealt out again."""
         fetcher = self._fetcher
-        if fetcher is None or self._round.size == 1:
+        if fetcher is None or self._position.size == 1:
             evaluate(*args)
             return
-        before = Before(fetcher.metrics.values(), lightning_adapter.results_of(loop))
+        before = Before(fetcher.metrics.values(), loop._results)
         progress = loop.batch_progress.state_dict()
         with fetcher.step():
-            done = self._round.attempt(evaluate, *args)
+            done = self._collectives.attempt(evaluate, *args)
         if done is None:
             fetcher.take_back()
             before.restore()
             loop.batch_progress.load_state_dict(progress)
-            self._round.recover()
+            self._collectives.recover()
 
     def take_plan(self, part: int) -> list[Positions] | None:
         return self._plans.pop((self.number, part), None)
@@ -220,7 +216,7 @@ class Validation:
 
     def settle(self) -> None:
         """Compare the survivors' progress, and deal out the rest of their current dataloader."""
-        self._deal_out(self._round.gathered(self._report()), self._round.rank)
+        self._deal_out(self._collectives.gathered(self._report()), self._position.rank)
 
     def _report(self) -> dict[str, Any]:
         """Return this worker's progress."""
@@ -228,7 +224,7 @@ class Validation:
             return vars(_Report(self.number + 1, 0))
         if self._fetcher is None:
             return vars(_Report(self.number, 0))
-        return vars(self._fetcher.report(self.number, self._round.has_missed_result))
+        return vars(self._fetcher.report(self.number, self._collectives.has_missed_result))
 
     def _deal_out(self, all_reports: Sequence[dict[str, Any]], rank: int) -> None:
         """Deal out the rest of the survivors' current dataloader.
@@ -258,24 +254,27 @@ class Validation:
             self._plans[place] = batches
 
 
-@functools.cache
+@cache
 def _fetcher_of(package: str) -> type[_Fetcher]:
     """Return `_Fetcher` as a data fetcher of the Trainer's own package."""
-    return type("_Fetcher", (_Fetcher, lightning_adapter.fetcher_class(package)), {})
+    return type("_Fetcher", (_Fetcher, submodule(package, "loops.fetchers")._DataFetcher), {})
 
 
 class _Fetcher(DataFetcher):
     """Hands out this worker's batches of the validation dataloaders, one dataloader after the other."""
 
-    def __init__(self, position: FitPosition, round_: Round, loop: EvaluationLoop, validation: Validation) -> None:
+    def __init__(
+        self, position: FitPosition, collectives: ResilientCollectives, loop: EvaluationLoop, validation: Validation
+    ) -> None:
         super().__init__()
-        combined = lightning_adapter.combined_loader(loop)
+        combined = loop._combined_loader
         assert combined is not None
         self.setup(combined)
-        self.fetched = lightning_adapter.fetcher_of(loop).fetched
+        assert loop._data_fetcher is not None
+        self.fetched = loop._data_fetcher.fetched
         self.part = 0  # index of the dataloader
         self._position = position
-        self._round = round_
+        self._collectives = collectives
         self._loop = loop
         self._validation = validation
         self._loaders: list[ElasticLoader] = combined.flattened
@@ -296,14 +295,17 @@ class _Fetcher(DataFetcher):
         return self
 
     def __next__(self) -> Any:
-        with lightning_adapter.profiled(self):
+        self._start_profiler()
+        try:
             while self.part < len(self._loaders):
-                self._round.renew_if_broken()
+                self._collectives.renew_if_broken()
                 loader = self._loaders[self.part]
                 if loader.cursor < len(self._batches):
                     return self._fetch(loader)
                 self._commit()
             self.done = True
+        finally:
+            self._stop_profiler()
         raise StopIteration
 
     def _begin_part(self) -> None:
@@ -380,12 +382,12 @@ class _Fetcher(DataFetcher):
     # --- the commit ----------------------------------------------------------------------------------------------------
 
     def _commit(self) -> None:
-        """End a dataloader together with the others. If a worker is lost meanwhile, there may be more batches to compute."""
+        """End a dataloader together with the others. If a worker is lost then, there may be more batches to compute."""
         if self._position.size > 1:
             self._is_committing = True
             try:
-                outcome = self._round.once(
-                    lambda: self._round.named("the exchange of validated samples", lambda: transfer.all_gather(self._ballot()))
+                outcome = self._collectives.once(
+                    lambda: self._collectives.named("the exchange of validated samples", self._exchange_ballots)
                 )
             finally:
                 self._is_committing = False
@@ -396,11 +398,11 @@ class _Fetcher(DataFetcher):
         self.part += 1
         self._begin_part()
 
-    def _ballot(self) -> dict[str, Any]:
-        """Return this worker's logged values for the current dataloader."""
+    def _exchange_ballots(self) -> list[dict[str, Any]]:
+        """Return all workers' logged values for the current dataloader, by rank."""
         logged = {
             key: entry_of(metric)
-            for key, metric in lightning_adapter.results_of(self._loop).items()
+            for key, metric in self._loop._results.items()
             if not metric.has_reset and metric.is_tensor and self._is_ours(metric)
         }
         metrics = {
@@ -408,17 +410,15 @@ class _Fetcher(DataFetcher):
             for name, metric in self._to_exchange.items()
             if metric._update_count != self._update_counts.get(name, 0)
         }
-        return {"logged": logged, "metrics": metrics}
+        return transfer.all_gather({"logged": logged, "metrics": metrics})
 
     def _is_ours(self, metric: Any) -> bool:
         number = self.part if self._loop.num_dataloaders > 1 else None
-        sync = metric.meta.sync
-        is_reduced = sync.group is None and not sync.rank_zero_only
-        return metric.meta.on_epoch and is_reduced and metric.meta.dataloader_idx == number
+        return metric.meta.on_epoch and is_own(metric) and metric.meta.dataloader_idx == number
 
     def _take_values(self, by_rank: Sequence[dict[str, dict[str, Any]]]) -> None:
         """Compute the epoch's values from those of all workers. Lightning then has no reason to reduce them."""
-        results = lightning_adapter.results_of(self._loop)
+        results: Any = self._loop._results
         for key in dict.fromkeys(key for logged in by_rank for key in logged):
             found = [logged[key] for logged in by_rank if key in logged]
             if key not in results:  # this worker had no sample
@@ -475,23 +475,10 @@ def _state_parts(metric: torchmetrics.Metric, attr: str) -> list[torch.Tensor]:
     return [dim_zero_cat(value)] if metric._reductions[attr] == dim_zero_cat and len(value) > 1 else list(value)
 
 
-class _Exchange:
-    """Replacement for torchmetrics' own exchange: a collective of the job, which survives the loss of a worker."""
-
-    def __init__(self) -> None:
-        self.collectives: ResilientCollectives | None = None
-
-    def __call__(self, result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        collectives = self.collectives
-        if collectives is None or group is not None:
-            return gather_all_tensors(result, group)
-        return collectives.run(lambda: gather_all_tensors(result))
-
-
-_EXCHANGE = _Exchange()
-
-
 def exchange_metrics_through(collectives: ResilientCollectives) -> None:
-    """Make torchmetrics objects exchange their states as collectives of this job."""
-    _EXCHANGE.collectives = collectives
-    torchmetrics.metric.gather_all_tensors = _EXCHANGE  # type: ignore[attr-defined]
+    """Make torchmetrics objects exchange their states as collectives of this job, which survive the loss of a worker."""
+
+    def exchange(result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        return gather_all_tensors(result, group) if group is not None else collectives.run(lambda: gather_all_tensors(result))
+
+    torchmetrics.metric.gather_all_tensors = exchange  # type: ignore[attr-defined]

@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,27 +18,26 @@ from torch.utils.data import DataLoader
 
 from lightning_dlrover.checks import UnsupportedLoaderError, batching_of, check_data_loader, check_step_signature
 from lightning_dlrover.data.dataset import Stream
-from lightning_dlrover.lightning_compat import TrainerFn, fabric_submodule, on_import
+from lightning_dlrover.lightning_compat import TrainerFn, fabric_submodule, on_import, package_of, submodule
 from lightning_dlrover.live.data_agreement import settings_for
 from lightning_dlrover.live.lightning_adapter import (
     Method,
     logged_name,
-    restart_nowhere,
     restore_sigterm,
     surround,
-    takes_iterator,
     validates_by_clock,
 )
 from lightning_dlrover.live.loader import ElasticLoader
+from lightning_dlrover.live.replica import LiveStrategy
 from lightning_dlrover.live.validation import exchange_metrics_through
-from lightning_dlrover.rdzv.desync import Purpose, place_of
+from lightning_dlrover.rdzv.desync import CollectiveCall, place_of
 from lightning_dlrover.rdzv.group.config import is_in_job
 from lightning_dlrover.rdzv.transport import transfer
-from lightning_dlrover.tuning.health import OwnClock
-from lightning_dlrover.tuning.profiler import StepTimes
 
 if TYPE_CHECKING:
     from lightning_dlrover.live.training import JobSession, LiveTraining
+
+log = logging.getLogger(__name__)
 
 # Lightning's view of a worker's place in the job: ranks that change from round to round.
 
@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 class DLRoverEnvironment:
     """Cluster environment of a job with changing workers. The strategy sets ranks and size at every round.
 
-    Lightning's own TorchElastic environment reads both from variables that are frozen when the process starts.
-    This class is registered as a `ClusterEnvironment` of `lightning` and of `pytorch_lightning`.
+    Lightning's own TorchElastic environment reads both from variables that are fixed when the process starts.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -104,28 +103,22 @@ on_import(lambda package: fabric_submodule(package, "plugins").ClusterEnvironmen
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Collectives:
-    """Run Lightning's own collectives, repeated after a loss.
+    """Run Lightning's own collectives, repeated after a loss."""
 
-    Args:
-        job: None where the world cannot change. There collectives run as they are.
-
-    Attributes:
-        are_off: whether collectives do nothing; see `alone`.
-    """
-
-    def __init__(self, job: JobSession | None) -> None:
-        self._job = job
-        self.are_off = False
+    _job: JobSession | None  # None where the world cannot change; there collectives run as they are
+    _strategy: LiveStrategy
+    _are_off: bool = False  # see `alone`
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Turn collectives into no-ops, as with one worker, because the others do not take part in them."""
-        self.are_off = True
+        self._are_off = True
         try:
             yield
         finally:
-            self.are_off = False
+            self._are_off = False
 
     def confirmed(
         self, kind: str, run: Callable[[], T], details: str = "", *, same_line: bool = False, is_joint: bool = True
@@ -144,40 +137,39 @@ class Collectives:
         frame = sys._getframe(1)
 
         def compared() -> T:
-            with live.world.compared(lambda: Purpose(kind, details, place_of(frame), same_line)):
+            with live.world.compared(lambda: CollectiveCall(kind, details, place_of(frame), same_line)):
                 live.collectives.check_group()
                 return run()
 
         return live.collectives.run(compared, is_joint)
 
     def barrier(self, run: Callable[[], None], name: str) -> None:
-        if not self.are_off:
+        if not self._are_off:
             self.confirmed("strategy.barrier", run, name)
 
-    def broadcast(self, run: Callable[[T, int], T], obj: T, src: int, device: torch.device) -> T:
-        """Return the object of worker `src`.
+    def broadcast(self, run: Callable[[T, int], T], obj: T, src: int) -> T:
+        """Return the object of worker `src`. Tensors on the source's device arrive on this worker's.
 
         Args:
             run: Lightning's own, for a world that cannot change. It unpickles whatever arrives.
-            device: where tensors arrive that are on the source's device.
 
         Raises:
             TransferError: it holds a class that is not accepted from other workers.
         """
-        if self.are_off:
+        if self._are_off:
             return obj
         if self._job is None:
             return run(obj, src)
 
         def send() -> T:
-            sent: T = transfer.broadcast_object(obj, src, device) if dist.is_initialized() else obj
+            sent: T = transfer.broadcast_object(obj, src, self._strategy.root_device) if dist.is_initialized() else obj
             return sent
 
         # The source does not wait for the others.
         return self.confirmed("strategy.broadcast", send, f"what rank {src} has", is_joint=False)
 
     def reduce(self, run: Callable[..., Any], tensor: Any, group: Any | None, reduce_op: Any) -> Any:
-        if not isinstance(tensor, Tensor) or self.are_off:
+        if not isinstance(tensor, Tensor) or self._are_off:
             return tensor
         if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.double()  # a mean is otherwise rounded to the tensor's type, such as the type of sample counts
@@ -193,23 +185,23 @@ class Collectives:
         )
         return result.to(tensor.device)  # a result taken from another worker arrives on the CPU
 
-    def decide(self, total: Callable[[], Tensor], world_size: Callable[[], int], decision: bool, needs_all: bool) -> bool:
+    def decide(self, run: Callable[..., Tensor], decision: bool, needs_all: bool) -> bool:
         """Return the decision of all workers.
 
         Args:
-            total: sums up the workers' decisions.
+            run: Lightning's own reduction.
             needs_all: whether all of them have to agree; else one is enough.
         """
 
         def count() -> bool:
             # Compared with the size of the world that took the vote: a worker may take over the answer in a smaller one.
-            votes = total()
-            return bool(votes == world_size()) if needs_all else bool(votes)
+            votes = run(torch.tensor(int(decision), device=self._strategy.root_device), reduce_op="sum")
+            return bool(votes == self._strategy.world_size) if needs_all else bool(votes)
 
-        return decision if self.are_off else self.confirmed("strategy.reduce_boolean_decision", count)
+        return decision if self._are_off else self.confirmed("strategy.reduce_boolean_decision", count)
 
     def all_gather(self, run: Callable[..., Tensor], tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
-        if self.are_off:
+        if self._are_off:
             return tensor
         if group is dist.group.WORLD:
             group = None  # `LightningModule.all_gather` names the current one, which a loss replaces
@@ -227,26 +219,8 @@ def _described(tensor: Tensor) -> str:
 
 # Replace the methods of Lightning's loops that a change of the world must not break.
 #
-# | method | replaced by |
-# | --- | --- |
-# | `automatic_optimization.run` | `TrainingSteps.run_automatic`, timed |
-# | `automatic_optimization._make_closure` | `TrainingSteps.closure` |
-# | `manual_optimization.run` | `TrainingSteps.run_manual`, timed |
-# | `val_loop.run` | `Validation.run` |
-# | `val_loop.reset`, `val_loop._evaluation_step` | `Validation.begin_batches`, `Validation.step` |
-# | `fit_loop.setup_data` | `LiveTraining.set_up_data` |
-# | `fit_loop.on_advance_start` | `LiveTraining.begin_epoch` |
-# | `fit_loop.reset` | Lightning's own, after a checkpoint from an epoch's end no longer counts as one from inside an epoch |
-# | `epoch_loop.reset` | Lightning's own, and its reset of an ended epoch also where its number of batches is not known |
-# | `epoch_loop.advance` | `TableRounds.again_if_rolled_back` with tables, then `agree_on_stop` |
-# | `epoch_loop.on_advance_end` | `TableRounds.end_batch` with tables, then `agree_on_stop` |
-# | `fit_loop.on_advance_end` | `TableRounds.end_epoch` with tables, then `agree_on_stop` |
-# | `epoch_loop._should_check_val_fx` | rank 0's answer, if validations are due by time |
-# | `epoch_loop._broadcast_sigterm_tensor` | nothing |
-# | `trainer.save_checkpoint` | `LiveTraining.run_saving` |
-#
 # Each replacement gets Lightning's own method as its argument, see `surround`. The replacements are attributes of the
-# loops' instances, which every `fit` sets anew. Without a live job only the first two methods are replaced, to time them.
+# loops' instances, which every `fit` sets again.
 
 
 def wrap_evaluations(trainer: Any, live: LiveTraining | None) -> None:
@@ -258,22 +232,11 @@ def wrap_evaluations(trainer: Any, live: LiveTraining | None) -> None:
         live.validation.end_each_dataloader(loop)
 
 
-def wrap_loops(
-    trainer: Any,
-    live: LiveTraining | None,
-    times: StepTimes,
-    clock: OwnClock,
-    has_tables: bool,
-    of_rank_zero: Callable[[bool], bool],
-) -> None:
-    """Replace the methods before a Trainer's loops run.
-
-    Args:
-        of_rank_zero: returns rank 0's argument on all workers.
-    """
+def wrap_loops(trainer: Any, live: LiveTraining | None, strategy: LiveStrategy) -> None:
+    """Replace the methods before a Trainer's loops run. Without a live job steps are only timed."""
     epoch_loop, fit_loop = trainer.fit_loop.epoch_loop, trainer.fit_loop
     automatic, manual = epoch_loop.automatic_optimization, epoch_loop.manual_optimization
-    timed = partial(_run_timed, times, clock, live)
+    timed = partial(_run_timed, strategy, live)
     if live is None:
         for optimization in (automatic, manual):
             surround(optimization, "run", timed)
@@ -282,13 +245,17 @@ def wrap_loops(
     surround(automatic, "run", partial(timed, live.steps.run_automatic))
     surround(automatic, "_make_closure", live.steps.closure)
     surround(manual, "run", partial(timed, live.steps.run_manual))
-    _wrap_validation(epoch_loop.val_loop, live)
+    val_loop, validation = epoch_loop.val_loop, live.validation
+    surround(val_loop, "run", validation.run)
+    surround(val_loop, "reset", partial(validation.begin_batches, val_loop))
+    surround(val_loop, "_evaluation_step", partial(validation.step, val_loop))
+    exchange_metrics_through(live.collectives)
     surround(fit_loop, "setup_data", live.set_up_data)
     wrap_restarts(fit_loop)
     surround(fit_loop, "on_advance_start", live.begin_epoch)
-    _wrap_batches(epoch_loop, fit_loop, live, has_tables)
+    _wrap_batches(epoch_loop, fit_loop, live, strategy.tables is not None)
     if validates_by_clock(trainer):
-        surround(epoch_loop, "_should_check_val_fx", partial(_decided_by_rank_zero, of_rank_zero))
+        surround(epoch_loop, "_should_check_val_fx", partial(_decided_by_rank_zero, strategy))
     surround(trainer, "save_checkpoint", live.run_saving)
     epoch_loop._broadcast_sigterm_tensor = _send_no_sigterm
     restore_sigterm(trainer)
@@ -310,7 +277,8 @@ def _begin_after_ended_epoch(fit_loop: Any, reset: Callable[[], None]) -> None:
     """
     epochs = fit_loop.epoch_progress.current
     if fit_loop.epoch_loop.batch_progress.is_last_batch and epochs.ready == epochs.started == epochs.processed:
-        restart_nowhere(fit_loop)
+        fit_loop._restarting = False  # its property would stay True
+        fit_loop.epoch_loop.restarting = False
     reset()
 
 
@@ -326,16 +294,7 @@ def _reset_ended_epoch(epoch_loop: Any, reset: Callable[[], None]) -> None:
         progress.reset_on_run()
         epoch_loop.scheduler_progress.reset_on_run()
         epoch_loop.automatic_optimization.optim_progress.reset_on_run()
-        val_progress = epoch_loop.val_loop.batch_progress
-        val_progress.total.reset()
-
-
-def _wrap_validation(val_loop: Any, live: LiveTraining) -> None:
-    validation = live.validation
-    surround(val_loop, "run", validation.run)
-    surround(val_loop, "reset", partial(validation.begin_batches, val_loop))
-    surround(val_loop, "_evaluation_step", partial(validation.step, val_loop))
-    exchange_metrics_through(live.collectives)
+        epoch_loop.val_loop.batch_progress.total.reset()
 
 
 def _wrap_batches(epoch_loop: Any, fit_loop: Any, live: LiveTraining, has_tables: bool) -> None:
@@ -355,19 +314,20 @@ def _run_then_agree(live: LiveTraining, place: str, run: Method, *args: Any) -> 
     live.votes.agree_on_stop(place)
 
 
-def _decided_by_rank_zero(of_rank_zero: Callable[[bool], bool], is_due: Method, fetcher: Any) -> bool:
+def _decided_by_rank_zero(strategy: LiveStrategy, is_due: Method, fetcher: Any) -> bool:
     """Return rank 0's answer: each worker reads its own clock, and one that validates would wait for one that does not."""
-    return of_rank_zero(is_due(fetcher))
+    answer: bool = strategy.broadcast(is_due(fetcher))
+    return answer
 
 
 def _send_no_sigterm() -> None:
     """Do nothing. Lightning broadcasts after each batch whether rank 0 has received SIGTERM. It hangs if another rank has."""
 
 
-def _run_timed(times: StepTimes, clock: OwnClock, live: LiveTraining | None, run: Method, *args: Any) -> Any:
-    own = clock.read()
+def _run_timed(strategy: LiveStrategy, live: LiveTraining | None, run: Method, *args: Any) -> Any:
+    own = strategy.clock.read()
     try:
-        with times.measure("optimizer"):
+        with strategy.times.measure("optimizer"):
             return run(*args)
     finally:
         if live is not None:
@@ -376,52 +336,39 @@ def _run_timed(times: StepTimes, clock: OwnClock, live: LiveTraining | None, run
 
 # Replace the data loaders that Lightning hands to the strategy by loaders that split their batches over the workers.
 
-log = logging.getLogger(__name__)
 
-
-class PlacedStrategy(Protocol):
-    """A strategy with its place among the workers of a round."""
-
-    @property
-    def own_place(self) -> tuple[int, int]:
-        """This worker's rank, 0 if it is alone, and the number of workers."""
-
-    def broadcast(self, obj: T, src: int = 0) -> T: ...
-
-
+@dataclass(frozen=True)
 class JobPeers:
     """The workers of a live job, see `order.Peers`."""
 
-    def __init__(self, strategy: PlacedStrategy, live: LiveTraining) -> None:
-        self._strategy = strategy
-        self._live = live
+    _strategy: LiveStrategy
+    _live: LiveTraining
 
     @property
     def place(self) -> tuple[int, int]:
         return self._strategy.own_place
 
     @property
+    def speeds(self) -> tuple[int, ...]:
+        return self._live.position.speeds
+
+    @property
     def owned_sockets(self) -> Sequence[tuple[int, int]]:
         return self._live.world.owned_sockets
 
     def of_rank_zero(self, mine: T) -> T:
-        return self._strategy.broadcast(mine, 0)
+        found: T = self._strategy.broadcast(mine, 0)
+        return found
 
 
+@dataclass(eq=False)
 class UsersLoaders:
-    """The loaders of a strategy's Trainers.
+    """The loaders of a strategy's Trainers. The first fields are arguments of the strategy."""
 
-    Args:
-        global_batch_size: samples per training step over all workers; None: derived from the loader's batch size.
-        max_catch_up_s: seconds for which workers wait for a joiner that reads an `IterableDataset` up to their place.
-        compare_data: whether workers compare samples.
-    """
-
-    def __init__(self, global_batch_size: int | None, max_catch_up_s: float = 60.0, compare_data: bool = True) -> None:
-        self._global_batch_size = global_batch_size
-        self._max_catch_up_s = max_catch_up_s
-        self._compare_data = compare_data
-        self._are_split_by_user: bool | None = None  # whether the Trainer was made with `use_distributed_sampler=False`
+    _global_batch_size: int | None
+    _max_catch_up_s: float = 60.0
+    _compare_data: bool = True
+    _are_split_by_user: bool | None = None  # whether the Trainer was made with `use_distributed_sampler=False`
 
     def keep_samplers(self, trainer: Any) -> None:
         """Keep Lightning from replacing samplers: its own shuffles every training loader, even where the user does not."""
@@ -431,13 +378,7 @@ class UsersLoaders:
         # Lightning splits predictions itself, because it needs their indices.
         connector.use_distributed_sampler = trainer.state.fn == TrainerFn.PREDICTING and not self._are_split_by_user
 
-    def replaced(
-        self,
-        dataloader: object,
-        trainer: Any,
-        job: JobSession | None,
-        strategy: PlacedStrategy,
-    ) -> object:
+    def replaced(self, dataloader: object, trainer: Any, job: JobSession | None, strategy: LiveStrategy) -> object:
         """Return the loader to use for one of the user's: one of ours in a live job, except for predictions."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         live = job.live if job is not None else None
@@ -452,7 +393,8 @@ class UsersLoaders:
             return dataloader
         if fitting:
             check_data_loader(dataloader, self._are_split_by_user is True, "train_dataloader" if training else "val_dataloader")
-            check_step_signature(training and takes_iterator(trainer.lightning_module))
+            takes = submodule(package_of(trainer), "utilities.signature_utils").is_param_in_hook_signature
+            check_step_signature(training and takes(trainer.lightning_module.training_step, "dataloader_iter", explicit=True))
         assert isinstance(dataloader, DataLoader)
         job.agree_on_start()
         peers = JobPeers(strategy, live)
@@ -496,7 +438,7 @@ def _begin_window(data: Stream, dataloader: object, trainer: Any, training: bool
     """
     if not training:
         raise UnsupportedLoaderError(
-            f"{data.source!r:.120} goes on for ever, and a loader for validation, test or prediction has to end: give its "
+            f"{data.source!r:.120} never ends, and a loader for validation, test or prediction has to: give its "
             "source a place to stop, such as kafka(..., stop='latest')"
         )
     limit = trainer.limit_train_batches
@@ -504,11 +446,11 @@ def _begin_window(data: Stream, dataloader: object, trainer: Any, training: bool
     if is_limited or trainer.overfit_batches:
         raise UnsupportedLoaderError(
             f"limit_train_batches={limit} and overfit_batches={trainer.overfit_batches} would leave rows "
-            f"of each window of {data.source!r:.120} out for ever: set the length of an epoch with kafka(..., window_rows=...)"
+            f"of each window of {data.source!r:.120} out forever: set the length of an epoch with kafka(..., window_rows=...)"
         )
     if isinstance(dataloader, DataLoader) and batching_of(dataloader).drop_last:
         raise UnsupportedLoaderError(
-            f"drop_last=True would leave the last rows of each window of {data.source!r:.120} out for ever, and end training "
+            f"drop_last=True would leave the last rows of each window of {data.source!r:.120} out forever, and end training "
             "at a window smaller than a batch: leave it out, a smaller last batch is weighted by its rows"
         )
     data.set_epoch(trainer.current_epoch)

@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 from lightning_dlrover.output import time_text
 from lightning_dlrover.pool.view import BrainRecord, GpuRecord, GrantRecord, MemberRecord, PoolKeys, num_alive
@@ -18,16 +19,14 @@ from lightning_dlrover.rdzv.job.records import Keys, NodesRecord, PlanRecord, en
 
 log = logging.getLogger(__name__)
 
+R = TypeVar("R")
 
-# The GPUs of one machine that several runs of pools share: each run claims those that its nodes use, by name, in etcd.
-#
-# The brain decides how many GPUs a job has. A run on this machine decides which ones, when it starts a node. Its claims are
-# bound to the lease of its place in the pool, so those of a killed run expire with it, and fenced on that place.
+
 class GpuClaims:
-    """The claims of one run.
+    """The GPUs of its machine that one run of a pool has claimed for its nodes, by name, in etcd.
 
-    Args:
-        tenure: the run's place in its pool.
+    The brain decides how many GPUs a job has. The run decides which ones, when it starts a node. Its claims are bound to the
+    lease of its place in the pool (`tenure`), so those of a killed run expire with it, and fenced on that place.
     """
 
     def __init__(self, client: EtcdClient, pool: PoolKeys, run_id: str, tenure: Tenure[MemberRecord]) -> None:
@@ -38,11 +37,7 @@ class GpuClaims:
         self._claimed: dict[str, str] = {}  # keys by name
 
     def take(self, gpus: Sequence[str], number: int) -> list[str]:
-        """Claim the first GPUs that no other run has. Return their names, fewer than `number` if too few are free.
-
-        Raises:
-            EtcdError: etcd does not answer.
-        """
+        """Claim the first GPUs that no other run has. Return their names, fewer than `number` if too few are free."""
         taken: list[str] = []
         for gpu in gpus:
             if len(taken) < number and self._claim(gpu):
@@ -50,36 +45,28 @@ class GpuClaims:
         return taken
 
     def give_back(self, gpus: Collection[str]) -> None:
-        """Let other runs have GPUs. Without etcd they stay claimed, and are the first ones to be taken again."""
+        """Release GPUs to other runs. Without etcd they stay claimed, and are the first ones to be taken again."""
         for gpu in gpus:
             try:
                 self._client.txn([self._tenure.is_ours], [Delete(self._claimed[gpu])])
                 del self._claimed[gpu]
             except EtcdError as error:
-                log.info("GPU %s is given back later: %s", gpu, error)
+                log.info("GPU %s is released later: %s", gpu, error)
 
     def take_back(self) -> None:
-        """Claim everything again after the loss of the lease, as in an outage of etcd.
-
-        Raises:
-            EtcdError: etcd does not answer.
-        """
+        """Claim everything again after the loss of the lease, such as in an outage of etcd."""
         for gpu in list(self._claimed):
             if not self._claim(gpu, is_new_lease=True):
                 log.warning("GPU %s, which this job uses, was given away in an outage of etcd: %s", gpu, self.holders([gpu]))
 
     def holders(self, gpus: Sequence[str]) -> str:
-        """Name the jobs that have these GPUs, as `a has GPU-1, b has GPU-2`.
-
-        Raises:
-            EtcdError: etcd does not answer.
-        """
+        """Name the jobs that have these GPUs, as `a has GPU-1, b has GPU-2`."""
         found = {gpu: readable(GpuRecord, self._client.get(self._key(gpu))) for gpu in gpus}
         return ", ".join(f"{record.run_id} has {gpu}" for gpu, record in found.items() if record is not None)
 
     @property
     def deletions(self) -> list[Delete]:
-        """Operations that give all GPUs back."""
+        """Operations that release all GPUs."""
         return [Delete(key) for key in self._claimed.values()]
 
     def _claim(self, gpu: str, is_new_lease: bool = False) -> bool:
@@ -99,15 +86,13 @@ class GpuClaims:
         return self._pool.gpu(f"{self._mine.host}:{gpu}" if re.fullmatch(r"\d+", gpu) else gpu)
 
 
-# A job's place in a pool: its `dlrover run` requests it, waits for it, keeps it and releases it.
-
 MEMBER_TTL_S = 10.0
-"""Seconds after which a killed `dlrover run` has no place in the queue any more, unless `--lease-ttl` sets another time."""
+"""Seconds after which a killed `dlrover run` loses its place in the queue, unless `--lease-ttl` sets another time."""
 
 MEMBER_LEASES = 2.0
 """The same in leases of a node or worker. A run may stand still while its nodes train."""
 
-SAY_EVERY_S = 60.0
+REPORT_EVERY_S = 60.0
 """Seconds between two lines about a wait if only its estimate changes."""
 
 LOOK_S = 1.0
@@ -119,10 +104,9 @@ class TicketError(RuntimeError):
 
 
 class PoolTicket:
-    """A place in a pool, or in its queue. Use as a context manager: leaving it gives the place back.
+    """A place in a pool, or in its queue. Use as a context manager: leaving it releases the place.
 
     Args:
-        client: client of the job; its records share their lifetime.
         ask: the job as it was started.
         say: called with a readable line whenever the wait changes.
         ttl_s: seconds after which the place counts as lost if this process is killed.
@@ -166,13 +150,13 @@ class PoolTicket:
             TicketError: the pool can never have room for the job, or had none within `timeout_s`, or the job was cancelled.
         """
         deadline = time.monotonic() + timeout_s
-        told: tuple[object, ...] = ()
-        told_at = -SAY_EVERY_S
+        reported: tuple[object, ...] = ()
+        reported_at = -REPORT_EVERY_S
         with Mirror(self._client, self._grant_key) as mirror:
             while True:
                 self.keep()
                 revision = mirror.revision
-                grant = self._journal_grant(mirror)
+                grant = readable(GrantRecord, mirror.get(self._grant_key))
                 if grant is not None and grant.state == "refused":
                     raise TicketError(f"job {self._keys.run_id!r} cannot run in pool {self._pool.pool!r}: {grant.reason}")
                 if grant is not None and grant.state == "granted" and self._begin(mirror, grant):
@@ -181,25 +165,22 @@ class PoolTicket:
                     # A later job of this name is another one.
                     self._client.txn([self._tenure.is_ours], [Delete(self._keys.nodes)])
                     raise TicketError(f"job {self._keys.run_id!r} has not begun: {stop}")
-                brain = self._brain()
-                text, news = self._standing(grant, brain), _news(grant, brain)
-                if news != told or time.monotonic() - told_at >= SAY_EVERY_S:
+                brain = self._read(BrainRecord, self._pool.brain)
+                text, state = self._describe(grant, brain), _state_of_wait(grant, brain)
+                if state != reported or time.monotonic() - reported_at >= REPORT_EVERY_S:
                     self._say(text)
-                    told, told_at = news, time.monotonic()
+                    reported, reported_at = state, time.monotonic()
                 if time.monotonic() >= deadline:
                     raise TicketError(
                         f"job {self._keys.run_id!r} waited {time_text(timeout_s)} for a place in pool {self._pool.pool!r} and "
                         f"got none: {text}; --place-timeout sets how long it waits"
                     )
                 with contextlib.suppress(TimeoutError):
-                    left_s = max(0.0, deadline - time.monotonic())
-                    mirror.wait_for(
-                        lambda _, seen=revision: True if mirror.revision != seen else None,  # type: ignore[misc]
-                        min(LOOK_S, left_s),
-                    )
+                    left_s = min(LOOK_S, max(0.0, deadline - time.monotonic()))
+                    mirror.wait_for(lambda _, seen=revision: True if mirror.revision != seen else None, left_s)  # type: ignore[misc]
 
     def keep(self) -> None:
-        """Take the place again if its lease was lost, as in an outage of etcd. Call regularly."""
+        """Take the place again if its lease was lost, such as in an outage of etcd. Call regularly."""
         try:
             if self._tenure.take_back():
                 self._lost_gpus = True
@@ -213,14 +194,14 @@ class PoolTicket:
             log.info("run %s: its place in pool %s is taken again later: %s", self._keys.run_id, self._pool.pool, error)
 
     def leave(self) -> None:
-        """Give the place back: at once if nothing of the job runs any more, else as soon as that is so."""
+        """Release the place: at once if no process of the job is left, else as soon as that is so."""
         try:
             if not num_alive(self._client.entries(self._keys.live), self._keys):
                 # Both at once: a job without a grant and with a member record waits for a place.
                 member = self._pool.members + self._keys.run_id
                 self._client.txn([self._tenure.is_ours], [Delete(self._grant_key), Delete(member), *self.gpus.deletions])
         except EtcdError as error:
-            log.info("run %s: its place in pool %s is given back later: %s", self._keys.run_id, self._pool.pool, error)
+            log.info("run %s: its place in pool %s is released later: %s", self._keys.run_id, self._pool.pool, error)
         self._tenure.give_up()
 
     def _begin(self, mirror: Mirror, grant: GrantRecord) -> bool:
@@ -229,42 +210,31 @@ class PoolTicket:
         revision = entry.mod_revision if entry is not None else 0
         reason = f"pool {self._pool.pool}: {grant.reason}"
         plan = PlanRecord(grant.num_workers, "brain", reason, binding=True, created_at=time.time())
+        fence = [absent(self._keys.plan), modified(self._grant_key) == revision, self._tenure.is_ours]
         try:
-            done = self._journal.fenced_write(
-                {self._keys.plan: plan},
-                [absent(self._keys.plan), modified(self._grant_key) == revision, self._tenure.is_ours],
-            )
+            done = self._journal.fenced_write({self._keys.plan: plan}, fence)
             return done or self._client.get(self._keys.plan) is not None  # a job that continues has a plan already
         except EtcdError:
             return False
 
-    def _journal_grant(self, mirror: Mirror) -> GrantRecord | None:
-        return readable(GrantRecord, mirror.get(self._grant_key))
-
     def _stop(self) -> str:
         """Return why the job must end before it has begun, or an empty string."""
-        try:
-            nodes = self._journal.get(NodesRecord, self._keys.nodes, readable).record
-        except EtcdError:
-            return ""
+        nodes = self._read(NodesRecord, self._keys.nodes)
         return nodes.stop if nodes is not None else ""
 
-    def _brain(self) -> BrainRecord | None:
-        try:
-            return self._journal.get(BrainRecord, self._pool.brain, readable).record
-        except EtcdError:
-            return None
+    def _read(self, kind: type[R], key: str) -> R | None:
+        with contextlib.suppress(EtcdError):
+            return self._journal.get(kind, key, readable).record
+        return None
 
-    def _standing(self, grant: GrantRecord | None, brain: BrainRecord | None) -> str:
-        name, pool = self._keys.run_id, self._pool.pool
+    def _describe(self, grant: GrantRecord | None, brain: BrainRecord | None) -> str:
+        wait = f"job {self._keys.run_id} waits for a place in pool {self._pool.pool}"
         if brain is None:
-            return (
-                f"job {name} waits for a place in pool {pool}, and no process decides on that pool: start `dlrover pool run "
-                f"--pool {pool} --budget ...` with the same etcd"
-            )
+            start = f"start `dlrover pool run --pool {self._pool.pool} --budget ...` with the same etcd"
+            return f"{wait}, and no process decides on that pool: {start}"
         if grant is None or grant.state != "waiting":
-            return f"job {name} waits for a place in pool {pool}, on which process {brain.pid} on {brain.host} decides"
-        return f"job {name} waits for a place in pool {pool}: {wait_text(grant, time.time())}"
+            return f"{wait}, on which process {brain.pid} on {brain.host} decides"
+        return f"{wait}: {wait_text(grant, time.time())}"
 
     def _taken(self, holder: MemberRecord | None) -> TicketError:
         return TicketError(
@@ -274,7 +244,7 @@ class PoolTicket:
         )
 
 
-def _news(grant: GrantRecord | None, brain: BrainRecord | None) -> tuple[object, ...]:
+def _state_of_wait(grant: GrantRecord | None, brain: BrainRecord | None) -> tuple[object, ...]:
     """Return the state of a wait without its times, which change with every look."""
     who = (brain.host, brain.pid) if brain is not None else None
     if grant is None or brain is None or grant.state != "waiting":
@@ -293,7 +263,7 @@ def member_key(client: EtcdClient, keys: Keys) -> str | None:
 
 def wait_text(grant: GrantRecord, now: float) -> str:
     """Describe the wait of a job in words: `number 2 of 3 in the queue, expected to start in about 5 min: ...`."""
-    expected = f"expected to start in about {time_text(max(0.0, grant.expected_at - now))}" if grant.expected_at else ""
-    if not expected:
-        expected = "its start cannot be predicted"
+    expected = "its start cannot be predicted"
+    if grant.expected_at:
+        expected = f"expected to start in about {time_text(max(0.0, grant.expected_at - now))}"
     return f"number {grant.place} of {grant.queued} in the queue, {expected}: {grant.reason}"

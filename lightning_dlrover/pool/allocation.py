@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Protocol
@@ -29,12 +29,12 @@ class _Row:
     spread: Floats
 
 
-# Tables of predicted speeds: steps/s of each job by number of devices, on as few nodes as can be.
-#
-# A prediction costs far more than a look into a table, and a job's `Scaling` is the same object until more is known. So
-# each is asked once for a set of sizes.
 class SpeedTables:
-    """Rows of speeds, remembered by the object that predicts them."""
+    """Tables of predicted speeds: steps/s of each job by number of devices, on as few nodes as possible.
+
+    A prediction costs far more than a look into a table, and a job's `Scaling` is the same object until more is known. So each
+    is asked once for a set of sizes.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[tuple[int, int, int, bytes], _Row] = {}
@@ -73,8 +73,6 @@ def _predicted(job: Job, kind: str, sizes: Ints, per_node: int, source: object) 
     return _Row(source, speeds, spreads)
 
 
-# Jobs that compete for the devices of one kind: all that a policy of sizes decides on.
-
 UNKNOWN_WORK_DEVICE_S = 600.0
 """Least expected work of a job with an unknown end, seconds times devices."""
 
@@ -84,31 +82,22 @@ SERVICE_STEP = 8.0
 
 @dataclass(frozen=True)
 class Share:
-    """Jobs, in the order of their turns, and the number of devices to divide among them.
+    """Jobs that compete for devices of one kind, in the order of their turns: all that a size policy decides on.
 
-    Args:
-        num_devices: that these jobs may have together.
-        num_in_cluster: of this kind, all of them.
-        per_node: devices of a node.
-        present: devices that each job has now, shape ``(num_jobs,)``; 0: it waits.
-        since_s: when it got these, shape ``(num_jobs,)``.
-        floors: minimum devices of each job, shape ``(num_jobs,)``; 0 where it may wait.
-        sizes: numbers of devices to choose from, ascending, beginning with 0, shape ``(num_sizes,)``.
-        speeds: predicted steps/s, shape ``(num_jobs, num_sizes)``; 0 where a job cannot run.
-        spreads: deviations of the logarithms of these speeds, of that shape.
+    Arrays have the shape ``(num_jobs,)``, ``(num_sizes,)`` or ``(num_jobs, num_sizes)``.
     """
 
     now_s: float
     jobs: tuple[Job, ...]
-    num_devices: int
-    num_in_cluster: int
-    per_node: int
-    present: Ints
-    since_s: Floats
-    floors: Ints
-    sizes: Ints
-    speeds: Floats
-    spreads: Floats
+    num_devices: int  # that these jobs may have together
+    num_in_cluster: int  # all devices of this kind
+    per_node: int  # devices of a node
+    present: Ints  # devices that each job has now; 0: it waits
+    since_s: Floats  # when each job got these
+    floors: Ints  # minimum devices of each job; 0 where it may wait
+    sizes: Ints  # numbers of devices to choose from, ascending, beginning with 0
+    speeds: Floats  # predicted steps/s of each job at each size; 0 where it cannot run
+    spreads: Floats  # deviations of the logarithms of these speeds
     settings: PolicySettings
 
     @cached_property
@@ -203,20 +192,8 @@ class Share:
     def rows(self, indices: Sequence[int], num_devices: int) -> Share:
         """Return the share of some of the jobs, with other devices to divide."""
         some = list(indices)
-        return Share(
-            self.now_s,
-            tuple(self.jobs[i] for i in some),
-            num_devices,
-            self.num_in_cluster,
-            self.per_node,
-            self.present[some],
-            self.since_s[some],
-            self.floors[some],
-            self.sizes,
-            self.speeds[some],
-            self.spreads[some],
-            self.settings,
-        )
+        of_jobs = {name: getattr(self, name)[some] for name in ("present", "since_s", "floors", "speeds", "spreads")}
+        return replace(self, jobs=tuple(self.jobs[i] for i in some), num_devices=num_devices, **of_jobs)
 
 
 class ChooseSizes(Protocol):
@@ -252,18 +229,17 @@ MOST_EXACT = 60_000_000
 """Maximum number of operations for the exact solution: a few tenths of a second."""
 
 
-# Choose one size for each job so that the sum of their values is as large as the devices allow.
-#
-# This is the multiple-choice knapsack problem. Dynamic programming over devices solves it exactly, whatever the shape of
-# the values: with f[c] the best value of the jobs so far with at most c devices, one more job gives
-#
-# f'[c] = max over sizes k of f[c - k] + value[k]
-#
-# Beyond `MOST_EXACT` operations, jobs climb their concave hulls, steepest step first. That is the optimum of the linear
-# relaxation but for the last step, so its loss is at most the gain of one step (Sinha and Zoltners, Operations Research
-# 27(3), 1979).
 def best_columns(values: Floats, sizes: Ints, num_devices: int) -> Ints:
-    """Return the chosen column of each job, shape ``(num_jobs,)``.
+    """Return one column for each job so that the sum of their values is as large as the devices allow, shape ``(num_jobs,)``.
+
+    This is the multiple-choice knapsack problem. Dynamic programming over devices solves it exactly, whatever the shape of the
+    values: with f[c] the best value of the jobs so far with at most c devices, one more job gives
+
+        f'[c] = max over sizes k of f[c - k] + value[k]
+
+    Beyond `MOST_EXACT` operations, jobs climb their concave hulls, steepest step first. That is the optimum of the linear
+    relaxation but for the last step, so its loss is at most the gain of one step (Sinha and Zoltners, Operations Research
+    27(3), 1979).
 
     Args:
         values: of each job at each size, shape ``(num_jobs, num_sizes)``; minus infinity where a size is not allowed.
@@ -455,7 +431,7 @@ HORIZON_S = 300.0
 # Speeds count as expected, however uncertain they are: counted half a deviation lower, jobs learned less and ended 1.5 %
 # later. The maximum is exact for clusters of usual size, see `knapsack`.
 def jct(share: Share) -> Ints:
-    """Return the sizes."""
+    """Return the sizes that minimise the mean job completion time."""
     if not len(share.jobs):
         return np.zeros(0, dtype=np.int64)
     return share.sizes[best_columns(values(share), share.sizes, share.num_devices)]

@@ -1,6 +1,7 @@
 """The brain of a pool: look at the pool, act in a safe order, write decisions with fences, and show them.
 
-It decides nothing about sizes: `budget.py` and `decisions.py` do, without clocks or etcd.
+It decides nothing about sizes: `budget.py` and `decisions.py` do, without clocks or etcd. The package's docstring describes the
+states of jobs and their owners.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dlrover.pool.budget import Move, Owners, PoolJob, Resources, Wait, held_by
+from lightning_dlrover.pool.budget import Move, Owners, PoolJob, Rate, Resources, Wait, held_by
 from lightning_dlrover.pool.decisions import Choice, Rules, choose, reason_of
 from lightning_dlrover.pool.view import BrainRecord, GrantRecord, OthersRecord, PoolKeys, PoolView, SeenJob, Watch
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -25,8 +26,6 @@ from lightning_dlrover.rdzv.etcd.types import Compare, Delete, EtcdError, KeyVal
 from lightning_dlrover.rdzv.job.events import SizeGiven, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, Tenure, holder_text
 from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, Keys, PlanRecord, encode
-
-# Write a brain's decisions to etcd: each one whole, and only if no other decision was made since the look it is based on.
 
 SAME_WAIT_S = 5.0
 """Seconds that the expected start of a waiting job may shift before it is written again."""
@@ -37,7 +36,10 @@ class OutdatedError(Exception):
 
 
 class Writer:
-    """Writes for one brain. Each write replaces the key `brain`, under the condition that it is as it was last seen."""
+    """Writes the decisions of one brain to etcd, each as a whole.
+
+    Each write replaces the key `brain` under the condition that it is as last seen, or raises `OutdatedError`.
+    """
 
     def __init__(self, client: EtcdClient, pool: PoolKeys, tenure: Tenure[BrainRecord]) -> None:
         self._client = client
@@ -53,60 +55,47 @@ class Writer:
         """Give a job another size: its grant, its plan if it has one, and a line of its history.
 
         A job that starts has no plan yet. Its run writes the first one.
-
-        Raises:
-            OutdatedError: nothing was written.
-            EtcdError: the fate of the write is unknown.
         """
+        job, needs = seen.job, seen.job.needs
         grant = GrantRecord(
             "granted",
             move.after,
             reason,
             since=now,
-            submitted_at=seen.job.submitted_s,
-            served_worker_s=seen.job.served_by(now),
-            owner=seen.job.owner,
-            cores=seen.job.needs.cores,
-            gpus=int(seen.job.needs.gpus),
-            memory_mb=int(seen.job.needs.memory_mb),
+            submitted_at=job.submitted_s,
+            served_worker_s=job.served_by(now),
+            owner=job.owner,
+            cores=needs.cores,
+            gpus=int(needs.gpus),
+            memory_mb=int(needs.memory_mb),
         )
-        ops: list[Op] = [Put(self._pool.grants + seen.job.name, encode(grant))]
+        ops: list[Op] = [self._grant(seen, grant)]
         if seen.plan_entry is not None:
             lease = seen.plan_entry.lease_id
-            if not seen.job.is_by_hand:
+            if not job.is_by_hand:
                 ops.append(Put(seen.keys.plan, encode(self._plan(seen, move.after, reason, now)), lease))
             if move.before:
                 key = f"{seen.keys.events}{time.time_ns():020d}-brain"
                 ops.append(Put(key, encode(record_of(event, reason)), lease))
-        self._write(ops, [*_as_seen(self._pool, seen), modified(seen.keys.plan) == _revision(seen.plan_entry)])
+        self._write(seen, ops, _plan_as_seen(seen))
 
     def correct_plan(self, seen: SeenJob, now: float) -> None:
         """Let a job's plan ask for the granted workers."""
         assert seen.plan_entry is not None
         assert seen.grant is not None
         plan = self._plan(seen, seen.grant.num_workers, seen.grant.reason, now)
-        ops: list[Op] = [Put(seen.keys.plan, encode(plan), seen.plan_entry.lease_id)]
-        self._write(ops, [*_as_seen(self._pool, seen), modified(seen.keys.plan) == _revision(seen.plan_entry)])
+        self._write(seen, [Put(seen.keys.plan, encode(plan), seen.plan_entry.lease_id)], _plan_as_seen(seen))
 
     def wait(self, seen: SeenJob, wait: Wait, queued: int, now: float) -> bool:
         """Publish a job's place in the queue, unless it is published already. Return whether it was written."""
-        expected_at = now + wait.expected_s if wait.expected_s is not None else 0.0
-        grant = GrantRecord(
-            "waiting",
-            0,
-            wait.reason,
-            place=wait.place,
-            queued=queued,
-            expected_at=expected_at,
-            since=now,
-            submitted_at=seen.job.submitted_s,
-        )
+        at = now + wait.expected_s if wait.expected_s is not None else 0.0
+        grant = GrantRecord("waiting", 0, wait.reason, wait.place, queued, at, now, seen.job.submitted_s)
         last, shown = seen.grant, (grant.state, grant.place, grant.queued, grant.reason)
-        if last is not None and (last.state, last.place, last.queued, last.reason) == shown:
-            shift_s = abs(last.expected_at - expected_at)
-            if shift_s <= max(SAME_WAIT_S, 0.2 * (wait.expected_s or 0.0)):
-                return False
-        self._write([Put(self._pool.grants + seen.job.name, encode(grant))], _as_seen(self._pool, seen))
+        may_shift_s = max(SAME_WAIT_S, 0.2 * (wait.expected_s or 0.0))
+        is_same = last is not None and (last.state, last.place, last.queued, last.reason) == shown
+        if last is not None and is_same and abs(last.expected_at - at) <= may_shift_s:
+            return False
+        self._write(seen, [self._grant(seen, grant)])
         return True
 
     def refuse(self, seen: SeenJob, reason: str, now: float) -> bool:
@@ -114,13 +103,13 @@ class Writer:
         if seen.grant is not None and (seen.grant.state, seen.grant.reason) == ("refused", reason):
             return False
         grant = GrantRecord("refused", 0, reason, since=now, submitted_at=seen.job.submitted_s)
-        self._write([Put(self._pool.grants + seen.job.name, encode(grant))], _as_seen(self._pool, seen))
+        self._write(seen, [self._grant(seen, grant)])
         return True
 
     def forget(self, seen: SeenJob) -> None:
         """Delete the grant of a job that has disappeared, unless its run has come back."""
-        key = self._pool.members + seen.job.name
-        self._write([Delete(self._pool.grants + seen.job.name)], [*_as_seen(self._pool, seen), modified(key) == 0])
+        is_absent = modified(self._pool.members + seen.job.name) == 0
+        self._write(seen, [Delete(self._pool.grants + seen.job.name)], is_absent)
 
     def publish_others(self, names: Sequence[str]) -> None:
         """Publish the jobs in no pool that are counted. Nothing is decided by this."""
@@ -133,26 +122,24 @@ class Writer:
             seen.plan, num_workers=num_workers, source="brain", reason=text, binding=True, decision_id=0, created_at=now
         )
 
-    def _write(self, ops: Sequence[Op], conditions: Sequence[Compare]) -> None:
-        number = self._tenure.record.number + 1
-        record = dataclasses.replace(self._tenure.record, number=number)
-        mine = [self._tenure.is_ours, modified(self._pool.brain) == self._revision]
-        done = self._client.txn([*mine, *conditions], [Put(self._pool.brain, encode(record), self._tenure.lease.id), *ops])
+    def _grant(self, seen: SeenJob, grant: GrantRecord) -> Put:
+        return Put(self._pool.grants + seen.job.name, encode(grant))
+
+    def _write(self, seen: SeenJob, ops: Sequence[Op], *conditions: Compare) -> None:
+        """Write if the grant of the job is as it was seen, no other decision was made since, and the conditions hold."""
+        record = dataclasses.replace(self._tenure.record, number=self._tenure.record.number + 1)
+        fence = [self._tenure.is_ours, modified(self._pool.brain) == self._revision]
+        fence += [modified(self._pool.grants + seen.job.name) == seen.grant_revision, *conditions]
+        done = self._client.txn(fence, [Put(self._pool.brain, encode(record), self._tenure.lease.id), *ops])
         if not done.succeeded:
             raise OutdatedError
         self._tenure.record = record
         self._revision = done.revision
 
 
-def _as_seen(pool: PoolKeys, seen: SeenJob) -> list[Compare]:
-    return [modified(pool.grants + seen.job.name) == seen.grant_revision]
+def _plan_as_seen(seen: SeenJob) -> Compare:
+    return modified(seen.keys.plan) == (seen.plan_entry.mod_revision if seen.plan_entry is not None else 0)
 
-
-def _revision(entry: KeyValue | None) -> int:
-    return entry.mod_revision if entry is not None else 0
-
-
-# Decide when to look at a pool, and order the actions. See the package for the states and their owners.
 
 log = logging.getLogger(__name__)
 
@@ -172,17 +159,11 @@ class BrainBusyError(RuntimeError):
 
 @dataclass(frozen=True)
 class PoolTimeouts:
-    """Seconds that a brain grants others.
+    """Deadlines of the processes of a pool, in seconds."""
 
-    Args:
-        lease_s: the brain's lease. A successor takes over after this time.
-        settle_s: after an outage of etcd, for all processes to register again.
-        gone_s: seconds that a job without any recorded process still counts.
-    """
-
-    lease_s: float = LEASE_S
-    settle_s: float = LEASE_S * SETTLING_LEASES
-    gone_s: float = LEASE_S * SETTLING_LEASES
+    lease_s: float = LEASE_S  # the brain's lease; a successor takes over after this time
+    settle_s: float = LEASE_S * SETTLING_LEASES  # after an outage of etcd, for all processes to register again
+    gone_s: float = LEASE_S * SETTLING_LEASES  # for which a job without any recorded process still counts
 
     @staticmethod
     def of_lease(lease_s: float) -> PoolTimeouts:
@@ -295,8 +276,7 @@ class Brain:
         for move in choice.moves:
             seen = view.jobs[move.name]
             reason = reason_of(seen.job, move, jobs, choice.wanted)
-            event = self._event(seen.job, move, jobs, choice.wanted)
-            self._writer.resize(seen, move, event, reason, now)
+            self._writer.resize(seen, move, self._event(seen.job, move, jobs, choice.wanted), reason, now)
             moved.add(move.name)
             self._show(f"pool {self._pool.pool}: {move.name}: {reason}")
         for name, seen in view.jobs.items():
@@ -324,17 +304,18 @@ class Brain:
         return has_written
 
     def _event(self, job: PoolJob, move: Move, jobs: list[PoolJob], wanted: Mapping[str, int]) -> SizeGiven:
-        before, after = job.rate(move.before), job.rate(move.after)
+        unknown = Rate(0, 0.0, 0.0, 0.0)
+        before, after = job.rate(move.before) or unknown, job.rate(move.after) or unknown
         others = [other for other in jobs if other.name != job.name and wanted.get(other.name, other.held) != other.held]
         return SizeGiven(
             pool=self._pool.pool,
             policy=self._rules.policy,
             workers_before=move.before,
             workers_after=move.after,
-            samples_per_s_before=before.samples_per_s if before is not None else 0.0,
-            samples_per_s_after=after.samples_per_s if after is not None else 0.0,
-            low_per_s=after.low_per_s if after is not None else 0.0,
-            high_per_s=after.high_per_s if after is not None else 0.0,
+            samples_per_s_before=before.samples_per_s,
+            samples_per_s_after=after.samples_per_s,
+            low_per_s=after.low_per_s,
+            high_per_s=after.high_per_s,
             cost_s=job.change_s,
             others={other.name: [other.held, wanted[other.name]] for other in others[:16]},
         )
@@ -354,11 +335,7 @@ def run_brain(
 ) -> None:
     """Decide on a pool, or stand by while another process does, until `stop` is set or a signal raises an exception.
 
-    Args:
-        every_s: seconds between two looks at an unchanged pool.
-
-    Raises:
-        EtcdError: etcd does not answer at the start.
+    It looks at an unchanged pool every `every_s` seconds. Raise EtcdError if etcd does not answer at the start.
     """
     stop = stop or threading.Event()
     with Mirror(client, pool.root) as mirror:
@@ -400,19 +377,11 @@ def _decide(
 
 def _wait_for_vacancy(mirror: Mirror, key: str, stop: threading.Event) -> None:
     """Return once no process holds the key. Standing by has no deadline: the process exists for it."""
-
-    def is_vacant(keys: Mapping[str, KeyValue]) -> bool | None:
-        return True if key not in keys or stop.is_set() else None
-
     while not stop.is_set():
-        try:
-            mirror.wait_for(is_vacant, 1.0)
+        with contextlib.suppress(TimeoutError):
+            mirror.wait_for(lambda keys: True if key not in keys or stop.is_set() else None, 1.0)
             return
-        except TimeoutError:
-            continue
 
-
-# Show a pool as plain data: the process that decides, jobs with their sizes, and waiting jobs with reasons.
 
 _FORMER_POLICIES = {"ours": "jct"}
 """Names of policies in the records of earlier brains, and today's."""
@@ -429,21 +398,15 @@ def rules_of(view: PoolView) -> Rules | None:
 
 
 def snapshot_of(view: PoolView, now: float) -> dict[str, Any]:
-    """Return the pool as data for JSON: running jobs first, then the queue in order.
-
-    Args:
-        now: seconds since the epoch.
-    """
-    rules = rules_of(view)
+    """Return the pool as data for JSON: running jobs first, then the queue in order."""
+    rules, brain = rules_of(view), view.brain
 
     def place(seen: SeenJob) -> tuple[bool, int, float, str]:
         job = seen.job
         return job.is_waiting, seen.grant.place if seen.grant is not None else 0, job.submitted_s, job.name
 
     return {
-        "brain": None
-        if view.brain is None
-        else {"host": view.brain.host, "pid": view.brain.pid, "policy": view.brain.policy, "decisions": view.brain.number},
+        "brain": {"host": brain.host, "pid": brain.pid, "policy": brain.policy, "decisions": brain.number} if brain else None,
         "budget": rules.budget.text if rules is not None else "",
         "used": held_by(view.pool_jobs).text,
         "jobs": [_job(seen, now) for seen in sorted(view.jobs.values(), key=place)],
@@ -452,7 +415,6 @@ def snapshot_of(view: PoolView, now: float) -> dict[str, Any]:
 
 def _job(seen: SeenJob, now: float) -> dict[str, Any]:
     job, grant = seen.job, seen.grant
-    left_s = job.seconds_left(job.held) if job.held else None
     return {
         "job": job.name,
         "owner": job.owner,
@@ -468,7 +430,7 @@ def _job(seen: SeenJob, now: float) -> dict[str, Any]:
         "place": grant.place if grant is not None else 0,
         "expected_s": max(0.0, grant.expected_at - now) if grant is not None and grant.expected_at else None,
         "waited_s": max(0.0, now - job.submitted_s) if job.is_waiting else None,
-        "left_s": left_s,
+        "left_s": job.seconds_left(job.held) if job.held else None,
         "reason": grant.reason if grant is not None else "",
     }
 

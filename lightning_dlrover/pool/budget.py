@@ -14,8 +14,6 @@ from typing import Protocol
 
 from lightning_dlrover.tuning.cluster import is_overdue
 
-# Amounts of the resources that a pool's jobs share.
-
 TOLERANCE = 1e-9
 """Relative excess of a budget that is rounding."""
 
@@ -37,16 +35,13 @@ class Resources:
     def times(self, number: float) -> Resources:
         return Resources(*(each * number if each else 0.0 for each in (self.cores, self.gpus, self.memory_mb)))
 
+    def pairs(self, other: Resources) -> tuple[tuple[float, float], ...]:
+        """Return the amounts of each resource here and in `other`."""
+        return (self.cores, other.cores), (self.gpus, other.gpus), (self.memory_mb, other.memory_mb)
+
     def fits(self, into: Resources) -> bool:
         """Whether `into` has at least this much of each resource that is needed."""
-        pairs = ((self.cores, into.cores), (self.gpus, into.gpus), (self.memory_mb, into.memory_mb))
-        return all(need <= 0 or need <= has + TOLERANCE * max(1.0, abs(need)) for need, has in pairs)
-
-    def most(self, of: Resources) -> float:
-        """Return how many times `of` fits in here; infinite if it needs nothing that is limited."""
-        pairs = ((self.cores, of.cores), (self.gpus, of.gpus), (self.memory_mb, of.memory_mb))
-        counts = [math.floor(has / need + TOLERANCE) if math.isfinite(has) else math.inf for has, need in pairs if need > 0]
-        return max(0, min(counts, default=math.inf))
+        return all(need <= 0 or need <= has + TOLERANCE * max(1.0, abs(need)) for need, has in self.pairs(into))
 
     @property
     def limits(self) -> dict[str, float]:
@@ -73,69 +68,52 @@ class Resources:
 UNLIMITED = Resources(math.inf, math.inf, math.inf)
 
 
-# A job of a pool, as a decision sees it.
-
-
 @dataclass(frozen=True)
 class Rate:
-    """Throughput with a number of workers, with the best settings known for it.
-
-    Args:
-        low_per_s: interval of the throughput, 90 %.
-    """
+    """Throughput with a number of workers, with the best settings known for it."""
 
     num_workers: int
     samples_per_s: float
-    low_per_s: float
+    low_per_s: float  # interval of 90 %
     high_per_s: float
     is_measured: bool = False
 
 
 @dataclass(frozen=True)
 class PoolJob:
-    """A job that has a place in the pool, or waits for one.
-
-    Args:
-        needs: of one worker.
-        granted: workers that it was given; 0: it waits.
-        planned: workers in its plan; 0: it has no plan yet.
-        alive: workers that run, start or end.
-        is_present: its `dlrover run` lives.
-        is_by_hand: a person has set its size, so it is counted but not changed.
-        rates: by number of workers, ascending; empty before its planner has decided.
-        samples_left: None where the end is unknown.
-        change_s: expected pause of the job when its size changes.
-        submitted_s: on the clock of decisions, as all times.
-        served_worker_s: seconds times workers that it had before `since_s`.
-        deadline_s: None: any.
-    """
+    """A job that has a place in the pool, or waits for one. All times are on the clock of decisions."""
 
     name: str
-    needs: Resources
+    needs: Resources  # of one worker
     min_workers: int
     max_workers: int
-    granted: int = 0
-    planned: int = 0
-    alive: int = 0
-    is_present: bool = True
-    is_by_hand: bool = False
-    rates: tuple[Rate, ...] = ()
-    samples_left: float | None = None
-    change_s: float = 0.5
+    granted: int = 0  # workers that it was given; 0: it waits
+    planned: int = 0  # workers in its plan; 0: it has no plan yet
+    alive: int = 0  # workers that run, start or end
+    is_present: bool = True  # its `dlrover run` lives
+    is_by_hand: bool = False  # a user has set its size, so it is counted but not changed
+    rates: tuple[Rate, ...] = ()  # by number of workers, ascending; empty before its planner has decided
+    samples_left: float | None = None  # None: its end is unknown
+    change_s: float = 0.5  # expected pause of the job when its size changes
     submitted_s: float = 0.0
     since_s: float = 0.0
-    served_worker_s: float = 0.0
+    served_worker_s: float = 0.0  # seconds times workers that it had before `since_s`
     priority: int = 0
     weight: float = 1.0
     owner: str = ""
-    deadline_s: float | None = None
+    deadline_s: float | None = None  # None: any
 
     @property
     def held(self) -> int:
         """Workers with resources that no other job may have."""
         if self.is_by_hand:
-            return max(self.planned, self.alive)  # a person may also make it smaller than it was granted
+            return max(self.planned, self.alive)  # a user may also make it smaller than it was granted
         return max(self.granted, self.planned, self.alive)
+
+    @property
+    def present(self) -> int:
+        """Workers that it holds, kept within its limits."""
+        return max(self.min_workers, min(self.held, self.max_workers))
 
     def served_by(self, now_s: float) -> float:
         """Return the seconds times workers that it has had by now."""
@@ -147,7 +125,7 @@ class PoolJob:
 
     @property
     def is_flexible(self) -> bool:
-        """Whether a decision may change its size: it runs, its speed by size is known, and no person has set it."""
+        """Whether a decision may change its size: it runs, its speed by size is known, and no user has set it."""
         return self.is_present and bool(self.held and self.rates) and not self.is_by_hand
 
     @property
@@ -162,16 +140,8 @@ class PoolJob:
         if below is None or above is None or below is above:
             return below if above is not None else None
         part = (num_workers - below.num_workers) / (above.num_workers - below.num_workers)
-
-        def between(low: float, high: float) -> float:
-            return low + part * (high - low)
-
-        return Rate(
-            num_workers,
-            between(below.samples_per_s, above.samples_per_s),
-            between(below.low_per_s, above.low_per_s),
-            between(below.high_per_s, above.high_per_s),
-        )
+        ends = [(getattr(below, name), getattr(above, name)) for name in ("samples_per_s", "low_per_s", "high_per_s")]
+        return Rate(num_workers, *(low + part * (high - low) for low, high in ends))
 
     def seconds_left(self, num_workers: int) -> float | None:
         """Return the seconds that the rest of the job takes with a number of workers; None if that is unknown."""
@@ -181,10 +151,7 @@ class PoolJob:
 
 def held_by(jobs: Iterable[PoolJob]) -> Resources:
     """Return the resources that these jobs hold together."""
-    total = Resources()
-    for job in jobs:
-        total += job.needs.times(job.held)
-    return total
+    return sum((job.needs.times(job.held) for job in jobs), Resources())
 
 
 @dataclass(frozen=True)
@@ -205,8 +172,7 @@ class Owners:
         return [owner for owner in self.quotas if owner in held and not held[owner].fits(self.quota(owner))]
 
 
-# Fairness among the owners of a pool's jobs: the order of starts, quotas, and the weights of running
-# ones.
+# Fairness among the owners of a pool's jobs: the order of starts, quotas, and the weights of running jobs.
 #
 # An owner's share is that of its dominant resource: the largest part of the budget that it has of any resource (dominant
 # resource fairness, Ghodsi et al., NSDI 2011). A running job counts with the workers that it cannot be made to give back.
@@ -217,15 +183,10 @@ class Owners:
 # turn, too.
 @dataclass(frozen=True)
 class Queue:
-    """Waiting jobs.
+    """Waiting jobs."""
 
-    Args:
-        jobs: in their order of starting.
-        beyond_quota: jobs that would exceed their owner's quota if those before them had started.
-    """
-
-    jobs: Sequence[PoolJob]
-    beyond_quota: Sequence[PoolJob]
+    jobs: Sequence[PoolJob]  # in their order of starting
+    beyond_quota: Sequence[PoolJob]  # would exceed their owner's quota if those before them had started
 
 
 def held_by_owner(jobs: Collection[PoolJob]) -> dict[str, Resources]:
@@ -237,11 +198,7 @@ def held_by_owner(jobs: Collection[PoolJob]) -> dict[str, Resources]:
 
 
 def queue_in_order(jobs: Collection[PoolJob], budget: Resources, owners: Owners, now_s: float, max_wait_s: float) -> Queue:
-    """Sort the waiting jobs of a pool by their turns.
-
-    Args:
-        jobs: running ones, too.
-    """
+    """Sort the waiting ones among a pool's jobs by their turns."""
 
     def turn(job: PoolJob) -> tuple[bool, int, float, str]:
         late = is_overdue(job.submitted_s, now_s, max_wait_s)
@@ -281,7 +238,7 @@ def queue_in_order(jobs: Collection[PoolJob], budget: Resources, owners: Owners,
 
 
 def weighed(jobs: Sequence[PoolJob], owners: Owners) -> list[PoolJob]:
-    """Return jobs as a policy of sizes should see them, so that no owner gains by more jobs or higher priorities.
+    """Return jobs as a size policy should see them, so that no owner gains by more jobs or higher priorities.
 
     The weights of an owner's jobs add up to that of the owner, on a scale on which the mean weight of a job is 1.
     Priorities count among the jobs of one owner: the highest of each owner becomes 0, its next one -1.
@@ -308,8 +265,7 @@ def _fewest(job: PoolJob) -> Resources:
 
 
 def _dominant(held: Resources, budget: Resources) -> float:
-    pairs = ((held.cores, budget.cores), (held.gpus, budget.gpus), (held.memory_mb, budget.memory_mb))
-    return max((has / of for has, of in pairs if has and of and math.isfinite(of)), default=0.0)
+    return max((has / of for has, of in held.pairs(budget) if has and of and math.isfinite(of)), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -321,18 +277,12 @@ class Move:
     after: int
 
 
-# Turn wanted sizes into changes that never exceed the budget, however late processes end.
-#
-# A job is charged the maximum of its grant, the workers of its plan, and its running workers. So a smaller grant alone
-# frees nothing: only when the job's workers have ended does another one grow. Changes that do not fit yet wait for a later
-# decision.
-def next_moves(
-    jobs: Sequence[PoolJob],
-    budget: Resources,
-    wanted: Mapping[str, int],
-    may_grow: bool = True,
-) -> list[Move]:
-    """Return the changes to make now: all that shrink, then those that grow or start and fit.
+def next_moves(jobs: Sequence[PoolJob], budget: Resources, wanted: Mapping[str, int], may_grow: bool = True) -> list[Move]:
+    """Return the changes to make now, towards wanted sizes: all that shrink, then those that grow or start and fit.
+
+    The budget is never exceeded, however late processes end. A job is charged the maximum of its grant, the workers of its
+    plan, and its running workers. So a smaller grant alone frees nothing: another job grows only when the job's workers have
+    ended. Changes that do not fit yet wait for a later decision.
 
     Args:
         jobs: in their order of growing.
@@ -356,9 +306,7 @@ def next_moves(
     return moves
 
 
-# Decide the size that each job of a pool should have, within the budget.
-#
-# Rules that hold for every policy:
+# Decide the size that each job of a pool should have, within the budget. Rules that hold for every policy:
 #
 # - A job keeps its own limits. Once it runs it is never stopped: it keeps its minimum number of workers, whatever the
 #   priority of a waiting job.
@@ -379,8 +327,7 @@ class Divider(Protocol):
     def __call__(self, jobs: Sequence[PoolJob], free: Resources, now_s: float) -> Mapping[str, int]:
         """Return the number of workers of each job by name; a job that is absent, or has 0, waits.
 
-        Args:
-            jobs: running ones of variable size, then waiting ones in turn; the fewest workers of all fit into `free` together.
+        `jobs` are running ones of variable size, then waiting ones in turn. The fewest workers of all fit into `free`.
         """
         ...
 
@@ -432,12 +379,9 @@ def _divided(
     owners: Owners,
     now_s: float,
 ) -> dict[str, int]:
-    """Return a policy's sizes, within quotas.
+    """Return a policy's sizes, within quotas. `kept` holds the resources of each owner's other jobs.
 
-    A policy knows no quotas. So the jobs of an owner that would get too much are cut to it, and the rest is divided again.
-
-    Args:
-        kept: resources of each owner's other jobs.
+    Policies ignore quotas. So the jobs of an owner that would get too much are cut to its quota, and the rest is divided again.
     """
     for _ in range(1 + len(owners.quotas)):
         sizes = _kept_within(movable, divide(movable, free, now_s), overdue, free)
@@ -456,12 +400,8 @@ def _divided(
 
 
 def _steady(running: Sequence[PoolJob], now_s: float) -> list[PoolJob]:
-    """Return running jobs, with their present sizes as the fewest where these are new."""
-
-    def present(job: PoolJob) -> int:
-        return max(job.min_workers, min(job.held, job.max_workers))
-
-    return [replace(job, min_workers=present(job)) if now_s - job.since_s < STAY_S else job for job in running]
+    """Return running jobs, with their present sizes as the minimum where these are new."""
+    return [replace(job, min_workers=job.present) if now_s - job.since_s < STAY_S else job for job in running]
 
 
 def _admitted(
@@ -474,8 +414,7 @@ def _admitted(
 ) -> tuple[list[PoolJob], set[str]]:
     """Return the waiting jobs that fit, all with their fewest workers, and those of them that are overdue.
 
-    Args:
-        in_the_end: resources that are free once all jobs without a size set by hand have ended.
+    `in_the_end` is free once all jobs without a size set by hand have ended.
     """
     left = free
     for job in running:
@@ -493,7 +432,7 @@ def _admitted(
             overdue |= {job.name} if is_late else set()
             left -= fewest
         elif not fewest.fits(in_the_end):
-            continue  # a person has given away what it waits for
+            continue  # a user has given away what it waits for
         elif is_late:
             break
         else:
@@ -534,37 +473,26 @@ def _loss(job: PoolJob, num_workers: int) -> float:
     return job.weight * (now.samples_per_s - less.samples_per_s) / max(r.samples_per_s for r in job.rates)
 
 
-# Predict the wait of each job in the queue: its place, the expected time until it starts, and the reason.
-
-
 @dataclass(frozen=True)
 class Wait:
-    """A job's wait.
-
-    Args:
-        place: number in the queue, from 1.
-        expected_s: seconds until it starts, if no other job is submitted before; None: unknown.
-        reason: a readable sentence.
-    """
+    """A job's predicted wait."""
 
     name: str
-    place: int
-    expected_s: float | None
-    reason: str
+    place: int  # number in the queue, from 1
+    expected_s: float | None  # seconds until it starts, if no other job is submitted before; None: unknown
+    reason: str  # a readable sentence
 
 
 def queue_of(jobs: Sequence[PoolJob], budget: Resources, now_s: float, max_wait_s: float, owners: Owners) -> list[Wait]:
-    """Return the waits of all waiting jobs in order.
+    """Predict the waits of all waiting jobs, in order.
 
     Each job starts once enough of those before it have ended. Running jobs can go down to their fewest workers for it, so they
     are counted with these, and end as late as with their present sizes.
     """
     queue = queue_in_order(jobs, budget, owners, now_s, max_wait_s)
     holders = [job for job in jobs if job.held]
-    free = budget
-    for job in holders:
-        free -= job.needs.times(job.least_held)
     ends = [_End(job.name, job.seconds_left(job.held), job.needs.times(job.least_held)) for job in holders]
+    free = budget - sum((end.gives for end in ends), Resources())
     waits: list[Wait] = []
     for place, job in enumerate(queue.jobs, start=1):
         need = job.needs.times(job.min_workers)
@@ -602,7 +530,8 @@ def _wait_of(
     job: PoolJob, place: int, need: Resources, free: Resources, ends: list[_End]
 ) -> tuple[Wait, Resources, list[_End]]:
     """Return the wait of one job, and the free resources and later ends after its start."""
-    missing = f"it needs {need.text}, and the other jobs leave it {_positive(free).text}"
+    left = Resources(*(max(0.0, amount) for amount in (free.cores, free.gpus, free.memory_mb)))
+    missing = f"it needs {need.text}, and the other jobs leave it {left.text}"
     waited_s = 0.0
     known = sorted((end for end in ends if end.at_s is not None), key=lambda end: (end.at_s or 0.0, end.name))
     unknown = [end for end in ends if end.at_s is None]
@@ -619,7 +548,3 @@ def _wait_of(
     own_s = job.seconds_left(job.min_workers)
     end = _End(job.name, waited_s + own_s if own_s is not None else None, need)
     return Wait(job.name, place, waited_s, reason), free - need, [*rest, end]
-
-
-def _positive(resources: Resources) -> Resources:
-    return Resources(max(0.0, resources.cores), max(0.0, resources.gpus), max(0.0, resources.memory_mb))

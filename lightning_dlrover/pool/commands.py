@@ -16,7 +16,8 @@ import numpy as np
 
 from lightning_dlrover.cli.control import check_can_be_planned, plan_by_hand, wanted_text
 from lightning_dlrover.cli.errors import EXIT_OK, Interrupted, UsageError, signals_as_exceptions
-from lightning_dlrover.cli.options import SETTINGS, connected_job, etcd_access, find_place
+from lightning_dlrover.cli.lookup import connected_job, etcd_access, find_place
+from lightning_dlrover.cli.options import SETTINGS
 from lightning_dlrover.output import complain, counted, number_text, say, show, text_table, time_text
 from lightning_dlrover.pool.admission import wait_text
 from lightning_dlrover.pool.brain import PoolTimeouts, rules_of, run_brain, snapshot_of
@@ -32,8 +33,6 @@ from lightning_dlrover.tuning.plan import Decision, Settings, pareto_front
 if TYPE_CHECKING:
     from lightning_dlrover.pool.decisions import Prospect
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
-
-# `dlrover pool run` and `dlrover pool status`: share a budget among jobs, and show the share of each.
 
 
 def brain_command(options: argparse.Namespace) -> int:
@@ -63,20 +62,13 @@ def queue_command(options: argparse.Namespace) -> int:
     with connected_pool(options) as client:
         view = Watch(client, pool).look(now)
     snapshot = snapshot_of(view, now)
-    if options.json:
-        show(json.dumps({"pool": pool.pool, **snapshot}, indent=2))
-        return EXIT_OK
-    show("\n".join(_queue_lines(pool.pool, snapshot, view.jobs, now)))
+    text = "\n".join(_queue_lines(pool.pool, snapshot, view.jobs, now))
+    show(json.dumps({"pool": pool.pool, **snapshot}, indent=2) if options.json else text)
     return EXIT_OK
 
 
 def connected_pool(options: argparse.Namespace) -> EtcdClient:
-    """Return a client of the pool's etcd.
-
-    Raises:
-        UsageError: no etcd is named.
-        EtcdError: etcd does not answer.
-    """
+    """Return a client of the pool's etcd. Raise UsageError if no etcd is named."""
     defaults = EtcdDefaults.of_this_process()
     endpoint = options.endpoint or defaults.endpoint
     if endpoint is None:
@@ -115,13 +107,10 @@ def _queue_lines(pool: str, snapshot: dict[str, Any], jobs: Any, now: float) -> 
     return lines
 
 
-# `dlrover pool what-if`: predict time, money and their intervals, without changing anything.
-
-
 def what_if_command(options: argparse.Namespace) -> int:
     """Show the effects of another number of workers, another budget, or the absence of a job, on a job and its pool."""
     if options.workers is None and options.add is None and options.without is None:
-        raise UsageError("nothing is asked: give --workers N, --add cores=16, or --without JOB")
+        raise UsageError("nothing to compare: give --workers N, --add cores=16, or --without JOB")
     now = time.time()
     with connected_job(options) as (place, client):
         view = Watch(client, PoolKeys(options.pool, place.prefix)).look(now)
@@ -136,14 +125,18 @@ def what_if_command(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _no_prediction(run_id: str) -> UsageError:
+    return UsageError(
+        f"job {run_id!r} has not published any prediction: its planner, which needs a DLRoverCallback in the Trainer and so "
+        "never predicts for a loop of your own, decides for the first time after some steps"
+    )
+
+
 def _of_job(place: JobPlace, seen: SeenJob | None, learned: Learned, num_workers: int, now: float) -> list[str]:
     """Compare the rest of the job with its present size and with another one."""
     decision = learned.decision
     if decision is None:
-        raise UsageError(
-            f"job {place.run_id!r} has not published any prediction: its planner, which needs a DLRoverCallback in the Trainer "
-            "and so never predicts for a loop of your own, decides for the first time after some steps"
-        )
+        raise _no_prediction(place.run_id)
     job = seen.job if seen is not None else learned.as_job(place.run_id, now)
     rows: list[tuple[str, ...]] = [("workers", "samples/s", "to the end", "interval of 90 %", "cost", "")]
     found = []
@@ -152,16 +145,13 @@ def _of_job(place: JobPlace, seen: SeenJob | None, learned: Learned, num_workers
         if expected is None:
             known = f"{job.rates[0].num_workers} to {job.rates[-1].num_workers}" if job.rates else "none"
             raise UsageError(
-                f"job {place.run_id!r} has no prediction for {counted(size, 'worker')}; its planner has looked at {known}, "
+                f"job {place.run_id!r} has no prediction for {counted(size, 'worker')}; its planner has considered {known}, "
                 "within the --workers of its start"
             )
         found.append(expected)
         rows.append(_row(expected))
     lines = [f"job {place.run_id}:", *text_table(">>>>><", rows, indent=2)]
-    before, after = found[0], found[-1]
-    if before is not after:
-        lines += _difference(before, after)
-    return lines
+    return lines + (_difference(found[0], found[-1]) if len(found) > 1 else [])
 
 
 def _difference(now: Prospect, then: Prospect) -> list[str]:
@@ -176,32 +166,31 @@ def _difference(now: Prospect, then: Prospect) -> list[str]:
     change = f"{time_text(abs(sooner))} {'earlier' if sooner >= 0 else 'later'}"
     if is_clear:
         return [f"  it would end {change}"]
-    return [f"  it might end {change}; the intervals overlap, so the prediction cannot tell which is faster"]
+    return [f"  it might end {change}; the intervals overlap, so it is uncertain which is faster"]
 
 
 def _row(expected: Prospect) -> tuple[str, ...]:
     interval = "-"
     if expected.low_s is not None and expected.high_s is not None:
         interval = f"{time_text(expected.low_s)} to {time_text(expected.high_s)}"
-    return (
-        str(expected.num_workers),
-        number_text(expected.samples_per_s),
-        time_text(expected.seconds) if expected.seconds is not None else "unknown",
-        interval,
-        number_text(expected.cost) if expected.cost is not None else "unknown",
-        "measured" if expected.is_measured else "predicted",
-    )
+    size, speed = str(expected.num_workers), number_text(expected.samples_per_s)
+    cost = number_text(expected.cost) if expected.cost is not None else "unknown"
+    return size, speed, _time_or_unknown(expected.seconds), interval, cost, "measured" if expected.is_measured else "predicted"
+
+
+def _time_or_unknown(seconds: float | None) -> str:
+    return time_text(seconds) if seconds is not None else "unknown"
 
 
 def _of_pool(place: JobPlace, view: PoolView, options: argparse.Namespace, now: float) -> list[str]:
     """Compare the sizes of all jobs of the pool."""
     rules = rules_of(view)
+    if rules is None and place.run_id not in view.jobs:
+        raise UsageError(
+            f"job {place.run_id!r} is not in pool {options.pool!r}, which --add and --without need; give --workers only, or "
+            "the job's --pool"
+        )
     if rules is None:
-        if place.run_id not in view.jobs:
-            raise UsageError(
-                f"job {place.run_id!r} is not in pool {options.pool!r}: --add and --without are about one pool; ask with "
-                "--workers, or name the job's --pool"
-            )
         raise UsageError(
             f"no process decides on pool {options.pool!r}, so its budget is unknown; start `dlrover pool run` first"
         )
@@ -218,9 +207,7 @@ def _of_pool(place: JobPlace, view: PoolView, options: argparse.Namespace, now: 
     for job in jobs:
         new = after.get(job.name, 0)
         now_s, then_s = job.seconds_left(job.held or before.get(job.name, 0)), job.seconds_left(new)
-        rows.append(
-            (job.name, str(job.held), str(new), *(time_text(s) if s is not None else "unknown" for s in (now_s, then_s)))
-        )
+        rows.append((job.name, str(job.held), str(new), _time_or_unknown(now_s), _time_or_unknown(then_s)))
     lines = [f"pool {options.pool}, by policy {rules.policy}:", *text_table("<>>>>", rows, indent=2)]
     needed = sum((job.needs.times(after.get(job.name, 0)) for job in jobs), Resources())
     if not needed.fits(budget + more):
@@ -240,15 +227,11 @@ class Option:
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """A job that competes for resources; it runs with one of its options.
-
-    Args:
-        weight: importance of this job's relative gain compared with others'; remaining work is one choice.
-    """
+    """A job that competes for resources; it runs with one of its options."""
 
     name: str
     options: tuple[Option, ...]
-    weight: float = 1.0
+    weight: float = 1.0  # importance of its relative gain compared with others'; remaining work is one choice
 
     def __post_init__(self) -> None:
         if not self.options:
@@ -260,6 +243,10 @@ class ClusterJob:
         """Return weighted throughput as a fraction of the job's best, so that jobs with different samples can be compared."""
         return self.weight * option.samples_per_s / max(o.samples_per_s for o in self.options)
 
+    def slope(self, small: Option, large: Option) -> float:
+        """Return the gain for each unit of resources from one option to a larger one."""
+        return (self.gain(large) - self.gain(small)) / (large.cost - small.cost)
+
 
 def options_of(decision: Decision) -> tuple[Option, ...]:
     """Return the options that a job's own planner found feasible, in cores, or in GPUs where the job has some."""
@@ -267,13 +254,12 @@ def options_of(decision: Decision) -> tuple[Option, ...]:
     return tuple(Option(c.settings, float(c.gpus or c.cores), c.samples_per_s) for c in able)
 
 
-# Divide a cluster's resources among its jobs.
-#
-# Uses DLRover-RM's weighted greedy on marginal gain (Wang et al., PVLDB 17(12), 2024): the job that gains most for a unit
-# of resources gets it first. Options below the concave hull of a job's Pareto front would never be chosen this way; they
-# only use the resources left at the end.
 def divide(jobs: Sequence[ClusterJob], budget: float) -> dict[str, Option]:
     """Return an option for each job, by name, so that together they stay within `budget` and gain much.
+
+    Uses DLRover-RM's weighted greedy on marginal gain (Wang et al., PVLDB 17(12), 2024): the job that gains most for a unit of
+    resources gets it first. Options below the concave hull of a job's Pareto front would never be chosen this way; they only
+    use the resources left at the end.
 
     Raises:
         ValueError: not even the cheapest options fit, or two jobs have one name.
@@ -288,7 +274,7 @@ def divide(jobs: Sequence[ClusterJob], budget: float) -> dict[str, Option]:
     for on_hull in (True, False):
         while True:
             steps = [
-                ((job.gain(option) - job.gain(now)) / (option.cost - now.cost), job.name, option)
+                (job.slope(now, option), job.name, option)
                 for job in jobs
                 for now in (chosen[job.name],)
                 for option in (_hull(job, fronts[job.name]) if on_hull else fronts[job.name])
@@ -308,20 +294,13 @@ def _front(job: ClusterJob) -> list[Option]:
 
 
 def _hull(job: ClusterJob, front: Sequence[Option]) -> list[Option]:
-    """The upper concave hull of a front, ascending in cost."""
+    """Return the upper concave hull of a front, ascending in cost."""
     hull: list[Option] = []
     for option in front:
-        while len(hull) > 1 and _slope(job, hull[-2], hull[-1]) <= _slope(job, hull[-1], option):
+        while len(hull) > 1 and job.slope(hull[-2], hull[-1]) <= job.slope(hull[-1], option):
             hull.pop()
         hull.append(option)
     return hull
-
-
-def _slope(job: ClusterJob, small: Option, large: Option) -> float:
-    return (job.gain(large) - job.gain(small)) / (large.cost - small.cost)
-
-
-# `dlrover pool plan`: share a budget of cores or GPUs among running jobs.
 
 
 def divide_command(options: argparse.Namespace) -> int:
@@ -336,10 +315,7 @@ def divide_command(options: argparse.Namespace) -> int:
             events = Journal(client, place.keys).events()
             newest = next((made for _, made in events_of(reversed(events), DecisionMade)), None)
             if newest is None:
-                raise UsageError(
-                    f"job {name!r} has not published any prediction: its planner, which needs a DLRoverCallback in the Trainer "
-                    "and so never predicts for a loop of your own, decides for the first time after some steps"
-                )
+                raise _no_prediction(name)
             decision = Decision.from_data(newest.document)
             able = options_of(decision)
             if not able:
@@ -349,7 +325,7 @@ def divide_command(options: argparse.Namespace) -> int:
             devices[name] = "GPUs" if any(c.gpus for c in decision.candidates) else "cores"
         if len(set(devices.values())) > 1:
             listed = ", ".join(f"{name} {unit}" for name, unit in devices.items())
-            raise UsageError(f"these jobs do not compete for the same: {listed}; divide those of one kind at a time")
+            raise UsageError(f"these jobs do not compete for the same resource: {listed}; divide those of one kind at a time")
         shares = divide(jobs, options.budget)
         for name, share in shares.items():
             check_can_be_planned(running[name][0], running[name][2], share.settings.num_workers)
@@ -358,8 +334,8 @@ def divide_command(options: argparse.Namespace) -> int:
             settings = {name: getattr(share.settings, name) for name in SETTINGS}
             wanted, unit = wanted_text(share.settings.num_workers, settings), devices[job.name]
             now = next((o for o in job.options if o.settings == current), None)
-            beside = f", {share.samples_per_s / now.samples_per_s:.2f} times as many as now" if now else ""
-            show(f"job {job.name}: {wanted}: {share.cost:g} {unit}, {number_text(share.samples_per_s)} samples/s{beside}")
+            change = f", {share.samples_per_s / now.samples_per_s:.2f} times the present rate" if now else ""
+            show(f"job {job.name}: {wanted}: {share.cost:g} {unit}, {number_text(share.samples_per_s)} samples/s{change}")
             if options.apply:
                 reason = f"its share of {options.budget:g} {unit} among {counted(len(jobs), 'job')}: {wanted}"
                 plan_by_hand(client, place, view, share.settings.num_workers, settings, reason)

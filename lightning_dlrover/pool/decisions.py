@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dlrover.output import counted
 from lightning_dlrover.pool.budget import (
     Divider,
     Move,
@@ -43,12 +44,11 @@ NODE = "pool"
 MEMORY_BYTES = 1 << 40  # memory of each device; a pool counts memory separately
 
 
-# Divide a pool with one of the policies for elastic jobs.
-#
-# A device is a core, or a GPU; a pool's jobs on GPUs are divided first, then the others on the remaining cores. The
-# schedulers place devices, so they count as one node here, and only the number of each job's devices is used.
 def elastic_divider(name: str, max_wait_s: float) -> Divider:
     """Return the divider that decides as the policy with that name.
+
+    A device is a core, or a GPU; a pool's jobs on GPUs are divided first, then the others on the remaining cores. The
+    schedulers place devices, so they count as one node here, and only the number of each job's devices is used.
 
     Raises:
         ValueError: the policy is unknown.
@@ -77,7 +77,7 @@ def as_asked(jobs: Sequence[PoolJob], budget: Resources, owners: Owners) -> list
 
     def asked(job: PoolJob) -> int:
         if not job.is_waiting:
-            return max(job.min_workers, min(job.held, job.max_workers))
+            return job.present
         most = job.needs.times(job.max_workers)
         return job.max_workers if most.fits(budget) and most.fits(owners.quota(job.owner)) else job.min_workers
 
@@ -86,14 +86,10 @@ def as_asked(jobs: Sequence[PoolJob], budget: Resources, owners: Owners) -> list
 
 @dataclass(frozen=True)
 class RateScaling:
-    """The speed of a pool's job by its devices, in samples/s.
-
-    Args:
-        units: devices of each worker.
-    """
+    """The speed of a pool's job by its devices, in samples/s."""
 
     rates: tuple[Rate, ...]
-    units: int
+    units: int  # devices of each worker
 
     def speeds(self, num_devices: NDArray[np.integer[Any]], num_nodes: NDArray[np.integer[Any]]) -> Speeds:
         """Return speeds in a straight line between known numbers of workers, and as the last known one beyond them."""
@@ -124,11 +120,7 @@ def _scaling(rates: tuple[Rate, ...], units: int, most: int) -> RateScaling:
 def _divided(
     policy: Policy, jobs: Sequence[PoolJob], unit: str, amount: float, now_s: float, waits_longer_s: float
 ) -> dict[str, int]:
-    """Return the number of workers of each job on devices of one kind.
-
-    Args:
-        waits_longer_s: added to the wait of a job with unknown speed, as policies see it.
-    """
+    """Return the workers of each job on devices of one kind. One of unknown speed counts as waiting `waits_longer_s` more."""
     if not jobs:
         return {}
     units = {job.name: max(1, math.ceil(getattr(job.needs, unit))) for job in jobs}
@@ -186,36 +178,23 @@ def _job(job: PoolJob, units: int, kind: str, now_s: float) -> Job:
     )
 
 
-# Choose the next changes of a pool from one look at it. Pure: `brain.py` carries them out.
-
 DEFAULT_MAX_WAIT_S = 3600.0
 DEFAULT_POLICY = "jct"
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of a brain.
-
-    Args:
-        policy: name of a policy for elastic jobs.
-        max_wait_s: a job that has waited longer goes before all others.
-        owners: their weights and quotas.
-        counts_others: whether jobs that are in no pool take part of the budget.
-    """
+    """The rules of a brain."""
 
     budget: Resources
-    policy: str = DEFAULT_POLICY
-    max_wait_s: float = DEFAULT_MAX_WAIT_S
-    owners: Owners = field(default_factory=Owners)
-    counts_others: bool = True
+    policy: str = DEFAULT_POLICY  # name of a policy for elastic jobs
+    max_wait_s: float = DEFAULT_MAX_WAIT_S  # a job that has waited longer goes before all others
+    owners: Owners = field(default_factory=Owners)  # their weights and quotas
+    counts_others: bool = True  # whether jobs that are in no pool are charged to the budget
 
     @cached_property
     def divide(self) -> Divider:
-        """The policy.
-
-        Raises:
-            ValueError: no job has that name.
-        """
+        """The policy. Raise ValueError if none has that name."""
         return elastic_divider(self.policy, self.max_wait_s)
 
     def treated(self, jobs: Sequence[PoolJob]) -> Sequence[PoolJob]:
@@ -225,21 +204,13 @@ class Rules:
 
 @dataclass(frozen=True)
 class Choice:
-    """The next acts of a brain.
+    """The next actions of a brain. Mappings are keyed by the jobs' names."""
 
-    Args:
-        wanted: the number of workers that each job should have in the end.
-        moves: the changes to make now.
-        refused: reasons by name of jobs that can never start.
-        gone: jobs that have disappeared.
-        waits: of the queue, in order.
-    """
-
-    wanted: Mapping[str, int]
-    moves: Sequence[Move]
-    refused: Mapping[str, str]
-    gone: Collection[str]
-    waits: Sequence[Wait]
+    wanted: Mapping[str, int]  # the number of workers that each job should have in the end
+    moves: Sequence[Move]  # the changes to make now
+    refused: Mapping[str, str]  # reasons of jobs that can never start
+    gone: Collection[str]  # jobs that have disappeared
+    waits: Sequence[Wait]  # the queue, in order
 
     def is_settled(self, jobs: Sequence[PoolJob]) -> bool:
         """Whether every job has the size that it should have, so that nothing is expected to happen soon."""
@@ -247,11 +218,7 @@ class Choice:
 
 
 def choose(jobs: Sequence[PoolJob], rules: Rules, now_s: float, may_grow: bool) -> Choice:
-    """Return the next changes.
-
-    Args:
-        may_grow: whether all running processes are certain to be recorded.
-    """
+    """Return the next changes. `may_grow`: all running processes are certain to be recorded."""
     jobs, budget, owners = rules.treated(jobs), rules.budget, rules.owners
     refused = {job.name: reason for job in jobs if job.is_waiting and (reason := why_never(job, budget, owners))}
     able = [job for job in jobs if job.name not in refused]
@@ -267,7 +234,7 @@ def choose(jobs: Sequence[PoolJob], rules: Rules, now_s: float, may_grow: bool) 
 
 def reason_of(job: PoolJob, move: Move, jobs: Sequence[PoolJob], wanted: Mapping[str, int]) -> str:
     """Explain a change in words: the predicted gain or loss, and the other jobs that change with it."""
-    text = f"{move.before} -> {move.after} workers" if move.before else f"starts with {_workers(move.after)}"
+    text = f"{move.before} -> {move.after} workers" if move.before else f"starts with {counted(move.after, 'worker')}"
     before, after = job.rate(move.before), job.rate(move.after)
     if move.before and before is not None and after is not None:
         text += f": {after.samples_per_s / before.samples_per_s:.2f} times the throughput"
@@ -278,28 +245,16 @@ def reason_of(job: PoolJob, move: Move, jobs: Sequence[PoolJob], wanted: Mapping
     return text
 
 
-def _workers(number: int) -> str:
-    return f"{number} worker{'s' if number != 1 else ''}"
-
-
-# Predict the effects of another size, another budget, or the absence of a job, before anything is done. Changes nothing.
-
-
 @dataclass(frozen=True)
 class Prospect:
-    """The rest of a job with a number of workers.
-
-    Args:
-        seconds: until its end, with the interval of 90 %; None: its end is unknown.
-        cost: money until its end; None: no prices, or an unknown end.
-    """
+    """The predicted rest of a job with a number of workers."""
 
     num_workers: int
     samples_per_s: float
-    seconds: float | None
-    low_s: float | None
+    seconds: float | None  # until its end; None: its end is unknown
+    low_s: float | None  # interval of 90 %
     high_s: float | None
-    cost: float | None
+    cost: float | None  # money until its end; None: no prices, or an unknown end
     is_measured: bool
 
 
@@ -336,10 +291,9 @@ def sizes_if(
     by_hand: str = "",
     num_workers: int = 0,
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the sizes that the policy wants now, and those that it would want.
+    """Return the sizes that the policy wants now, and those that it would want with another budget.
 
     Args:
-        budget: the other one.
         without: a job to leave out.
         by_hand: a job to set to `num_workers` by hand.
     """

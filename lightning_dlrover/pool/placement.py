@@ -15,7 +15,7 @@ from lightning_dlrover.pool.allocation import Ints, Share, SizePolicy, SpeedTabl
 from lightning_dlrover.tuning.cluster import Allocation, Device, Floats, Job, Policy, PolicySettings, Running, State, is_overdue
 from lightning_dlrover.tuning.plan import sizes_to_consider
 
-# Rules of every policy of sizes: turns, the bound on waiting, deadlines, and which jobs are not paused.
+# Rules of every size policy: turns, the bound on waiting, deadlines, and which jobs are not paused.
 #
 # Jobs take turns. A job that has waited longer than `max_wait_s` comes before all others, the longest wait first. Then come
 # those that can still meet their deadlines, the earliest first, then priorities, then the time of submission.
@@ -62,8 +62,9 @@ def floors_of(share: Share, rigid: bool) -> Floors:
         share: with floors of 0.
         rigid: a job receives as many devices as requested, or none.
     """
+    needed = _needed_for_deadline(share)
     wanted = np.where(share.asked > 0, share.asked, 0) if rigid else share.fewest
-    needed = np.where(_needed_for_deadline(share) > 0, wanted, 0) if rigid else _needed_for_deadline(share)
+    needed = np.where(needed > 0, wanted, 0) if rigid else needed
     max_wait_s = share.settings.max_wait_s
     claims: list[tuple[tuple[float, float, str], int, int, bool]] = []  # order, job, devices, whether others wait for it
     for index, job in enumerate(share.jobs):
@@ -88,10 +89,10 @@ def floors_of(share: Share, rigid: bool) -> Floors:
 
 
 def within_limits(share: Share, numbers: Ints) -> Ints:
-    """Return sizes that keep all limits, as near to the given ones as can be.
+    """Return sizes within all limits, as near to the given ones as possible.
 
-    Policies choose allowed sizes. This makes sure of it, in every case: sizes that no job may have are rounded down, floors are
-    given, and where devices do not suffice the last ones in turn get less.
+    Policies choose allowed sizes; this guarantees it. Sizes that no job may have are rounded down, floors are given, and where
+    devices do not suffice the last ones in turn get less.
     """
     columns = share.columns_of(numbers)
     exact = (share.sizes[columns] == numbers) & share.allowed[np.arange(len(share.jobs)), columns]
@@ -120,7 +121,7 @@ def within_limits(share: Share, numbers: Ints) -> Ints:
 
 
 def _needed_for_deadline(share: Share) -> Ints:
-    """Minimum devices for each job to end by its deadline; 0 without a deadline, or if it cannot be met."""
+    """Return the minimum devices for each job to end by its deadline; 0 without a deadline, or if it cannot be met."""
     needed = np.zeros(len(share.jobs), dtype=np.int64)
     for index, job in enumerate(share.jobs):
         if job.deadline_s is None or job.steps_left is None:
@@ -133,7 +134,7 @@ def _needed_for_deadline(share: Share) -> Ints:
 
 
 def _seconds_to_end(share: Share, index: int) -> Floats:
-    """Predicted seconds to a job's end with each size, shape ``(num_sizes,)``; infinite where it cannot run."""
+    """Return the predicted seconds to a job's end with each size, shape ``(num_sizes,)``; infinite where it cannot run."""
     job = share.jobs[index]
     speeds = np.where(share.sizes >= share.fewest[index], share.speeds[index], 0.0)
     speeds = np.where(share.sizes <= share.most[index], speeds, 0.0)
@@ -143,12 +144,11 @@ def _seconds_to_end(share: Share, index: int) -> Floats:
     return np.asarray(seconds + np.where(share.sizes == share.present[index], 0.0, cost_s))
 
 
-# The free devices of each node, and a choice among them that uses few nodes.
-
-
 class Nodes:
-    """Free devices by node, and nodes by the number of their free devices. Orders are those of the state, so equal states
-    give equal placements."""
+    """Free devices by node, and nodes by the number of their free devices.
+
+    Orders are those of the state, so equal states give equal placements.
+    """
 
     def __init__(self, devices: Sequence[Device], per_node: int) -> None:
         self._per_node = per_node
@@ -181,20 +181,17 @@ class Nodes:
             self._free[node][name] = None
 
     def free_on(self, node: str) -> list[str]:
-        """The free devices of a node."""
+        """Return the free devices of a node."""
         return list(self._free[node])
 
     def of(self, names: Sequence[str]) -> list[str]:
-        """The nodes of devices, each once."""
+        """Return the nodes of devices, each once."""
         return list(dict.fromkeys(self._node_of[name] for name in names))
 
     def fullest_with(self, number: int, without: Collection[str] = ()) -> str | None:
-        """The node with the fewest free devices that suffice."""
-        for count in sorted(count for count, nodes in self._by_count.items() if nodes and count >= number):
-            for node in self._by_count[count]:
-                if node not in without:
-                    return node
-        return None
+        """Return the node with the fewest free devices that suffice."""
+        counts = sorted(count for count in self._by_count if count >= number)
+        return next((node for count in counts for node in self._by_count[count] if node not in without), None)
 
     def _count(self, node: str, change: int) -> None:
         count = len(self._free[node])
@@ -207,10 +204,7 @@ class Nodes:
         Raises:
             ValueError: fewer are free.
         """
-        own_nodes: dict[str, int] = {}
-        for name in own:
-            if name in self._node_of and name in self._free[self._node_of[name]]:
-                own_nodes[self._node_of[name]] = own_nodes.get(self._node_of[name], 0) + 1
+        own_nodes = Counter(on for name in own if (on := self._node_of.get(name, "")) and name in self._free[on])
         found: list[str] = []
         used: dict[str, None] = {}
         while len(found) < number:
@@ -225,34 +219,26 @@ class Nodes:
         return tuple(found)
 
     def _best_node(self, number: int, own: Mapping[str, int], used: Mapping[str, None]) -> str | None:
-        """A node with room for a whole node's part or all that is missing, rather one of the job's own; else the emptiest."""
+        """Return a node with room for a whole node's part or all that is missing, preferably the job's; else the emptiest."""
         wanted = min(number, self._per_node)
         mine = [node for node in own if node not in used and len(self._free[node]) >= wanted]
         if mine:
             return min(mine, key=lambda node: (-own[node], len(self._free[node])))
-        counts = sorted(count for count, nodes in self._by_count.items() if count and nodes)
-        for count in [*(c for c in counts if c >= wanted), *(c for c in reversed(counts) if c < wanted)]:
-            for node in self._by_count[count]:
-                if node not in used:
-                    return node
-        return None
+        counts = sorted(filter(None, self._by_count))
+        ordered = [*(c for c in counts if c >= wanted), *(c for c in reversed(counts) if c < wanted)]
+        return next((node for count in ordered for node in self._by_count[count] if node not in used), None)
 
 
 LASTS_S = 600.0
 """Seconds that a placement is expected to last."""
 
-MOST_MENDED = 32
-"""Split jobs that one decision looks at, the largest first. Bounds its time."""
+MAX_MENDED = 32
+"""Split jobs that one decision considers, the largest first. Bounds its time."""
 
-MOST_NODES = 16
+MAX_NODES = 16
 """Nodes that are tried to make room for a part of a split job, those with the fewest devices to move first."""
 
 
-# Bring jobs together that are split over more nodes than they need, where that gains more than the moves cost.
-#
-# A split job takes whole nodes and the smallest sufficient rest. Where no node has the room, small jobs of one node go
-# elsewhere, the fewest devices that will do. A move is worth its cost if the device seconds that the split job saves until
-# its end, or in `LASTS_S`, exceed those that all moved jobs lose.
 def consolidate(
     nodes: Nodes,
     per_node: int,
@@ -260,15 +246,22 @@ def consolidate(
     placed: dict[str, tuple[str, ...]],
     running: Mapping[str, Sequence[str]],
 ) -> None:
-    """Change `placed`, and the free devices of `nodes`, where a move is worth its cost.
+    """Bring jobs together that are split over more nodes than they need. Change `placed`, and the free devices of `nodes`.
+
+    A split job takes whole nodes and the smallest sufficient rest. Where no node has the room, small jobs of one node move
+    elsewhere, with as few devices as possible. A move is worth its cost if the device seconds that the split job saves until
+    its end, or in `LASTS_S`, exceed those that all moved jobs lose.
 
     Args:
         placed: devices of each job, which are not free in `nodes`.
         running: devices that jobs have now. A job that is to get others pays for a change anyway.
     """
-    split = [name for name, names in placed.items() if len(nodes.of(names)) > -(-len(names) // per_node)]
-    for name in sorted(split, key=lambda name: (-len(placed[name]), name))[:MOST_MENDED]:
-        if len(nodes.of(placed[name])) == -(-len(placed[name]) // per_node):
+
+    def is_split(name: str) -> bool:
+        return len(nodes.of(placed[name])) > -(-len(placed[name]) // per_node)
+
+    for name in sorted(filter(is_split, placed), key=lambda name: (-len(placed[name]), name))[:MAX_MENDED]:
+        if not is_split(name):
             continue  # it was mended with another
         moves = _moves(nodes, per_node, name, placed)
         if moves is not None and not _is_worth(nodes, jobs, moves, name, placed, running):
@@ -316,10 +309,7 @@ def _make_room(
                 missing -= len(placed[other])
         if missing <= 0:
             options.append((sum(len(placed[other]) for other in leave), node, leave))
-    for _, node, leave in sorted(options)[:MOST_NODES]:
-        if _leave(nodes, node, leave, placed, moves):
-            return node
-    return None
+    return next((node for _, node, leave in sorted(options)[:MAX_NODES] if _leave(nodes, node, leave, placed, moves)), None)
 
 
 def _leave(
@@ -373,13 +363,6 @@ def _is_worth(
     return bool(size * seconds * (1 - before / after) > lost)
 
 
-# Turn sizes into devices, on as few nodes as possible, and where jobs already are.
-#
-# A running job of the same size keeps its devices. All other devices are free; jobs that start or change take them, the
-# largest first: whole nodes, then the node with the smallest sufficient rest. `consolidation` then mends jobs that are
-# split over more nodes than they need.
-
-
 def place(
     devices: Sequence[Device],
     per_node: int,
@@ -387,7 +370,10 @@ def place(
     numbers: Mapping[str, int],
     running: Mapping[str, Sequence[str]],
 ) -> dict[str, tuple[str, ...]]:
-    """Return the devices of each job that receives any.
+    """Return the devices of each job that receives any, on as few nodes as possible.
+
+    A running job of the same size keeps its devices. All other devices are free; jobs that start or change take them, the
+    largest first: whole nodes, then the node with the smallest sufficient rest. `consolidate` then mends split jobs.
 
     Args:
         devices: identical devices, each for one worker.
@@ -411,14 +397,12 @@ def place(
     return placed
 
 
-# Make a policy of a way to choose sizes: sizes decide, one shared placement turns them into devices.
-#
-# Devices of one kind, with equal memory, are divided by themselves. A running job with limits for one size only stays where
-# it is. A device has one worker.
-
-
 def with_placement(sizes: SizePolicy, settings: PolicySettings) -> Policy:
-    """Return the policy that gives jobs the sizes that `sizes` chooses, within the bounds that all policies keep."""
+    """Return the policy that gives jobs the sizes that `sizes` chooses, within the bounds that all policies keep.
+
+    Devices of one kind, with equal memory, are divided separately. A running job with limits for one size only stays where it
+    is. A device has one worker.
+    """
     tables = SpeedTables()
 
     def decide(state: State) -> Allocation:
@@ -452,17 +436,17 @@ class _Pool:
 
 def _pools(state: State, fixed: Sequence[Running]) -> list[_Pool]:
     keys = {device.name: (device.kind, device.memory_bytes) for device in state.devices}
-    alike: dict[tuple[str, int], list[Device]] = {}
+    by_kind: dict[tuple[str, int], list[Device]] = {}
     for device in state.devices:
-        alike.setdefault(keys[device.name], []).append(device)
-    running: dict[tuple[str, int], list[Running]] = {key: [] for key in alike}
+        by_kind.setdefault(keys[device.name], []).append(device)
+    running: dict[tuple[str, int], list[Running]] = {key: [] for key in by_kind}
     for run in state.running:
         if not _is_fixed(run.job):
             running[keys[run.devices[0]]].append(run)
-    waiting = _places_to_wait(state.waiting, alike, running)
+    waiting = _places_to_wait(state.waiting, by_kind, running)
     taken = {name for run in fixed for name in run.devices}
     pools = []
-    for key, devices in sorted(alike.items()):
+    for key, devices in sorted(by_kind.items()):
         jobs = sorted([*waiting[key], *(run.job for run in running[key])], key=lambda job: (job.submitted_s, job.name))
         free = tuple(device for device in devices if device.name not in taken)
         per_node = max(Counter(device.node for device in devices).values())
@@ -473,19 +457,19 @@ def _pools(state: State, fixed: Sequence[Running]) -> list[_Pool]:
 
 def _places_to_wait(
     waiting: Sequence[Job],
-    alike: Mapping[tuple[str, int], Sequence[Device]],
+    by_kind: Mapping[tuple[str, int], Sequence[Device]],
     running: Mapping[tuple[str, int], Sequence[Running]],
 ) -> dict[tuple[str, int], list[Job]]:
-    """Waiting jobs by the devices that each waits for: the fastest, by its speed there and by how many others want them."""
-    found: dict[tuple[str, int], list[Job]] = {key: [] for key in alike}
+    """Return waiting jobs by the devices that each waits for: the fastest, by its speed there and the demand for them."""
+    found: dict[tuple[str, int], list[Job]] = {key: [] for key in by_kind}
     wanted = {key: sum(len(run.devices) for run in runs) for key, runs in running.items()}
     for job in sorted(waiting, key=lambda job: (job.submitted_s, job.name)):
-        able = [key for key in sorted(alike) if _can_run(job, *key) and job.fewest_devices <= len(alike[key])]
+        able = [key for key in sorted(by_kind) if _can_run(job, *key) and job.fewest_devices <= len(by_kind[key])]
         if not able:
             continue  # it could never start, see `packing.why_never`
 
         def worth(key: tuple[str, int], job: Job = job) -> float:
-            load = (wanted[key] + job.num_devices) / len(alike[key])
+            load = (wanted[key] + job.num_devices) / len(by_kind[key])
             return job.profiles[key[0]].steps_per_s / max(load, 1.0)
 
         best = max(able, key=worth)
@@ -499,7 +483,7 @@ def _can_run(job: Job, kind: str, memory_bytes: int) -> bool:
 
 
 def _divide(pool: _Pool, now_s: float, sizes: SizePolicy, settings: PolicySettings, tables: SpeedTables) -> dict[str, int]:
-    """Devices of each job of a pool. Jobs that wait are absent."""
+    """Return the number of devices of each job of a pool. Jobs that wait are absent."""
     share = _share(pool, now_s, settings, tables)
     share = share.rows(turns(share), share.num_devices)
     numbers = np.zeros(len(share.jobs), dtype=np.int64)
@@ -520,7 +504,7 @@ def _divide(pool: _Pool, now_s: float, sizes: SizePolicy, settings: PolicySettin
 
 
 def _held(share: Share, every_s: float | None) -> list[int]:
-    """Rows of running jobs that keep their sizes, as they have changed within the policy's interval."""
+    """Return the rows of running jobs that keep their sizes, because they have changed within the policy's interval."""
     if every_s is None:
         return []
     is_held = (share.present >= np.maximum(share.floors, 1)) & (share.now_s - share.since_s < every_s)
@@ -530,22 +514,17 @@ def _held(share: Share, every_s: float | None) -> list[int]:
 
 
 def _by_priority(share: Share, is_short: bool, held: Sequence[int]) -> list[list[int]]:
-    """Rows of the jobs that take part, the highest priority first.
+    """Return the rows of the jobs that take part, the highest priority first.
 
     While devices are too few for a floor, no job takes part that could not be paused later.
     """
+
+    def takes_part(index: int, job: Job) -> bool:
+        may_pause = share.settings.may_pause and job.fewest_devices < job.most_devices
+        return not is_short or bool(share.present[index] or share.floors[index]) or may_pause
+
     kept = set(held)
-    rows = [
-        index
-        for index, job in enumerate(share.jobs)
-        if index not in kept
-        and (
-            not is_short
-            or share.present[index]
-            or share.floors[index]
-            or (share.settings.may_pause and job.fewest_devices < job.most_devices)
-        )
-    ]
+    rows = [index for index, job in enumerate(share.jobs) if index not in kept and takes_part(index, job)]
     levels = sorted({share.jobs[index].priority for index in rows}, reverse=True)
     return [[index for index in rows if share.jobs[index].priority == level] for level in levels]
 
@@ -563,17 +542,5 @@ def _share(pool: _Pool, now_s: float, settings: PolicySettings, tables: SpeedTab
     speeds, spreads = tables.of(jobs, pool.kind, sizes, pool.per_node)
     since_s = np.array([run.since_s if run else now_s for run in running])
     floors: Ints = np.zeros(len(jobs), dtype=np.int64)
-    return Share(
-        now_s,
-        jobs,
-        len(pool.devices),
-        pool.num_in_cluster,
-        pool.per_node,
-        present,
-        since_s,
-        floors,
-        sizes,
-        speeds,
-        spreads,
-        settings,
-    )
+    numbers = len(pool.devices), pool.num_in_cluster, pool.per_node
+    return Share(now_s, jobs, *numbers, present, since_s, floors, sizes, speeds, spreads, settings)

@@ -1,4 +1,4 @@
-"""The plugin of pools for the command line: commands, options, and the hook of `dlrover run`. Imports nothing slow."""
+"""The plug-in of pools for the command line: commands, options, and the hook of `dlrover run`. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover import variables
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from lightning_dlrover.pool.view import MemberRecord, PoolKeys
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
     from lightning_dlrover.rdzv.job.records import Keys
-
-# The commands of pools and their options, without slow imports.
 
 DEFAULT_POOL = "default"
 
@@ -43,30 +42,13 @@ class BrainCommand:
             "exceeded. Jobs join with `dlrover run --pool`. One process decides; others stand by and take over. Its jobs keep "
             "their sizes while none decides. Ends with Ctrl-C."
         )
-        command.add_argument(
-            "--budget",
-            required=True,
-            type=pool_budget,
-            metavar="LIST",
-            help="resources of all jobs together, such as cores=64,gpus=8,memory=256G; those left out are not limited",
-        )
+        text = "resources of all jobs together, such as cores=64,gpus=8,memory=256G; those left out are not limited"
+        command.add_argument("--budget", required=True, type=pool_budget, metavar="LIST", help=text)
         _add_pool(command)
-        command.add_argument(
-            "--policy",
-            type=pool_policy(POOL_POLICIES),
-            default=POOL_POLICIES[0],
-            metavar="NAME",
-            help=f"how the budget is divided: {', '.join(POOL_POLICIES)} (default {POOL_POLICIES[0]})",
-        )
-        add_renamed_option(
-            command,
-            "--interval",
-            "--every",
-            type=options.duration,
-            default=2.0,
-            metavar="TIME",
-            help="time between two looks while nothing changes (default 2s)",
-        )
+        text = f"how the budget is divided: {', '.join(POOL_POLICIES)} (default {POOL_POLICIES[0]})"
+        command.add_argument("--policy", type=pool_policy(POOL_POLICIES), default=POOL_POLICIES[0], metavar="NAME", help=text)
+        text = "time between two looks while nothing changes (default 2s)"
+        add_renamed_option(command, "--interval", "--every", type=options.duration, default=2.0, metavar="TIME", help=text)
         add_renamed_option(
             command,
             "--max-wait",
@@ -76,37 +58,15 @@ class BrainCommand:
             metavar="TIME",
             help="a job that waits longer goes before all others (default 1h)",
         )
-        command.add_argument(
-            "--lease-ttl",
-            type=options.lease,
-            default=5.0,
-            metavar="TIME",
-            help="silence after which this process counts as lost, and another one decides (default 5s); at least the longest "
-            "--lease-ttl of the pool's jobs",
-        )
-        command.add_argument(
-            "--owner-weight",
-            action="append",
-            default=[],
-            type=owner_weight,
-            metavar="OWNER=X",
-            help="weight of an owner's part of the pool, which its jobs share; repeatable (default: 1 each)",
-        )
-        command.add_argument(
-            "--quota",
-            action="append",
-            default=[],
-            type=quota,
-            metavar="OWNER=LIST",
-            help="most resources of all jobs of an owner together, such as ads=cores=16,memory=64G; repeatable (default: none)",
-        )
-        add_renamed_option(
-            command,
-            "--ignore-unmanaged",
-            "--pool-only",
-            action="store_true",
-            help="do not count jobs that are in no pool (default: they are charged to the budget, but never resized)",
-        )
+        text = "silence after which this process counts as lost, and another one decides (default 5s); at least the longest "
+        text += "--lease-ttl of the pool's jobs"
+        command.add_argument("--lease-ttl", type=options.lease, default=5.0, metavar="TIME", help=text)
+        text = "weight of an owner's part of the pool, which its jobs share; repeatable (default: 1 each)"
+        command.add_argument("--owner-weight", action="append", default=[], type=owner_weight, metavar="OWNER=X", help=text)
+        text = "most resources of all jobs of an owner together, such as ads=cores=16,memory=64G; repeatable (default: none)"
+        command.add_argument("--quota", action="append", default=[], type=quota, metavar="OWNER=LIST", help=text)
+        text = "do not count jobs that are in no pool (default: they are charged to the budget, but never resized)"
+        add_renamed_option(command, "--ignore-unmanaged", "--pool-only", action="store_true", help=text)
         add_etcd_options(command)
 
     def run(self, options: argparse.Namespace) -> int:
@@ -139,12 +99,8 @@ class WhatIfCommand:
     def add_options(self, command: argparse.ArgumentParser) -> None:
         command.add_argument("job", metavar="JOB", help="the job's --rdzv-id")
         command.add_argument("--workers", type=options.setting, metavar="N", help="another number of workers of the job")
-        command.add_argument(
-            "--add",
-            type=budget_change,
-            metavar="LIST",
-            help="resources to add to the pool's budget, such as cores=16,memory=64G, or to take away, such as gpus=-2",
-        )
+        text = "resources to add to the pool's budget, such as cores=16,memory=64G, or to take away, such as gpus=-2"
+        command.add_argument("--add", type=budget_change, metavar="LIST", help=text)
         command.add_argument(
             "--cluster", action=_FormerClusterOption, nargs=2, default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
@@ -195,9 +151,6 @@ def _add_pool(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pool", type=options.given, default=DEFAULT_POOL, metavar="NAME", help=f"name of the pool (default {DEFAULT_POOL})"
     )
-
-
-# --- types of arguments ---
 
 
 def budget(text: str) -> float:
@@ -262,11 +215,7 @@ def budget_change(text: str) -> dict[str, float]:
 
 
 def _amounts(text: str, number: Callable[[str], float], memory: Callable[[str], float]) -> dict[str, float]:
-    """Return amounts by name from `cores=...,gpus=...,memory=...`.
-
-    Args:
-        number, memory: read an amount.
-    """
+    """Return amounts by name from `cores=...,gpus=...,memory=...`, as read by `number` and `memory`."""
     amounts: dict[str, float] = {}
     for part in text.split(","):
         name, given, amount = part.partition("=")
@@ -294,8 +243,6 @@ class _FormerClusterOption(argparse.Action):
             raise argparse.ArgumentError(self, str(error)) from None
 
 
-# The hook of `dlrover run` for pools: a job with `--pool` waits for a place in a budget that a brain divides.
-
 PLACE_TIMEOUT_S = 7 * 24 * 3600.0
 """Seconds to wait for a place in a pool, unless --place-timeout sets another limit."""
 
@@ -314,18 +261,10 @@ class PoolHook:
             "pool", "Only with --pool: the job waits for a place in a budget that `dlrover pool run` divides."
         )
         group.add_argument("--pool", metavar="NAME", help="pool to run in; needs an etcd that its jobs share (--endpoint)")
-        group.add_argument(
-            "--priority",
-            type=options.setting,
-            metavar="N",
-            help="jobs of an owner with a higher one start first (default 0)",
-        )
-        group.add_argument(
-            "--weight",
-            type=options.positive,
-            metavar="X",
-            help="importance of this job's speed among its owner's jobs (default 1)",
-        )
+        text = "jobs of an owner with a higher one start first (default 0)"
+        group.add_argument("--priority", type=options.setting, metavar="N", help=text)
+        text = "importance of this job's speed among its owner's jobs (default 1)"
+        group.add_argument("--weight", type=options.positive, metavar="X", help=text)
         group.add_argument("--owner", metavar="NAME", help="user or team that the job counts for (default: the current user)")
         group.add_argument(
             "--place-timeout", type=options.duration, metavar="TIME", help="longest time to wait for a place (default 7d)"
@@ -365,44 +304,35 @@ class PoolHook:
 POOL_HOOK = PoolHook()
 
 
+@dataclass(frozen=True)
 class PlaceInPool:
-    """The wish for a place in a pool.
+    """The request for a place in a pool."""
 
-    Args:
-        ask: the job as the pool sees it.
-        timeout_s: longest wait.
-        ttl_s: seconds after which the place counts as lost if this process is killed.
-    """
-
-    surplus_s = SURPLUS_IN_POOL_S
-
-    def __init__(self, pool: PoolKeys, ask: MemberRecord, timeout_s: float, ttl_s: float) -> None:
-        self._pool = pool
-        self._ask = ask
-        self._timeout_s = timeout_s
-        self._ttl_s = ttl_s
+    pool: PoolKeys
+    ask: MemberRecord  # the job as the pool sees it
+    timeout_s: float  # longest wait
+    ttl_s: float  # seconds after which the place counts as lost if this process is killed
+    surplus_s: float = SURPLUS_IN_POOL_S
 
     @property
     def environment(self) -> Mapping[str, str]:
-        return {variables.POOL: self._pool.pool}
+        return {variables.POOL: self.pool.pool}
 
     def wait(self, client: EtcdClient, keys: Keys) -> PoolTicket:
         from lightning_dlrover.output import say
         from lightning_dlrover.pool.admission import PoolTicket, TicketError
 
         try:
-            place = PoolTicket(client, self._pool, keys, self._ask, say, self._ttl_s)
+            place = PoolTicket(client, self.pool, keys, self.ask, say, self.ttl_s)
             try:
-                num_workers = place.wait(self._timeout_s)
+                num_workers = place.wait(self.timeout_s)
             except BaseException:
                 place.leave()
                 raise
         except TicketError as error:
             raise UsageError(str(error)) from error
-        say(
-            f"job {keys.run_id}: has a place in pool {self._pool.pool}, with {num_workers} of {self._ask.max_workers} workers "
-            "at first"
-        )
+        workers = f"{num_workers} of {self.ask.max_workers} workers"
+        say(f"job {keys.run_id}: has a place in pool {self.pool.pool}, and starts with {workers}")
         return place
 
 

@@ -14,17 +14,15 @@ from lightning_dlrover.pool.allocation import MOST_EXACT, Ints, Share, SizePolic
 from lightning_dlrover.pool.placement import with_placement
 from lightning_dlrover.tuning.cluster import Floats, Policy, PolicySettings
 
-# Common parts of Sia and Pollux: how much a restart counts, and how far a job may grow.
-
 SEEN_SPREAD = 0.05
 """Largest deviation of a predicted speed's logarithm at which the size counts as profiled."""
 
 
 def restart_factors(share: Share) -> Floats:
-    """Return the factor on the goodput of a job that has to restart, shape ``(num_jobs,)``.
+    """Return the factor on the goodput of a job that has to restart, in Sia and Pollux, shape ``(num_jobs,)``.
 
-    (T - R S) / (T + S), with the job's age T, its restarts R so far and the cost S of one, in Pollux and in Sia. It is 1 for
-    jobs younger than a restart, as in Sia's artefact.
+    (T - R S) / (T + S), with the job's age T, its restarts R so far and the cost S of one. It is 1 for jobs younger than a
+    restart, as in Sia's artefact.
     """
     restarts = np.array([job.restarts for job in share.jobs])
     cost_s = np.array([job.change_s for job in share.jobs])
@@ -38,9 +36,6 @@ def growth_limits(share: Share) -> Ints:
     seen = np.where(is_seen, share.sizes, 0).max(axis=1)
     limits = 2 * np.maximum(seen, share.present)
     return np.asarray(np.clip(limits, share.least, share.most))
-
-
-# Common parts of the policies with the requested sizes: order, and backfilling.
 
 
 def first_fits(share: Share, order: Sequence[int], wanted: Ints) -> Ints:
@@ -90,7 +85,7 @@ def backfilled(share: Share, wanted: Ints) -> Ints:
 
 
 def _reservation(share: Share, numbers: Ints, seconds: Floats, left: int, devices: int) -> tuple[float, int]:
-    """Seconds until this many devices are free, and how many more are free then."""
+    """Return the seconds until this many devices are free, and how many more are free then."""
     ends = [(float(seconds[index]), index) for index in np.flatnonzero(numbers).tolist()]
     heapq.heapify(ends)
     while ends:
@@ -119,15 +114,12 @@ def start_in_turn(share: Share, wanted: Ints) -> tuple[Ints, int]:
     return numbers, left
 
 
-# Sizes as requested, first come first served, with EASY backfilling (Lifka, JSSPP 1995): a queue without elasticity.
-#
-# In Pollux's workloads the requests are those of Pollux's tuned jobs: sizes and batches at which a job reaches 50 to 80 %
-# of the ideal speedup (`get_configurations` of the artefact; the sizes that users asked for are in its
-# `workloads-realistic`).
-
-
 def as_requested(share: Share) -> Ints:
-    """Return the sizes."""
+    """Return sizes as requested, first come first served, with EASY backfilling: a queue without elasticity.
+
+    In Pollux's workloads the requests are those of Pollux's tuned jobs: sizes and batches at which a job reaches 50 to 80 % of
+    the ideal speedup (`get_configurations` of the artefact; the sizes that users requested are in its `workloads-realistic`).
+    """
     return backfilled(share, share.asked)
 
 
@@ -163,7 +155,7 @@ MIP_GAP = 1e-4
 # speed. The published artefact never adds the term of lambda_a. The program is solved when jobs come and go, too, for those
 # that have not changed within a round.
 def sia(share: Share) -> Ints:
-    """Return the sizes."""
+    """Return the sizes that Sia chooses."""
     allowed = configurations(share)
     cost = np.where(allowed, sia_costs(share, allowed), np.inf)
     used = np.flatnonzero(allowed.any(axis=0))
@@ -218,13 +210,8 @@ def solved(cost: Floats, sizes: Ints, num_devices: int) -> Ints:
     one_each = csr_array((np.ones(len(jobs)), (jobs, np.arange(len(jobs)))), shape=(len(cost), len(jobs)))
     devices = csr_array(sizes[columns][None, :].astype(np.float64))
     constraints = [LinearConstraint(one_each, 1, 1), LinearConstraint(devices, 0, num_devices)]
-    found = milp(
-        cost[jobs, columns],
-        integrality=np.ones(len(jobs)),
-        bounds=Bounds(0, 1),
-        constraints=constraints,
-        options={"mip_rel_gap": MIP_GAP},
-    )
+    kinds = {"integrality": np.ones(len(jobs)), "bounds": Bounds(0, 1), "options": {"mip_rel_gap": MIP_GAP}}
+    found = milp(cost[jobs, columns], constraints=constraints, **kinds)
     if found.x is None:
         raise ValueError(f"no sizes for {len(cost)} jobs on {num_devices} devices: {found.message}")
     chosen = found.x > 0.5

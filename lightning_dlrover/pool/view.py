@@ -1,11 +1,21 @@
-"""Records of a pool in etcd, and the reading of them and of the pool's jobs. Decides nothing."""
+"""Records of a pool in etcd, and the reading of them and of the pool's jobs. Decides nothing.
+
+members/{run_id}   a job that has, or waits for, a place. Written by its `dlrover run`, bound to that process's lease.
+grants/{run_id}    the size that the job has, or its place in the queue. Written by the brain, fenced on `brain`.
+                   Removed by the run when it ends in order, or by the brain once the job has disappeared.
+../.gpus/{gpu}/holder  the run that uses a GPU of its machine, whatever its pool. Written by that run, bound to the lease of
+                   its place, and fenced on it.
+others             jobs in no pool that the brain counts. Written by the brain, bound to its lease; for commands only.
+brain              the process that decides. Rewritten with each of its decisions, so that a decision which arrives late,
+                   after its answer was lost, is refused.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Literal, TypeVar
 
@@ -33,59 +43,22 @@ POOLS_FOLDER = ".pools"
 """Folder of all pools below the prefix of all jobs. No job has this name: names of jobs begin with a letter, digit or `_`."""
 
 
-# Records of a pool: a budget of cores, GPUs and memory that several jobs share.
-#
-# members/{run_id}   a job that has, or waits for, a place. Written by its `dlrover run`, bound to that process's lease.
-# grants/{run_id}    the size that the job has, or its place in the queue. Written by the brain, fenced on `brain`.
-#                    Removed by the run when it ends in order, or by the brain once the job has disappeared.
-# ../.gpus/{gpu}/holder  the run that uses a GPU of its machine, whatever its pool. Written by that run, bound to the lease of
-#                    its place, and fenced on it.
-# others             jobs in no pool that the brain counts. Written by the brain, bound to its lease; for commands only.
-# brain              the process that decides. Rewritten with each of its decisions, so that a decision which arrives late,
-#                    after its answer was lost, is refused.
-#
-# A job is charged the maximum of its grant, the workers of its plan, and its running workers. So a place is free only when the
-# processes in it have ended, however their `dlrover run` has ended.
-@dataclass(frozen=True)
 class PoolKeys:
-    """Every key of one pool."""
+    """Every key of one pool.
 
-    pool: str
-    prefix: str = DEFAULT_PREFIX
+    Raises:
+        ValueError: the pool cannot have this name.
+    """
 
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", self.pool):
-            raise ValueError(f"{self.pool!r} cannot name a pool: use letters, digits, '.', '_' and '-', such as team-a")
-
-    @property
-    def jobs(self) -> str:
-        """Folder of all jobs."""
-        return f"{self.prefix.rstrip('/')}/"
-
-    @property
-    def pools(self) -> str:
-        """Folder of all pools."""
-        return f"{self.jobs}{POOLS_FOLDER}/"
-
-    @property
-    def root(self) -> str:
-        return f"{self.pools}{self.pool}/"
-
-    @property
-    def brain(self) -> str:
-        return f"{self.root}brain"
-
-    @property
-    def others(self) -> str:
-        return f"{self.root}others"
-
-    @property
-    def members(self) -> str:
-        return f"{self.root}members/"
-
-    @property
-    def grants(self) -> str:
-        return f"{self.root}grants/"
+    def __init__(self, pool: str, prefix: str = DEFAULT_PREFIX) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", pool):
+            raise ValueError(f"{pool!r} cannot name a pool: use letters, digits, '.', '_' and '-', such as team-a")
+        self.pool, self.prefix = pool, prefix
+        self.jobs = f"{prefix.rstrip('/')}/"  # folder of all jobs
+        self.pools = f"{self.jobs}{POOLS_FOLDER}/"  # folder of all pools
+        self.root = f"{self.pools}{pool}/"
+        self.brain, self.others = f"{self.root}brain", f"{self.root}others"
+        self.members, self.grants = f"{self.root}members/", f"{self.root}grants/"
 
     def gpu(self, name: str) -> str:
         """The key of a GPU, the same for all pools. No pool has a name that begins with a dot."""
@@ -167,8 +140,6 @@ class OthersRecord:
     jobs: list[str] = field(default_factory=list)
 
 
-# The speed of a job at other sizes, as its history shows it. Reads only events since the last look.
-
 DEFAULT_CHANGE_S = 0.5
 """Assumed seconds of a change of workers until the job has measured one."""
 
@@ -184,11 +155,7 @@ class Learned:
 
     @staticmethod
     def update_all(client: EtcdClient, learned: Mapping[Keys, Learned]) -> None:
-        """Read the new events of jobs, in few requests.
-
-        Raises:
-            EtcdError: etcd does not answer; nothing has changed.
-        """
+        """Read the new events of jobs, in few requests. If etcd does not answer, nothing has changed."""
         found = client.read_prefixes({keys.events: each.revision for keys, each in learned.items()})
         for keys, each in learned.items():
             revision, entries = found[keys.events]
@@ -218,26 +185,16 @@ class Learned:
         if decision is None or decision.left_s is None:
             return None
         by_size = {rate.num_workers: rate.samples_per_s for rate in rates_of(decision)}
-        then = by_size.get(decision.current.num_workers)
-        if then is None:
+        if (then := by_size.get(decision.current.num_workers)) is None:
             return None
-        done = max(0.0, now - decision.at) * by_size.get(num_workers, then)
-        return max(0.0, decision.left_s * then - done)
+        return max(0.0, decision.left_s * then - max(0.0, now - decision.at) * by_size.get(num_workers, then))
 
     def as_job(self, name: str, now: float) -> PoolJob:
         """Return a job outside of any pool as one of a pool, with the size of its newest decision."""
         size = self.decision.current_workers if self.decision is not None else 1
-        return PoolJob(
-            name,
-            Resources(1.0),
-            1,
-            max(size, 1),
-            granted=size,
-            alive=size,
-            rates=rates_of(self.decision),
-            samples_left=self.samples_left(size, now),
-            change_s=self.change_s,
-        )
+        left, rates = self.samples_left(size, now), rates_of(self.decision)
+        made = PoolJob(name, Resources(1.0), 1, max(size, 1), granted=size, alive=size, rates=rates)
+        return replace(made, samples_left=left, change_s=self.change_s)
 
 
 def rates_of(decision: Decision | None) -> tuple[Rate, ...]:
@@ -261,12 +218,9 @@ def _rate(candidate: Candidate) -> Rate:
     )
 
 
-# A job as it was last read from etcd.
-
-
 @dataclass(frozen=True)
 class SeenJob:
-    """One job: its records, and the facts for decisions.
+    """A job as it was last read from etcd: its records, and the facts for decisions.
 
     Args:
         is_outside: it is in no pool, and its size is not the brain's.
@@ -285,21 +239,13 @@ class SeenJob:
 
 
 def live_entries(client: EtcdClient, keys: Mapping[str, Keys]) -> dict[str, dict[str, KeyValue]]:
-    """Return the entries of `keys.live` by key, for each job, in few requests.
-
-    Raises:
-        EtcdError: etcd does not answer.
-    """
+    """Return the entries of `keys.live` by key, for each job, in few requests."""
     found = client.read_prefixes({each.live: 0 for each in keys.values()})
     return {name: {entry.key: entry for entry in found[each.live][1]} for name, each in keys.items()}
 
 
 def num_alive(live: Mapping[str, KeyValue], keys: Keys) -> int:
-    """Return the workers of a job that run, start or end: agents, workers, or nodes of its controller, whichever is largest.
-
-    Args:
-        live: entries of `keys.live`, by key.
-    """
+    """Return the workers of a job that run, start or end: agents, workers, or nodes of its controller, whichever is largest."""
     view = read_view(live, keys)
     controller = readable(ControllerRecord, live.get(keys.controller))
     workers_of_agents = sum(agent.num_workers for agent in view.agents.values())
@@ -310,13 +256,13 @@ FOLDERS_PER_LOOK = 64
 """Maximum number of jobs, ended ones among them, that a look walks over. Each costs a request at most."""
 
 
-# Jobs under the same prefix that are in no pool: they are charged to the budget but never resized.
-#
-# Keys of jobs that have ended stay in etcd for days, so there may be thousands. Each look walks over a limited number of
-# folders and continues where the last one stopped. Jobs that were found are read in every look. The first look walks over all
-# of them. The brain publishes the names that it knows, so that commands need not walk.
 class Outsiders:
-    """Looks for jobs that are in no pool, again and again."""
+    """Finds jobs under the same prefix that are in no pool: they are charged to the budget but never resized.
+
+    Keys of jobs that have ended stay in etcd for days, so there may be thousands. Each look walks over a limited number of
+    folders and continues where the last one stopped. Jobs that were found are read in every look. The first look walks over
+    all of them. The brain publishes the names that it knows, so that commands need not walk.
+    """
 
     def __init__(self, client: EtcdClient, pool: PoolKeys) -> None:
         self._client = client
@@ -326,15 +272,7 @@ class Outsiders:
         self._learned: dict[str, Learned] = {}  # speeds of the jobs that were there
 
     def look(self, in_pools: Collection[str], now: float) -> dict[str, SeenJob]:
-        """Return the jobs that have processes.
-
-        Args:
-            in_pools: jobs of any pool.
-            now: seconds since the epoch.
-
-        Raises:
-            EtcdError: etcd does not answer.
-        """
+        """Return the jobs that have processes, without those `in_pools`."""
         most = FOLDERS_PER_LOOK if self._has_seen_all else None
         names = self._client.folders(self._pool.jobs, self._after, most)
         found = self.read({*names, *self._learned} - {*in_pools, POOLS_FOLDER}, now)
@@ -344,11 +282,7 @@ class Outsiders:
         return found
 
     def read(self, names: Collection[str], now: float) -> dict[str, SeenJob]:
-        """Return those of some jobs that have processes.
-
-        Raises:
-            EtcdError: etcd does not answer.
-        """
+        """Return those of some jobs that have processes."""
         keys: dict[str, Keys] = {}
         for name in sorted(names):
             with contextlib.suppress(ValueError):  # a foreign key below the jobs' prefix
@@ -383,10 +317,7 @@ def _seen(keys: Keys, live: Mapping[str, KeyValue], learned: Learned, now: float
 
 
 def _needs(live: Mapping[str, KeyValue], keys: Keys, plan: PlanRecord | None) -> Resources:
-    """Return the needs of a worker: its part of a node's cores and memory, where they are recorded, else one core.
-
-    GPUs are not recorded.
-    """
+    """Return the needs of a worker: its part of a node's recorded cores and memory, else one core. GPUs are not recorded."""
     nodes = readable(NodesRecord, live.get(keys.nodes)) or NodesRecord("", "")
     cores = (plan.node_cpus if plan is not None else None) or nodes.max_cpus
     memory_mb = (plan.node_memory_mb if plan is not None else None) or nodes.max_memory_mb
@@ -400,13 +331,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class PoolView:
-    """A pool, and jobs outside of all pools, at one moment.
-
-    `brain_entry` is the key of the process that decides, None if none does.
-    """
+    """A pool, and jobs outside of all pools, at one moment."""
 
     jobs: Mapping[str, SeenJob]
-    brain_entry: KeyValue | None
+    brain_entry: KeyValue | None  # key of the process that decides
 
     @property
     def brain(self) -> BrainRecord | None:
@@ -417,24 +345,18 @@ class PoolView:
         return [seen.job for seen in self.jobs.values()]
 
 
-# Read a pool and its jobs from etcd. Decides nothing.
-#
-# The pool's own keys are read first, in one request, the key `brain` among them. Whatever is read afterwards is at least as
-# new. So a write that requires `brain` to be unchanged is based on a state that includes every earlier decision. The keys
-# of all jobs are read in transactions of many ranges, two requests for as many jobs as one transaction holds.
 class Watch:
-    """Looks at one pool, again and again.
+    """Reads a pool and its jobs from etcd, again and again.
+
+    The pool's own keys are read first, in one request, the key `brain` among them. Whatever is read afterwards is at least as
+    new. So a write that requires `brain` to be unchanged is based on a state that includes every earlier decision. The keys
+    of all jobs are read in transactions of many ranges, two requests for as many jobs as one transaction holds.
 
     Args:
         counts_others: whether to look for jobs that are in no pool; None: those that the brain has found are seen.
     """
 
-    def __init__(
-        self,
-        client: EtcdClient,
-        pool: PoolKeys,
-        counts_others: bool | None = None,
-    ) -> None:
+    def __init__(self, client: EtcdClient, pool: PoolKeys, counts_others: bool | None = None) -> None:
         self._client = client
         self._pool = pool
         self._counts_others = counts_others
@@ -442,14 +364,7 @@ class Watch:
         self._learned: dict[str, Learned] = {}
 
     def look(self, now: float) -> PoolView:
-        """Return the pool as it is.
-
-        Args:
-            now: seconds since the epoch.
-
-        Raises:
-            EtcdError: etcd does not answer.
-        """
+        """Return the pool as it is `now`, in seconds since the epoch. Raise EtcdError if etcd does not answer."""
         pool = self._pool
         entries = self._client.entries(pool.pools)
         members = _folder(entries, pool.members, MemberRecord)
@@ -461,7 +376,6 @@ class Watch:
             entry = entries.get(pool.grants + name)
             revision = entry.mod_revision if entry is not None else 0
             jobs[name] = self._job(name, lives[name], members.get(name), grants.get(name), revision, now)
-        brain_entry = entries.get(pool.brain)
         places = [key.split("/")[-2:] for key in entries]
         in_pools = {name for folder, name in places if folder in ("members", "grants")}
         if self._counts_others:
@@ -469,7 +383,7 @@ class Watch:
         elif self._counts_others is None and (others := readable(OthersRecord, entries.get(pool.others))) is not None:
             jobs |= self._outsiders.read({*others.jobs} - in_pools, now)
         self._learned = {name: learned for name, learned in self._learned.items() if name in jobs}
-        return PoolView(jobs, brain_entry)
+        return PoolView(jobs, entries.get(pool.brain))
 
     def _read(self, keys: Mapping[str, Keys]) -> dict[str, dict[str, KeyValue]]:
         """Return the live entries of jobs, and read the new events of those that have some."""

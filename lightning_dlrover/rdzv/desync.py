@@ -29,8 +29,6 @@ from lightning_dlrover.rdzv.transport import torch_names, waits
 from lightning_dlrover.rdzv.transport.torch_names import Store
 from lightning_dlrover.rdzv.transport.waits import Reduction, Tree
 
-# Observations of workers without progress, and whether one program can explain all of them.
-
 
 @dataclass(frozen=True)
 class CollectiveCounts:
@@ -49,8 +47,8 @@ class DesyncReport:
     waits_for: str = ""  # collective begun last in the round's group, if it is known
 
 
-def can_go_on(one: DesyncReport, other: DesyncReport) -> bool:
-    """Whether two workers may belong to one program; if not, neither of them ever ends.
+def may_progress(one: DesyncReport, other: DesyncReport) -> bool:
+    """Whether two workers may be in the same program; if not, neither of them ever ends.
 
     Workers of one program begin the same collectives in the same order. Their counts, whenever they are read, therefore belong
     to one sequence. Two entries of a growing sequence cannot be ahead of each other, and equal entries have one meaning.
@@ -75,7 +73,7 @@ def difference(texts: Sequence[tuple[int, str]], counts: Sequence[CollectiveCoun
     lines = [f"  {'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}: {text}" for text, ranks in by_text.items()]
     return "\n".join(
         [
-            "workers have met in different collectives, so none of them can go on:",
+            "collective mismatch: workers called different collectives and cannot make progress:",
             *lines,
             "All workers must run the same collectives in the same order. Look for one of these calls, or for a step, a log "
             "with sync_dist or a checkpoint before it, that depends on the rank or on a worker's own data",
@@ -93,8 +91,6 @@ def ranges(ranks: Sequence[int]) -> str:
             parts.append([rank])
     return ", ".join("-".join(map(str, part)) for part in parts)
 
-
-# Description of a worker's next collective: its kind, the properties that must be equal on all workers, and the user's line.
 
 LIBRARIES = frozenset(
     (
@@ -118,8 +114,8 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Purpose:
-    """One worker's next action together with all others."""
+class CollectiveCall:
+    """A collective that a worker is about to begin, as it is compared with those of the others."""
 
     kind: str  # kind of action, such as "strategy.reduce"
     details: str = ""  # name, size, type and root, which must be equal on all workers
@@ -163,8 +159,8 @@ def _line(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-SIZED = {"all_reduce": 0, "broadcast": 0, "reduce": 0, "all_gather_into_tensor": 0}
-"""Position of the argument that has the same size on all workers. Other operations may use a different size on each worker."""
+SIZED = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor")
+"""Operations whose first argument has the same size on all workers. Others may use a different size on each worker."""
 
 ROOTS = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
 
@@ -172,7 +168,7 @@ ROOTS = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
 def details(name: str, args: Sequence[Any]) -> str:
     """Return the sizes and types that must be equal on all workers, and the root."""
     root = f"{ROOTS[name]} rank {args[-1].rootRank}" if name in ROOTS and args and hasattr(args[-1], "rootRank") else ""
-    sized: Any = args[SIZED[name]] if name in SIZED and args else None
+    sized: Any = args[0] if name in SIZED and args else None
     if name == "all_gather" and args:
         sized = args[0][0] if args[0] else None  # NCCL accepts inputs of unequal sizes, but the outputs are equal
     tensors = list(tensors_in([sized]))
@@ -194,35 +190,20 @@ def tensors_in(args: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.25
-"""Seconds between two readings of a worker's counts."""
-
-QUIET_S = 0.5
-"""Minimum seconds without a new collective after which a worker publishes its counts and reads those of others."""
-
-ANSWER_S = 1.5
-"""Seconds to wait for the other workers' places once a mismatch is certain."""
-
-POLL_S = 0.005
-"""Seconds between two checks for a worker that is awaited at a place."""
-
+TICK_S = 0.25  # seconds between two readings of a worker's counts
+QUIET_S = 0.5  # minimum seconds without a new collective after which a worker publishes its counts and reads those of others
+ANSWER_S = 1.5  # seconds to wait for the other workers' places once a mismatch is certain
+POLL_S = 0.005  # seconds between two checks for a worker that is awaited at a place
 POLL_PER_WORKER_S = 0.0002
 """Longest pause between two such checks, per worker: the store of rank 0 answers 5,000 of them a second at most."""
 
-LOOK_PER_WORKER_S = 0.0005
-"""Seconds, per worker, between two looks of one worker for all others that may have passed a place."""
-
-NUM_COMPARED = 16
-"""Number of workers in one read of counts; the next read continues with the next workers."""
-
+LOOK_PER_WORKER_S = 0.0005  # seconds, per worker, between two looks of one worker for all others that may have passed a place
+NUM_COMPARED = 16  # number of workers in one read of counts; the next read continues with the next workers
 LOOKS_PER_S = 64
 """Maximum number of looks of all workers per second. The store of rank 0 serves them all, with up to five requests each."""
 
-NUM_HEADER = 4
-"""Numbers in a vote's header: key and number of begun collectives, each once more with the opposite sign."""
-
-NUM_RECENT = 8
-"""Number of newest compared collectives to keep for an error message."""
+NUM_HEADER = 4  # numbers in a vote's header: key and number of begun collectives, each once more with the opposite sign
+NUM_RECENT = 8  # number of newest compared collectives to keep for an error message
 
 
 class MismatchError(WorldError):
@@ -240,6 +221,9 @@ Begun: TypeAlias = tuple[int, dist.Work | Reduction, torch.Tensor]
 class PlaceInProgram(Protocol):
     """A worker's place in its program, as it changes. Read by any thread."""
 
+    uses_collectives: bool
+    """Whether a training step has called a collective of tensors with several values, other than torchrec's."""
+
     @property
     def is_computing(self) -> bool:
         """Whether the worker is inside a training step."""
@@ -248,11 +232,12 @@ class PlaceInProgram(Protocol):
         """Describe the place for an error message."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class OutsideOfLoops:
     """The place of a program that has not reported any."""
 
     is_computing: bool = False
+    uses_collectives: bool = False
 
     def describe(self) -> str:
         return "between two collectives"
@@ -265,27 +250,22 @@ class Program(Protocol):
     def place(self) -> PlaceInProgram: ...
 
 
-# gloo and NCCL match collectives only by their order. Workers that run different ones wait for each other until the timeout
-# of collectives, mix up values, or are aborted when sizes differ. Three measures turn that into a `MismatchError` on all
-# workers:
-#
-# 1. Before a collective that Python code begins, the workers compare its `Purpose`, in a group of their own, or along a tree
-#    if they are many. All messages there have one size. Votes travel there, too, so a vote can also be compared with a
-#    collective. Before an asynchronous collective the comparison is only begun. Its result is read at the next one, in the
-#    next vote, or while the worker makes no progress.
-# 2. DDP's collectives are not compared, because that would cost time in each step. Instead the workers' counts of begun
-#    collectives, `CollectiveCounts`, are compared while a worker makes no progress. In a correct program all workers begin
-#    the same collectives in the same order. So a worker that is ahead of another in one group is not behind it in the other
-#    group. If it is, they wait for each other forever. This holds whenever the counts are read: a slow worker is never
-#    mistaken for one that runs another program. The same holds for two workers that have begun equally many collectives in
-#    the round's group, and a different one last.
-# 3. Each comparison includes the number of collectives begun in the round's group. The next vote therefore detects a
-#    collective that one worker has skipped. Votes include the number of the step.
-#
-# The workers agree on the error through the round's store before the group is severed, so that no worker mistakes the
-# others' end for a loss.
 class CollectiveMonitor:
     """Compare the next collectives of a round's workers. Used by the thread that created it, and watched by one of its own.
+
+    gloo and NCCL match collectives only by their order. Workers that run different ones wait for each other, mix up values, or
+    are aborted when sizes differ. Three checks turn that into a `MismatchError` on all workers:
+
+    1. Before a collective that Python code begins, the workers compare their `CollectiveCall`, in messages of one size. The
+       result for an asynchronous collective is read at the next one, in the next vote, or while the worker makes no progress.
+    2. DDP's collectives are not compared, because that would cost time in each step. Instead the `CollectiveCounts` are
+       compared while a worker makes no progress, see `may_progress`. A slow worker is never mistaken for one that runs another
+       program.
+    3. Each comparison includes the number of collectives begun in the round's group, and each vote the number of the step. The
+       next vote therefore detects a collective that one worker has skipped.
+
+    The workers agree on the error through the round's store before the group is severed, so that no worker mistakes the others'
+    end for a loss.
 
     Args:
         group: a group of this round's members, for no other use; the round's own one if there is a tree.
@@ -341,11 +321,11 @@ class CollectiveMonitor:
         self._is_agreed = threading.Event()  # set once the others have acknowledged the mismatch, or have had time to
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
-        self._watcher = threading.Thread(target=self._watch, name="dlrover-meeting", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="dlrover-monitor", daemon=True)
         self._watcher.start()
 
     def close(self) -> None:
-        """End the meeting with its round; the group belongs to its creator."""
+        """End the monitor with its round; the group belongs to its creator."""
         self._closed.set()
         if self._tree is not None:
             self._tree.close()
@@ -362,19 +342,19 @@ class CollectiveMonitor:
             self._tree.join(timeout_s)
 
     def await_mismatch(self) -> MismatchError | None:
-        """Return the mismatch that ended this round, after the others have it too. A worker that ends earlier seems lost."""
+        """Return the mismatch that ended this round, once the others have it: a worker that ended earlier would seem lost."""
         if self.mismatch is not None:
             self._is_agreed.wait(2 * ANSWER_S)
         return self.mismatch
 
     @contextlib.contextmanager
-    def compared(self, purpose: Purpose) -> Iterator[None]:
-        """Compare `purpose` with the others' now. Collectives begun within count as part of it.
+    def compared(self, call: CollectiveCall) -> Iterator[None]:
+        """Compare `call` with the others' now. Collectives begun within count as part of it.
 
         Raises:
             MismatchError: other workers are about to do something else.
         """
-        self.compare(purpose)
+        self.compare(call)
         self._depth += 1
         try:
             yield
@@ -390,20 +370,20 @@ class CollectiveMonitor:
         finally:
             self._alone = ""
 
-    def compare(self, purpose: Purpose) -> None:
+    def compare(self, call: CollectiveCall) -> None:
         """See `compared`."""
-        self._refuse_if_alone(purpose)
+        self._refuse_if_alone(call)
         if self._depth or torch_names.is_in_backward() or threading.get_ident() != self._thread:
             return
-        self._await(self._reduce(purpose, ()))
+        self._await(self._reduce(call, ()))
 
-    def _refuse_if_alone(self, purpose: Purpose) -> None:
+    def _refuse_if_alone(self, call: CollectiveCall) -> None:
         if self._alone and threading.get_ident() == self._thread:
-            raise LoneCollectiveError(f"{purpose}: {self._alone}")
+            raise LoneCollectiveError(f"{call}: {self._alone}")
 
-    def vote(self, purpose: Purpose, ballot: Sequence[int]) -> Begun:
+    def vote(self, call: CollectiveCall, ballot: Sequence[int]) -> Begun:
         """Start the vote for the minimum of all workers' numbers; pass the result to `counted`."""
-        return self._reduce(purpose, ballot[: self._length - NUM_HEADER])
+        return self._reduce(call, ballot[: self._length - NUM_HEADER])
 
     def counted(self, vote: Begun, ballot: Sequence[int]) -> list[int]:
         """Wait for the vote with this ballot and return its result.
@@ -425,7 +405,10 @@ class CollectiveMonitor:
     def before(self, group: object, name: str, args: Sequence[Any]) -> None:
         """Compare a collective that is begun through `torch.distributed`, if all workers take part in it."""
         if self._alone:
-            self._refuse_if_alone(Purpose(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2))))
+            self._refuse_if_alone(CollectiveCall(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2))))
+        place = self._program.place
+        if place.is_computing and not place.uses_collectives and threading.get_ident() == self._thread:
+            place.uses_collectives = any(t.numel() > 1 for t in tensors_in(args)) and not _is_of_a_library(sys._getframe(2))
         if self._depth or not self._is_of_round(group) or threading.get_ident() != self._thread or torch_names.is_in_backward():
             return
         is_async = getattr(args[-1] if args else None, "asyncOp", False)
@@ -433,12 +416,12 @@ class CollectiveMonitor:
             return  # all workers begin it in the same way, in the middle of a step or of another comparison
         if self._program.place.is_computing and any(t.device.type != "cpu" for t in tensors_in(args)):
             return  # SyncBatchNorm, for example, would make the host wait for the others in each layer
-        purpose = Purpose(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2)))
+        call = CollectiveCall(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2)))
         if is_async:  # overlaps with computation, so it must not wait for the others
-            self._unread.append(self._reduce(purpose, ()))
-            self._asynchronous = (self._begun() + 1, str(purpose), purpose.kind)
+            self._unread.append(self._reduce(call, ()))
+            self._asynchronous = (self._begun() + 1, str(call), call.kind)
         else:
-            self.compare(purpose)
+            self.compare(call)
 
     def all_reach(self, place: str, is_over: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until all workers have reached `place`; return False once one of them has passed it by.
@@ -480,9 +463,9 @@ class CollectiveMonitor:
                 if has_come and not is_first:
                     missing = self._not_come(place, missing)
                 who = f"{'rank' if len(missing) == 1 else 'ranks'} {ranges(sorted(missing))}"
-                cause = "see what keeps them" if has_come else "the store of the round, on rank 0, could not be reached"
+                cause = "see what delays them" if has_come else "the store of the round, on rank 0, could not be reached"
                 raise WorldError(
-                    f"waited {timeout_s:.0f} s at {place} for {who}, which neither came there nor went on to another "
+                    f"waited {timeout_s:.0f} s at {place} for {who}, which neither reached it nor called another "
                     f"collective; {cause}"
                 )
             self._closed.wait(pause_s)
@@ -491,7 +474,7 @@ class CollectiveMonitor:
 
     def _is_passed_by(self, store: Store, place: str, missing: set[int], now: CollectiveCounts) -> bool:
         """Return whether a worker has begun a later collective without having come to `place`. Removes those that have come."""
-        seen = self._sightings(store, sorted(missing), 0.0)
+        seen = self._reports(store, sorted(missing), 0.0)
         for rank in tuple(missing):
             if store.check([f"{place}/{rank}"]):
                 missing.discard(rank)
@@ -544,14 +527,14 @@ class CollectiveMonitor:
 
     # --- comparing ---------------------------------------------------------------------------------------------------
 
-    def _reduce(self, purpose: Purpose, ballot: Sequence[int]) -> Begun:
+    def _reduce(self, call: CollectiveCall, ballot: Sequence[int]) -> Begun:
         if (mismatch := self.await_mismatch()) is not None:
             raise mismatch
-        key, begun = purpose.key, self._begun()
+        key, begun = call.key, self._begun()
         padding = [0] * (self._length - NUM_HEADER - len(ballot))
         numbers = torch.tensor([key, -key, begun, -begun, *ballot, *padding], dtype=torch.int64)
         number = self._num_compared + 1
-        self._recent[number] = f"{purpose}, {self._program.place.describe()}"
+        self._recent[number] = f"{call}, {self._program.place.describe()}"
         oldest = min([number, *(unread for unread, _, _ in self._unread[:1])])
         for old in [each for each in self._recent if each <= oldest - NUM_RECENT]:
             del self._recent[old]
@@ -594,8 +577,8 @@ class CollectiveMonitor:
             (rank, "somewhere else; it did not answer") for rank in range(self._size) if rank not in texts
         ]
         counts = [CollectiveCounts(number, begun) for *_, begun in known]
-        is_one_purpose = int(numbers[0]) == -int(numbers[1])
-        self._adopt(difference(pairs, counts if is_one_purpose and len(counts) == len(pairs) else ()))
+        is_one_call = int(numbers[0]) == -int(numbers[1])
+        self._adopt(difference(pairs, counts if is_one_call and len(counts) == len(pairs) else ()))
 
     def _adopt(self, text: str) -> None:
         """Agree with the others on one text, then end this worker's pending collective. Called from any thread."""
@@ -657,14 +640,13 @@ class CollectiveMonitor:
         num_others = self._size - 1
         others = [1 + (first + i) % num_others for i in range(min(NUM_COMPARED, num_others))]
         ranks = [(self._rank + other) % self._size for other in others]
-        if all(can_go_on(mine, sighting) for sighting in self._sightings(store, ranks, 0.0).values()):
+        if all(may_progress(mine, report) for report in self._reports(store, ranks, 0.0).values()):
             return
-        seen = {**self._sightings(store, ranks, QUIET_S + TICK_S), self._rank: mine}
+        seen = {**self._reports(store, ranks, QUIET_S + TICK_S), self._rank: mine}
         self._adopt(difference([(rank, seen[rank].text) for rank in sorted(seen)]))
 
-    def _sightings(self, store: Store, ranks: Sequence[int], timeout_s: float) -> dict[int, DesyncReport]:
-        """Return the sightings that other workers have published. Those of workers that make progress may be stale."""
-        texts: dict[int, str] = {}
+    def _reports(self, store: Store, ranks: Sequence[int], timeout_s: float) -> dict[int, DesyncReport]:
+        """Return the reports that other workers have published. Those of workers that make progress may be stale."""
         if timeout_s:
             texts = _read_all(store, "at", ranks, self._closed, timeout_s)
         else:
@@ -711,7 +693,7 @@ def _wait_for(work: dist.Work | Reduction) -> None:
 def _read_all(
     store: Store, folder: str, ranks: Sequence[int], closed: threading.Event, timeout_s: float = ANSWER_S
 ) -> dict[int, str]:
-    """Return the texts of ranks below a folder of the store that arrive in time, and before the meeting is closed."""
+    """Return the texts of ranks below a folder of the store that arrive in time, and before the monitor is closed."""
     texts: dict[int, str] = {}
     deadline = time.monotonic() + timeout_s
     while len(texts) < len(ranks) and time.monotonic() < deadline:
@@ -728,7 +710,7 @@ def _decide(store: Store, place: str, outcome: str) -> None:
 
 
 def _agree(numbers: torch.Tensor) -> bool:
-    """Whether all workers have begun a comparison with one purpose, after equally many collectives."""
+    """Whether all workers have begun a comparison of one call, after equally many collectives."""
     least_key, most_key, fewest, most = (int(n) for n in numbers[:NUM_HEADER])
     return least_key == -most_key and fewest == -most
 
@@ -769,8 +751,6 @@ def _waits_in(frame: FrameType | None) -> tuple[str, str]:
     return "outside of collectives", ""
 
 
-# Wrap all collectives on the default group of `torch.distributed`, so that a meeting can compare them.
-
 OPERATIONS = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce_coalesced",
@@ -792,18 +772,23 @@ OPERATIONS = {
 
 MESSAGES = ("send", "recv", "recv_anysource")
 
-_find_meeting: Callable[[], Callable[[], CollectiveMonitor | None] | None] = lambda: None  # noqa: E731
+_find_monitor: Callable[[], Callable[[], CollectiveMonitor | None] | None] = lambda: None  # noqa: E731
 
 
-def compare_with(meeting: weakref.WeakMethod[Callable[[], CollectiveMonitor | None]]) -> None:
+def compare_with(monitor: weakref.WeakMethod[Callable[[], CollectiveMonitor | None]]) -> None:
     """Compare all later collectives on the default group, whichever code calls them.
 
     Args:
-        meeting: returns the round's meeting, or None while there is none.
+        monitor: returns the round's monitor, or None while there is none.
     """
-    global _find_meeting
-    _find_meeting = meeting
+    global _find_monitor
+    _find_monitor = monitor
     _install_hooks()
+
+
+def _current() -> CollectiveMonitor | None:
+    find = _find_monitor()
+    return find() if find is not None else None
 
 
 @functools.cache
@@ -820,12 +805,10 @@ def _install_hooks() -> None:
 def _compared_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-        find = _find_meeting()
-        meeting = find() if find is not None else None
-        if meeting is not None:
-            meeting.before(self, name, args)
+        if (monitor := _current()) is not None:
+            monitor.before(self, name, args)
         work = original(self, *args, **kwargs)
-        if meeting is not None and not waits.guards_all() and {tensor.device.type for tensor in tensors_in(args)} == {"cpu"}:
+        if monitor is not None and not waits.guards_all() and {tensor.device.type for tensor in tensors_in(args)} == {"cpu"}:
             waits.is_of_host(work)
         return work
 
@@ -835,10 +818,9 @@ def _compared_first(original: Callable[..., Any], name: str) -> Callable[..., An
 def _as_message(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def begin(self: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        find = _find_meeting()
-        meeting = find() if find is not None else None
-        with meeting.one_message(self, tensors) if meeting is not None else contextlib.nullcontext():
-            if meeting is not None and meeting.connects_late and self is dist.group.WORLD:
+        monitor = _current()
+        with monitor.one_message(self, tensors) if monitor is not None else contextlib.nullcontext():
+            if monitor is not None and monitor.connects_late and self is dist.group.WORLD:
                 return waits.begin(lambda: original(self, tensors, *args, **kwargs))
             return original(self, tensors, *args, **kwargs)
 
@@ -851,38 +833,8 @@ def _as_messages(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        find = _find_meeting()
-        meeting = find() if find is not None else None
-        with meeting.only_messages(self) if meeting is not None else contextlib.nullcontext():
+        monitor = _current()
+        with monitor.only_messages(self) if monitor is not None else contextlib.nullcontext():
             return original(self, *args, **kwargs)
 
     return run
-
-
-# Agree on numbers with all members of a round, in a collective that overlaps with a step.
-
-
-class Vote:
-    """One worker's ballot in flight, and then the minimum of each number over all members.
-
-    Args:
-        meeting: meeting of the round; None if this worker is alone in it.
-        place: number of the next step; must be equal on all members.
-    """
-
-    def __init__(self, ballot: Sequence[int], meeting: CollectiveMonitor | None, place: int) -> None:
-        self._ballot = list(ballot)
-        self._meeting = meeting
-        self._begun: Begun | None = None
-        if meeting is not None:
-            self._begun = meeting.vote(Purpose("the vote between two steps", f"step {place}", shown(sys._getframe())), ballot)
-
-    def counted(self) -> list[int]:
-        """Wait for the vote and return the minimum of each number.
-
-        Raises:
-            MismatchError: other workers do something other than voting.
-        """
-        if self._meeting is None or self._begun is None:
-            return self._ballot
-        return self._meeting.counted(self._begun, self._ballot)

@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Draw a job's timeline with matplotlib, as SVG text for embedding in an HTML page.
-#
-# Axes and text use a placeholder colour that becomes `currentColor`, so a picture follows the page's light or dark theme.
-# The data's colours (Okabe and Ito, 2008) are legible on both and to colour-blind readers.
+# Pictures of a job's timeline, as SVG text for embedding in an HTML page. Axes and text use a placeholder colour that becomes
+# `currentColor`, so a picture follows the page's light or dark theme. The data's colours (Okabe and Ito, 2008) are legible on
+# both and to colour-blind readers.
 
 KIND_COLOURS = {
     "start": "#8a8a8a",
@@ -113,7 +112,8 @@ def throughput_picture(timeline: JobTimeline) -> Figure:
     _scale_time(timeline, rate, workers)
     unit = _time_unit(timeline)
     profiles = _thin(timeline.profiles)
-    ended_at = _ends_of_rounds(timeline)
+    in_order = sorted(timeline.rounds, key=lambda r: r.number)
+    ended_at = {one.number: later.at for one, later in itertools.pairwise(in_order)}
     for first, run in _runs(timeline, profiles):
         # A round's last window is recorded after the next round has begun.
         ends = [_x(timeline, min(p.at, ended_at.get(p.round_number, p.at))) for p in run]
@@ -159,7 +159,8 @@ def throughput_picture(timeline: JobTimeline) -> Figure:
         workers.set_ylim(0, max(counts) + 0.6)
     workers.set_ylabel("workers")
     workers.yaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend_above(rate)
+    if handles := rate.get_legend_handles_labels()[0]:
+        rate.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(handles), columnspacing=1.4)
     return figure
 
 
@@ -195,14 +196,7 @@ def step_parts_picture(timeline: JobTimeline) -> Figure:
             mean_ms = 1000 * sum(p.part_s[part] * p.num_steps for p in chosen) / num_steps
             by_size.bar(place, mean_ms, bottom=base, width=0.62, color=PART_COLOURS[part], linewidth=0)
             base += mean_ms
-        by_size.annotate(
-            f"{base:.0f} ms",
-            (place, base),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-        )
+        by_size.annotate(f"{base:.0f} ms", (place, base), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=9)
     by_size.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     by_size.set_xlim(-0.6, max(len(sizes), 1) - 0.4)
     by_size.set_xlabel("workers")
@@ -210,7 +204,7 @@ def step_parts_picture(timeline: JobTimeline) -> Figure:
     over_time.set_title("over time")
     over_time.set_ylabel("step time (ms)")
     _limit_to_typical(over_time, [1000 * sum(p.part_s.values()) for p in timeline.profiles])
-    figure.legend(*over_time.get_legend_handles_labels(), loc="outside upper center", ncols=len(STEP_PARTS))
+    _legend_above(over_time, len(STEP_PARTS))
     return figure
 
 
@@ -261,13 +255,8 @@ def prediction_picture(timeline: JobTimeline) -> Figure:
     by_settings.set_title("by settings (last decision)" if shown else "by settings")
     over_time.set_title("over time")
     over_time.set_ylabel("step time (ms)")
-    _limit_to_typical(
-        over_time,
-        [1000 * p.step_time_s for p in timeline.profiles] + [1000 * c.high_s for c in considered],
-    )
-    handles, labels = over_time.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside upper center", ncols=2)
+    _limit_to_typical(over_time, [1000 * p.step_time_s for p in timeline.profiles] + [1000 * c.high_s for c in considered])
+    _legend_above(over_time, 2)
     return figure
 
 
@@ -301,9 +290,7 @@ def plans_picture(timeline: JobTimeline) -> Figure:
         _draw_choice(choice, shown)
     choice.set_ylabel("throughput (samples/s)")
     choice.yaxis.set_major_formatter(_thousands())
-    handles, labels = plans.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside upper center", ncols=4)
+    _legend_above(plans, 4)
     return figure
 
 
@@ -446,12 +433,6 @@ def _runs(timeline: JobTimeline, profiles: Sequence[Profile]) -> list[tuple[bool
     return [(i == 0, run) for i, run in enumerate(rounds.values())]
 
 
-def _ends_of_rounds(timeline: JobTimeline) -> dict[int, float]:
-    """Return the start of the next round by the number of each round but the last."""
-    ordered = sorted(timeline.rounds, key=lambda r: r.number)
-    return {one.number: later.at for one, later in itertools.pairwise(ordered)}
-
-
 def _limit_to_typical(axes: Axes, values: Sequence[float]) -> None:
     """Limit the axis so that one slow window (the first step of a round) does not flatten all the others."""
     if not values:
@@ -465,17 +446,11 @@ def _limit_to_typical(axes: Axes, values: Sequence[float]) -> None:
         axes.annotate(text, (0.99, 0.98), xycoords="axes fraction", ha="right", va="top", fontsize=8.5)
 
 
-def _legend_above(axes: Axes) -> None:
+def _legend_above(axes: Axes, num_columns: int) -> None:
+    """Show the legend of one part of a figure above the whole figure, if anything was drawn there."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        axes.legend(
-            handles,
-            labels,
-            loc="lower center",
-            bbox_to_anchor=(0.5, 1.0),
-            ncols=len(handles),
-            columnspacing=1.4,
-        )
+        axes.figure.legend(handles, labels, loc="outside upper center", ncols=num_columns)
 
 
 def _thousands() -> Any:
@@ -489,24 +464,40 @@ MAX_LINES = 24
 MAX_TABLE_ROWS = 200
 
 
-# Write a job's report: one HTML file with pictures, and a text that fits one screen.
-#
-# `report/timeline.py` interprets the events, this module draws them, and `report/page.html.j2` arranges both. All text
-# from the job is escaped. Only recorded data is shown, and missing data is named.
+# The report as one HTML file, which `report/page.html.j2` arranges, and as text. All text from the job is escaped. Only
+# recorded data is shown, and missing data is named.
+
+
 def write_report(run_id: str, events: Sequence[EventRecord], path: Path) -> None:
     """Write the report of one job to `path`, whole or not at all. Create the folder if it is missing.
 
     Raises:
         OSError: `path` cannot be written.
     """
-    page = _page(timeline_of(run_id, events))
+    timeline = timeline_of(run_id, events)
+    profiled, planned = bool(timeline.profiles), bool(timeline.decisions)
+    page = render_page(
+        "report",
+        "page.html.j2",
+        timeline=timeline,
+        facts=_facts(timeline),
+        began=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(timeline.started_at)),
+        # None where nothing was recorded.
+        throughput=to_svg(throughput_picture(timeline), "throughput") if profiled or timeline.rounds else None,
+        parts=to_svg(step_parts_picture(timeline), "parts") if profiled else None,
+        predicted=to_svg(prediction_picture(timeline), "prediction") if profiled or planned else None,
+        plans=to_svg(plans_picture(timeline), "plans") if planned else None,
+        cost=cost_text(timeline),
+        outcome_of=outcome_of,
+        colours=KIND_COLOURS,
+        max_rows=MAX_TABLE_ROWS,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, page)
 
 
 def render_page(room: str, template: str, **values: Any) -> str:
     """Return an HTML page from a template of a room. All pages share the style of the job's report, and escape all text."""
-    # Imported here: commands that write no page start faster without.
     from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -532,13 +523,12 @@ def summary_text(run_id: str, events: Sequence[EventRecord]) -> str:
         at, kind = _clock(r.at - timeline.started_at), _one_line(r.kind)[:8]
         rows.append((str(r.number), at, kind, str(r.num_workers), _ms(r.stall_s), _one_line(r.reason)))
     rounds = [_clip(line) for line in text_table(">><>><", rows, indent=2)]
-    notes = [f"  {line}" for sentence in _remarks(timeline) for line in textwrap.wrap(sentence, MAX_COLUMNS - 2)]
-    notes = notes[:6]
+    notes = [f"  {line}" for sentence in _remarks(timeline) for line in textwrap.wrap(sentence, MAX_COLUMNS - 2)][:6]
     room = MAX_LINES - len(lines) - len(notes) - 1
     if len(rounds) > room:
         # At the end of a job, its newest rounds matter most.
-        left_out = len(rounds) - room
-        rounds = [rounds[0], f"  ... {left_out + 1} earlier rounds", *rounds[left_out + 2 :]]
+        num_hidden = len(rounds) - room + 1
+        rounds = [rounds[0], f"  ... {num_hidden} earlier rounds", *rounds[num_hidden + 1 :]]
     if timeline.rounds:
         lines += rounds
     return "\n".join([*lines, *notes])
@@ -560,11 +550,7 @@ def _facts(timeline: JobTimeline) -> list[_Fact]:
     else:
         stall = _Fact("total stall", "not measured" if timeline.num_resizes else "none")
     return [
-        _Fact(
-            "duration",
-            _clock(timeline.duration_s),
-            timeline.end or "not finished",
-        ),
+        _Fact("duration", _clock(timeline.duration_s), timeline.end or "not finished"),
         _Fact("steps", f"{timeline.num_steps:,}"),
         _Fact(
             "samples profiled",
@@ -572,10 +558,7 @@ def _facts(timeline: JobTimeline) -> list[_Fact]:
             f"{timeline.num_profiled_samples / seconds:,.0f}/s in steps" if seconds else "",
         ),
         _Fact("rounds", str(len(timeline.rounds)), f"{timeline.num_resizes} of them changes"),
-        _Fact(
-            "workers",
-            " to ".join(str(n) for n in sorted({min(sizes), max(sizes)})) if sizes else "unknown",
-        ),
+        _Fact("workers", " to ".join(str(n) for n in sorted({min(sizes), max(sizes)})) if sizes else "unknown"),
         _Fact("workers lost", str(timeline.num_losses)),
         stall,
     ]
@@ -589,43 +572,6 @@ def _remarks(timeline: JobTimeline) -> list[str]:
     if timeline.num_skipped:
         remarks.append(f"{counted(timeline.num_skipped, 'event')} could not be read and left out.")
     return remarks
-
-
-def _drawn(timeline: JobTimeline) -> tuple[str | None, str | None, str | None, str | None]:
-    """Return pictures of throughput, of a step's parts, of predictions and of plans; None where nothing was recorded."""
-    # Imported here: matplotlib takes a second to import, and the text does not need it.
-
-    profiled = bool(timeline.profiles)
-    throughput = parts = predicted = plans = None
-    if profiled or timeline.rounds:
-        throughput = to_svg(throughput_picture(timeline), "throughput")
-    if profiled:
-        parts = to_svg(step_parts_picture(timeline), "parts")
-    if profiled or timeline.decisions:
-        predicted = to_svg(prediction_picture(timeline), "prediction")
-    if timeline.decisions:
-        plans = to_svg(plans_picture(timeline), "plans")
-    return throughput, parts, predicted, plans
-
-
-def _page(timeline: JobTimeline) -> str:
-
-    throughput, parts, predicted, plans = _drawn(timeline)
-    return render_page(
-        "report",
-        "page.html.j2",
-        timeline=timeline,
-        facts=_facts(timeline),
-        began=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(timeline.started_at)),
-        throughput=throughput,
-        parts=parts,
-        predicted=predicted,
-        plans=plans,
-        cost=cost_text(timeline),
-        outcome_of=outcome_of,
-        colours=KIND_COLOURS,
-        max_rows=MAX_TABLE_ROWS,
-    )
 
 
 def _clock(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Read a job for the command line: from etcd while it is alive, from its run folder afterwards."""
+"""Read a job for the command line: from etcd while it runs, from its run folder afterwards."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_dlrover import variables
 from lightning_dlrover.codec import RecordError
+from lightning_dlrover.files import atomic_write
 from lightning_dlrover.output import counted, time_text
 from lightning_dlrover.rdzv.agents import rounds as agent_rounds
 from lightning_dlrover.rdzv.agents.rounds import AgentView, SeenAgent
@@ -26,9 +27,9 @@ from lightning_dlrover.rdzv.job.events import (
     FitFinished,
     JobFailed,
     RoundFormed,
+    SharesChanged,
     SnapshotCompleted,
     SnapshotFailed,
-    StreamOpened,
     ValuesLost,
     WorkerFailed,
     events_of,
@@ -71,8 +72,7 @@ log = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
 
-CANCELLED = "cancelled by `dlrover cancel`"
-"""Reason of a job's end, as `dlrover cancel` gives it."""
+CANCELLED = "cancelled by `dlrover cancel`"  # reason of a job's end, as `dlrover cancel` gives it
 
 
 class JobNotFoundError(RuntimeError):
@@ -90,7 +90,7 @@ def read_event_file(file: Path) -> list[EventRecord]:
         JobNotFoundError: the file does not exist.
     """
     if not file.is_file():
-        raise JobNotFoundError(f"{file} does not exist: neither etcd nor the run folder knows this job")
+        raise JobNotFoundError(f"{file} does not exist: neither etcd nor the run folder has this job")
     return _decoded(file.read_bytes().splitlines(), file)
 
 
@@ -162,7 +162,11 @@ class EventLog:
             self._write()
             return []
         self._revision = self.mirror.revision
-        fresh = [entry for key, entry in self.mirror.snapshot().items() if key not in self._seen]
+        return self._add(self.mirror.snapshot().values())
+
+    def _add(self, entries: Iterable[KeyValue]) -> list[EventRecord]:
+        """Write the events among `entries` that are new, and return them."""
+        fresh = [entry for entry in entries if entry.key not in self._seen]
         self._seen.update(entry.key for entry in fresh)
         events = self._without_former(read_events(fresh))
         self._unwritten += b"".join(encode(event) + b"\n" for event in events)
@@ -198,7 +202,7 @@ class EventLog:
 
     def _complain(self, error: OSError) -> None:
         if not self._failed:
-            log.warning("events are missing in %s for now, the job goes on: %s", self.file, error.strerror)
+            log.warning("events are missing in %s for now, the job continues: %s", self.file, error.strerror)
         self._failed = True
 
     def complete(self, client: EtcdClient) -> None:
@@ -206,38 +210,28 @@ class EventLog:
 
         Workers write their events independently, so some arrive late. Here they are sorted by time.
         """
+        entries: Sequence[KeyValue] = ()
         try:
-            last = [entry for entry in client.get_prefix(self.mirror.prefix)[1] if entry.key not in self._seen]
+            entries = client.get_prefix(self.mirror.prefix)[1]
         except EtcdError as error:
             log.warning("the last events may be missing in %s: %s", self.file, error)
-            last = []
-        self._seen.update(entry.key for entry in last)
-        events = self._without_former(read_events(last))
-        self._unwritten += b"".join(encode(event) + b"\n" for event in events)
-        self._write()
+        self._add(entries)
         if self._unwritten:
             return
-        unfinished = self.file.with_name(f".{self.file.name}.{os.getpid()}")
         try:
             events = sorted(read_event_file(self.file), key=lambda event: event.at)
-            unfinished.write_bytes(b"".join(encode(event) + b"\n" for event in events))
-            unfinished.replace(self.file)
+            atomic_write(self.file, b"".join(encode(event) + b"\n" for event in events))
         except JobNotFoundError as error:  # deleted by another process: the job's end must not depend on the file
             log.warning("the events of the job are not kept: %s", error)
         except OSError as error:
             self._complain(error)
-            with contextlib.suppress(OSError):
-                unfinished.unlink(missing_ok=True)
 
-
-# Read a job for the command line: from etcd while it is alive, from its run folder afterwards.
 
 T = TypeVar("T")
 
 JOB_FILE = "job.json"
 
-MAX_VALUES_LOST = 3
-"""Maximum number of values to name that lack the contributions of lost workers."""
+MAX_VALUES_LOST = 3  # maximum number of values to name that lack the contributions of lost workers
 
 
 @dataclass(frozen=True)
@@ -261,9 +255,7 @@ class JobPlace:
             mark: part of the nodes' names there.
         """
         content = {**dataclasses.asdict(self), "pid": os.getpid(), "target": target, "mark": mark}
-        unfinished = folder / f".{JOB_FILE}.{os.getpid()}"
-        unfinished.write_text(json.dumps(content) + "\n")
-        unfinished.replace(folder / JOB_FILE)
+        atomic_write(folder / JOB_FILE, json.dumps(content) + "\n")
 
 
 @dataclass(frozen=True)
@@ -390,18 +382,12 @@ def _summary(run_id: str, prefix: str, entries: Mapping[str, KeyValue]) -> JobSu
         keys = Keys(run_id, prefix)
     except ValueError:  # a foreign key under our prefix
         return JobSummary(run_id, "unreadable")
-    problems: list[RecordError] = []
-
-    def record(key: str, kind: type[T]) -> T | None:
-        try:
-            return decode(kind, entries[key].value, key) if key in entries else None
-        except RecordError as error:
-            problems.append(error)
-            return None
-
-    job, round_, nodes = record(keys.job, JobRecord), record(keys.round, RoundRecord), record(keys.nodes, NodesRecord)
-    controller = record(keys.controller, ControllerRecord)
-    each = [record(key, NodeRecord) for key in entries if key.startswith(keys.each_node)]
+    problems: list[str] = []
+    job = _record(JobRecord, entries.get(keys.job), problems)
+    round_ = _record(RoundRecord, entries.get(keys.round), problems)
+    nodes = _record(NodesRecord, entries.get(keys.nodes), problems)
+    controller = _record(ControllerRecord, entries.get(keys.controller), problems)
+    each = [_record(NodeRecord, entry, problems) for key, entry in entries.items() if key.startswith(keys.each_node)]
     state: str = "unreadable" if problems else job.phase if job else "not started"
     is_there = controller is not None or any(key.startswith((keys.workers, keys.agents)) for key in entries)
     if state in ("starting", "training") and not is_there:
@@ -416,6 +402,15 @@ def _summary(run_id: str, prefix: str, entries: Mapping[str, KeyValue]) -> JobSu
         f"process {controller.pid} on {controller.host}" if controller else "",
         job.created_at if job else 0.0,
     )
+
+
+def _record(record_type: type[T], entry: KeyValue | None, problems: list[str]) -> T | None:
+    """Return an entry's record; None if there is none, or if it is unreadable, which is added to the problems."""
+    try:
+        return read(record_type, entry)
+    except RecordError as error:
+        problems.append(str(error))
+        return None
 
 
 def is_locked(folder: Path) -> bool | None:
@@ -506,34 +501,21 @@ def read_job(client: EtcdClient, keys: Keys) -> FoundJob:
     if not entries:
         raise JobNotFoundError(f"etcd holds no job {keys.run_id!r} under {keys.prefix!r}; is the name right, or has it ended?")
     problems: list[str] = []
-
-    def bad(key: str, error: RecordError) -> None:
-        problems.append(str(error))
-
     by_key = {entry.key: entry for entry in entries}
-    view = read_view(by_key, keys, bad)
-
-    def record(record_type: type[T], key: str) -> T | None:
-        try:
-            return read(record_type, by_key.get(key))
-        except RecordError as error:
-            bad(key, error)
-            return None
-
+    view = read_view(by_key, keys, lambda _, error: problems.append(str(error)))
     agents = AgentView(
         agents={a: SeenAgent(agent, by_key[keys.agents + a].create_revision) for a, agent in view.agents.items()},
-        round=record(AgentRound, keys.agent_round),
-        notice=record(AgentNotice, keys.agent_notice),
+        round=_record(AgentRound, by_key.get(keys.agent_round), problems),
+        notice=_record(AgentNotice, by_key.get(keys.agent_notice), problems),
         job=view.job,
     )
-    by_key |= {entry.key: entry for entry in (client.get(keys.snapshot), client.get(keys.progress)) if entry is not None}
     return FoundJob(
         view,
         agents,
-        record(ControllerRecord, keys.controller),
-        record(NodesRecord, keys.nodes),
-        record(SnapshotRecord, keys.snapshot),
-        record(ProgressRecord, keys.progress),
+        _record(ControllerRecord, by_key.get(keys.controller), problems),
+        _record(NodesRecord, by_key.get(keys.nodes), problems),
+        _record(SnapshotRecord, client.get(keys.snapshot), problems),
+        _record(ProgressRecord, client.get(keys.progress), problems),
         problems,
     )
 
@@ -570,6 +552,7 @@ def show_status(
     phase: str = job.phase if job else "not started"
     if phase in ("starting", "training") and not view.workers and not view.agents:
         phase = "stopped"  # ended from outside, with no process left to record it
+    streams = read_streams(events)
     members = round_.members if round_ else []
     rates = [profile.samples_per_s for worker, profile in profiles.items() if worker in members]
     return {
@@ -583,7 +566,7 @@ def show_status(
         "global_batch_size": job.global_batch_size if job else None,
         "failed_sizes": dict(sorted(job.failed_sizes.items(), key=lambda each: each[0].rjust(6))) if job else {},
         "round": {"number": round_.number, "kind": round_.kind, "reason": round_.reason} if round_ else None,
-        "workers": _show_workers(view, profiles, now),
+        "workers": _show_workers(view, profiles, events, now),
         "agents": _show_agents(found, now),
         "joining": _show_joining(found, nodes or {}, now) if phase in ("not started", "starting", "training") else [],
         "controller": _show_controller(found, nodes or {}),
@@ -592,7 +575,10 @@ def show_status(
         "samples_per_s": rates[0] if rates else None,
         "progress": dataclasses.asdict(found.progress) if found.progress else None,
         "streams": [
-            *([_show_stream(each, events) for each in streams.streams] if (streams := read_streams(events)) else []),
+            *(
+                "; ".join(filter(None, (described(each), described_skipped(skipped_rows(events, each)))))
+                for each in (streams.streams if streams is not None else ())
+            ),
             *map(described_iterable, read_iterables(events)),
         ],
         "snapshot": _show_snapshot(found.snapshot, events, now),
@@ -604,7 +590,7 @@ def show_status(
 
 
 def ended_status(place: JobPlace, events: list[EventRecord]) -> dict[str, Any]:
-    """Return the same of a job that has ended, and its etcd with it, by its events alone."""
+    """Return `show_status` of a job that has ended together with its etcd, from its events alone."""
     nothing = FoundJob(read_view({}, place.keys), AgentView({}, None, None, None), None, None, None, None, [])
     return {**show_status(place, nothing, {}, events), "phase": ended_how(events) or "ended"}
 
@@ -622,13 +608,13 @@ def _show_snapshot(newest: SnapshotRecord | None, events: Sequence[EventRecord],
     }
 
 
-def _show_stream(opened: StreamOpened, events: Sequence[EventRecord]) -> str:
-    return "; ".join(filter(None, (described(opened), described_skipped(skipped_rows(events, opened)))))
-
-
-def _show_workers(view: JobView, profiles: Mapping[str, StepProfile], now: float) -> list[dict[str, Any]]:
+def _show_workers(
+    view: JobView, profiles: Mapping[str, StepProfile], events: Sequence[EventRecord], now: float
+) -> list[dict[str, Any]]:
     """List workers: the round's members by rank, then the others."""
     waits = rounds.waits(view)
+    changed = [each for _, each in events_of(events, SharesChanged) if view.round and each.round == view.round.number]
+    samples = dict(enumerate(changed[-1].samples)) if changed else {}
     members = view.round.members if view.round else []
     ranks = {worker: rank for rank, worker in enumerate(members)}
     labels = {agent.agent_id: agent.labels.get("node", "") for agent in view.agents.values()}
@@ -641,6 +627,7 @@ def _show_workers(view: JobView, profiles: Mapping[str, StepProfile], now: float
             "host": record.host,
             "pid": record.pid,
             "step_time_s": profiles[worker].step_time_s if worker in profiles else None,
+            "samples": samples.get(ranks.get(worker, -1)),  # of a global batch; None: an equal share
             "waits": waits[worker],
             "for_s": _elapsed(record.since, now),
         }
@@ -694,7 +681,7 @@ def _show_joining(found: FoundJob, nodes: Mapping[str, NodeRecord], now: float) 
 
 
 def _leaving(nodes: Mapping[str, NodeRecord]) -> set[str]:
-    """Return the nodes that have trained, or were asked to end: without a worker they end, and do not begin."""
+    """Return the nodes that have trained or were asked to end: without a worker they are ending, not starting."""
     return {name for name, node in nodes.items() if node.had_worker or node.cancelled or node.state == "ended"}
 
 

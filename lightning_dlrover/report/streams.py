@@ -12,27 +12,18 @@ from lightning_dlrover.rdzv.job.events import FitFinished, IterableOpened, RowsS
 from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.tuning.samples import StepProfile
 
-# Read from a job's history the rows of a stream that its batches skip, each row counted once.
+MAX_SHOWN_RANGES = 3  # ranges of rows, in one readable line
 
-MAX_SHOWN_RANGES = 3
-"""Ranges of rows, in one readable line."""
-
-Ranges = Sequence[tuple[int, int]]
-"""Half-open ranges of rows."""
+Ranges = Sequence[tuple[int, int]]  # half-open ranges of rows
 
 
 @dataclass(frozen=True)
 class SkippedFile:
-    """Skipped rows of one file or partition.
-
-    Attributes:
-        ranges: ascending, apart from each other.
-        reason: reason of the rows that were found first.
-    """
+    """Skipped rows of one file or partition."""
 
     file: str
-    ranges: tuple[tuple[int, int], ...]
-    reason: str
+    ranges: tuple[tuple[int, int], ...]  # ascending, apart from each other
+    reason: str  # reason of the rows that were found first
 
     @property
     def num_rows(self) -> int:
@@ -41,14 +32,10 @@ class SkippedFile:
 
 @dataclass(frozen=True)
 class SkippedRows:
-    """Skipped rows of a stream.
-
-    Attributes:
-        is_complete: whether all of them were recorded.
-    """
+    """Skipped rows of a stream."""
 
     files: tuple[SkippedFile, ...] = ()
-    is_complete: bool = True
+    is_complete: bool = True  # whether all of them were recorded
 
     @property
     def num_rows(self) -> int:
@@ -96,23 +83,14 @@ def shown_ranges(ranges: Ranges) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-# Read from a job's history the streams of its newest fit, and their progress.
-
-
 @dataclass(frozen=True)
 class ReadStreams:
-    """The streams of a job's newest fit.
-
-    Attributes:
-        at: when the fit began, in seconds since the epoch.
-        finished_step: optimizer updates at the end of the fit; None: it has not finished.
-        windows: of each stream, its records by epoch; more than one if it grows.
-    """
+    """The streams of a job's newest fit."""
 
     streams: tuple[StreamOpened, ...]
-    at: float
-    finished_step: int | None = None
-    windows: tuple[tuple[StreamOpened, ...], ...] = ()
+    at: float  # begin of the fit, seconds since the epoch
+    finished_step: int | None = None  # optimizer updates at the end of the fit; None: it has not finished
+    windows: tuple[tuple[StreamOpened, ...], ...] = ()  # of each stream, its records by epoch; more than one if it grows
 
     def window_of(self, stream: StreamOpened, step: int) -> StreamOpened:
         """Return the record that an optimizer update, or a batch where updates vary, belongs to."""
@@ -133,19 +111,12 @@ class Skew:
 
 @dataclass(frozen=True)
 class Standing:
-    """A fit's position.
+    """A fit's position."""
 
-    Attributes:
-        batches: global batches since the beginning of the epoch of the fit's beginning.
-        age_s: seconds since it was measured.
-        batches_per_s: None: not known.
-        skew: None: fewer than two workers were measured, or the fit has finished.
-    """
-
-    batches: int
-    age_s: float
-    batches_per_s: float | None = None
-    skew: Skew | None = None
+    batches: int  # global batches since the beginning of the epoch in which the fit began
+    age_s: float  # seconds since it was measured
+    batches_per_s: float | None = None  # None: unknown
+    skew: Skew | None = None  # None: fewer than two workers were measured, or the fit has finished
 
 
 def read_streams(events: Sequence[EventRecord]) -> ReadStreams | None:
@@ -159,7 +130,7 @@ def read_streams(events: Sequence[EventRecord]) -> ReadStreams | None:
         if opened.fit == fit:
             by_number.setdefault(opened.number, []).append((at, opened))
     # Workers that restart the fit after the loss of all write the records again, counted from their checkpoint.
-    oldest = {number: _oldest_alike(newest_first) for number, newest_first in by_number.items()}
+    oldest = {number: _oldest_equal(newest_first) for number, newest_first in by_number.items()}
     windows = tuple(_windows(by_number[number]) for number in sorted(by_number))
     first = min(at for at, _ in oldest.values())
     finished = [done.global_step for record, done in events_of(events, FitFinished) if record.at >= first]
@@ -179,7 +150,7 @@ def _windows(newest_first: Sequence[tuple[float, StreamOpened]]) -> tuple[Stream
     return tuple(found[epoch] for epoch in sorted(found))
 
 
-def _oldest_alike(newest_first: Sequence[tuple[float, StreamOpened]]) -> tuple[float, StreamOpened]:
+def _oldest_equal(newest_first: Sequence[tuple[float, StreamOpened]]) -> tuple[float, StreamOpened]:
     """Return the oldest record that agrees with the newest one on the rows of each step."""
     _, newest = oldest = newest_first[0]
     if newest.grows:
@@ -204,7 +175,7 @@ def standing(
 ) -> Standing | None:
     """Return how far the fit is; None if nothing has measured it.
 
-    While nothing changes, windows of steps are published every few minutes only. A job that trains is taken to have gone on at
+    While nothing changes, windows of steps are published every few minutes only. A job that trains is assumed to continue at
     the pace of the newest one.
 
     Args:

@@ -136,34 +136,34 @@ class JobTimeline:
     @property
     def missing(self) -> tuple[str, ...]:
         """Describe, in sentences, the data that a complete job would have recorded and this one has not."""
-        said = []
+        found = []
         if not self.num_events:
             return ("No events were recorded: the job has not formed a round yet, or its log is elsewhere.",)
         if not self.rounds:
-            said.append("No round was recorded.")
+            found.append("No round was recorded.")
         elif self.rounds[0].number > 1:
-            said.append(f"The log begins with round {self.rounds[0].number}; earlier events were trimmed.")
+            found.append(f"The log begins with round {self.rounds[0].number}; earlier events were trimmed.")
         unmeasured = [r.number for r in self.rounds if r.stall_s is None and r.kind not in ("start", "stop")]
         if unmeasured:
-            said.append(f"No stall was measured for round {', '.join(map(str, unmeasured))}.")
+            found.append(f"No stall was measured for round {', '.join(map(str, unmeasured))}.")
         if not self.profiles:
-            said.append(
+            found.append(
                 "No step profile was recorded: the job was too short for one, trains in a loop of its own, or its Trainer has "
                 "no DLRoverCallback()."
             )
         if not self.decisions:
-            said.append("The planner recorded no decision.")
+            found.append("The planner recorded no decision.")
         if not self.end:
-            said.append("The job has not reported that it finished.")
-        return tuple(said)
+            found.append("The job has not reported that it finished.")
+        return tuple(found)
 
 
-# Interpret a job's events: rounds, stalls, losses, decisions and profiles, in chronological order.
-#
-# Events come from etcd or from a file that may be truncated, so their `data` is always validated. An event without a
-# required field is counted in `JobTimeline.num_skipped` and skipped. Data that was never recorded is listed in `missing`.
 def timeline_of(run_id: str, events: Sequence[EventRecord]) -> JobTimeline:
-    """Build the timeline of one job. Events may be in any order, incomplete or broken."""
+    """Build the timeline of one job. Events may be in any order, incomplete or broken.
+
+    They come from etcd or from a file that may be truncated, so their `data` is always validated. An event without a required
+    field is skipped and counted in `JobTimeline.num_skipped`. Data that was never recorded is listed in `missing`.
+    """
     timed = sorted((e for e in events if 0 <= e.at < LATEST), key=lambda e: e.at)
     builder = _TimelineBuilder(num_skipped=len(events) - len(timed))
     for record in timed:
@@ -180,12 +180,7 @@ def timeline_of(run_id: str, events: Sequence[EventRecord]) -> JobTimeline:
         run_id=run_id,
         started_at=started_at,
         ended_at=max((e.at for e in timed), default=0.0),
-        rounds=tuple(
-            replace(r, stall_s=builder.stalls[r.number][0], stalled_until=builder.stalls[r.number][1])
-            if r.number in builder.stalls
-            else r
-            for r in builder.rounds.values()
-        ),
+        rounds=tuple(map(builder.measured, builder.rounds.values())),
         profiles=tuple(builder.profiles),
         decisions=tuple(builder.decisions),
         losses=tuple(builder.losses.values()),
@@ -241,7 +236,10 @@ class _TimelineBuilder:
             case WindowMeasured():
                 self.profiles.append(_profile(at, event.document))
             case DecisionMade():
-                self.decisions.append(_decision(event.document))
+                decision = Decision.from_data(event.document)
+                if not 0 < decision.predicted_step_time_s <= LARGEST:
+                    raise ValueError
+                self.decisions.append(decision)
             case WorkerLost():  # every survivor that detects the loss may report it
                 self.losses.setdefault(event.worker_id, Note(at, text or f"worker {event.worker_id} was lost"))
             case GrowthFailed():
@@ -278,13 +276,6 @@ def _profile(at: float, data: Mapping[str, Any]) -> Profile:
         samples_per_s=_amount(data["samples_per_s"]),
         part_s={part: _amount(data[f"{part}_s"]) for part in STEP_PARTS},
     )
-
-
-def _decision(data: Mapping[str, Any]) -> Decision:
-    decision = Decision.from_data(data)
-    if not 0 < decision.predicted_step_time_s <= LARGEST:
-        raise ValueError
-    return decision
 
 
 def _whole(value: Any) -> int:
@@ -339,7 +330,7 @@ def explain_text(timeline: JobTimeline, plan: int | None = None) -> str:
         in_a_row = plan is None and not decision.is_change and len(before) == MAX_STAYS
         if in_a_row and after and not any(d.is_change for d in (*before, *after)):
             continue  # a long row of decisions without a change is shown by its first few and its last
-        lines += ["", *_told(timeline, decision, in_full=plan is not None)]
+        lines += ["", *_plan_lines(timeline, decision, in_full=plan is not None)]
     return "\n".join(lines)
 
 
@@ -360,7 +351,7 @@ def cost_text(timeline: JobTimeline) -> str:
     return f"{text}; to the end {ends}"
 
 
-def _told(timeline: JobTimeline, decision: Decision, in_full: bool) -> list[str]:
+def _plan_lines(timeline: JobTimeline, decision: Decision, in_full: bool) -> list[str]:
     kind = "trial" if decision.explored else "change" if decision.is_change else "no change"
     passed_s = decision.at - timeline.started_at
     head = f"plan {decision.decision_id}, {passed_s:.0f} s after the start: {kind}"
@@ -377,14 +368,12 @@ def _told(timeline: JobTimeline, decision: Decision, in_full: bool) -> list[str]
         lines += _wrapped(f"came out: {found.text}")
     elif decision.is_change:
         lines += _wrapped("came out: never measured; the settings were not reached, or left too soon")
-    if in_full or decision.is_change:
-        lines += _table(decision, decision.candidates if in_full else _telling(decision))
+    if in_full:
+        lines += _table(decision, decision.candidates)
+    elif decision.is_change:
+        shown = [c for c in decision.candidates if c.on_front or c.settings in (decision.current, decision.chosen)]
+        lines += _table(decision, shown)
     return lines
-
-
-def _telling(decision: Decision) -> list[Candidate]:
-    """Return the current candidate, the chosen one, and the Pareto front."""
-    return [c for c in decision.candidates if c.on_front or c.settings in (decision.current, decision.chosen)]
 
 
 def _table(decision: Decision, candidates: Sequence[Candidate]) -> list[str]:
@@ -408,15 +397,8 @@ def _table(decision: Decision, candidates: Sequence[Candidate]) -> list[str]:
 
 def _settings(settings: Settings) -> str:
     ahead = f" ({counted(settings.prefetch_factor, 'batch', 'batches')} ahead)" if settings.loader_workers else ""
-    workers, threads, loaders = (
-        counted(number, word)
-        for number, word in (
-            (settings.num_workers, "worker"),
-            (settings.intra_op_threads, "thread"),
-            (settings.loader_workers, "loader worker"),
-        )
-    )
-    return f"{workers} with {threads} and {loaders}{ahead} each"
+    each = f"{counted(settings.intra_op_threads, 'thread')} and {counted(settings.loader_workers, 'loader worker')}{ahead}"
+    return f"{counted(settings.num_workers, 'worker')} with {each} each"
 
 
 def _wrapped(text: str) -> list[str]:
@@ -424,23 +406,17 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(printable, MAX_COLUMNS, initial_indent="  ", subsequent_indent="    ")
 
 
-# Explain the sizes that a pool has given a job: for which other job, at what cost, the prediction, and the outcome.
+# Explain the sizes that a pool has given a job: changes of other jobs, cost, prediction and outcome.
 
 
 @dataclass(frozen=True)
 class GivenSize:
-    """One size, and its outcome.
+    """One size, and its outcome."""
 
-    Args:
-        at: seconds since the epoch.
-        measured_per_s: samples/s with this size, median of the windows until the next one; None: never measured.
-        pause_s: the job's pause for the change; None: not measured.
-    """
-
-    at: float
+    at: float  # seconds since the epoch
     given: SizeGiven
-    measured_per_s: float | None
-    pause_s: float | None
+    measured_per_s: float | None  # samples/s with this size, median of the windows until the next one; None: never measured
+    pause_s: float | None  # the job's pause for the change; None: not measured
 
 
 def given_sizes(events: Sequence[EventRecord], profiles: Sequence[Profile]) -> list[GivenSize]:
@@ -465,14 +441,14 @@ def sizes_text(sizes: Sequence[GivenSize], started_at: float) -> str:
             "",
             f"size by pool {given.pool} (policy {given.policy}), {size.at - started_at:.0f} s after the start: "
             f"{given.workers_before} -> {counted(given.workers_after, 'worker')}",
-            *_wrapped_reason(_for_whom(given)),
-            *_wrapped_reason(_prediction(given)),
-            *_wrapped_reason(_outcome(size)),
+            *_wrapped(_other_changes(given)),
+            *_wrapped(_prediction(given)),
+            *_wrapped(_outcome(size)),
         ]
     return "\n".join(lines[1:])
 
 
-def _for_whom(given: SizeGiven) -> str:
+def _other_changes(given: SizeGiven) -> str:
     if not given.others:
         return "no other job changes with it"
     texts = [f"{name} {before} -> {after}" for name, (before, after) in sorted(given.others.items())]
@@ -500,7 +476,3 @@ def _outcome(size: GivenSize) -> str:
         where = "inside" if given.low_per_s <= size.measured_per_s <= given.high_per_s else "outside"
         text += f", {size.measured_per_s / given.samples_per_s_after:.2f} times the prediction, {where} of its interval"
     return text + pause
-
-
-def _wrapped_reason(text: str) -> list[str]:
-    return textwrap.wrap(text, MAX_COLUMNS, initial_indent="  ", subsequent_indent="    ")

@@ -1,4 +1,4 @@
-"""Models of a job's steps and memory, and the plans that follow from them. Loads no torch by itself."""
+"""Models of a job's steps and memory, and the plans that follow from them. Does not import torch."""
 
 from lightning_dlrover.tuning.autoscale import plan
 from lightning_dlrover.tuning.candidates import PlanRequest, Rules

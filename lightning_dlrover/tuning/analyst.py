@@ -1,4 +1,8 @@
-"""Learn from windows of steps, plan and publish, in a background thread, while the job trains."""
+"""Learn from windows of steps, plan and publish, in a background thread, while the job trains.
+
+Each worker's measurements, and rank 0's windows, decisions and outcomes, become records and events in etcd; `profile_log.py`
+chooses the few that are written.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +40,7 @@ from lightning_dlrover.tuning.profile_log import (
 from lightning_dlrover.tuning.resources import MachineLoad
 from lightning_dlrover.tuning.samples import StepProfile
 
-# Publish a worker's measurements, and rank 0's windows, decisions and outcomes, as records and events in etcd.
-#
-# `profile_log.py` chooses the few that are written.
+log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 8.0  # minimum seconds between two records of the job's progress
 
@@ -88,17 +90,13 @@ class Publisher:
             self._progress_at = now
 
     def log_window(self, profile: StepProfile, now: float) -> None:
-        """Log a window of rank 0 in the job's events."""
+        """Log a window of rank 0 in the job's events, now or merged with later ones."""
         if self._records is not None:
-            self._log(self._windows.add(profile, now))
-
-    def log_singly(self, profile: StepProfile) -> None:
-        """Log a window of rank 0 at once, apart from all others."""
-        self._log([profile])
+            self.log(self._windows.add(profile, now))
 
     def flush(self) -> None:
-        """Log the windows that were kept back: this worker's time as rank 0 ends."""
-        self._log(self._windows.flush())
+        """Log the windows that wait for later ones, as this worker's time as rank 0 ends."""
+        self.log(self._windows.flush())
 
     def log_decision(self, decision: Decision, now: float, *, is_carried_out: bool) -> Decision | None:
         """Log a decision in the job's events, if it is one of the few to be recorded. Return it as recorded, else None."""
@@ -115,24 +113,24 @@ class Publisher:
         if self._records is not None:
             self._records.event(OutcomeJudged(dataclasses.asdict(outcome)), outcome.text)
 
-    def _log(self, windows: Sequence[StepProfile]) -> None:
+    def log(self, windows: Sequence[StepProfile]) -> None:
+        """Log windows of rank 0 in the job's events at once."""
         if self._records is not None:
             for window in windows:
                 self._records.event(WindowMeasured(dataclasses.asdict(rounded(window))), "")
 
 
-PATIENCE_WITH_A_PLAN_S = 120.0
-"""Seconds that a plan may take to be carried out before the next one: new nodes may queue, and must start."""
+PATIENCE_WITH_A_PLAN_S = 120.0  # time for a plan to be carried out before the next one: new nodes may queue, and must start
 
 
 class PlanWriter:
-    """The planner's hand on the job's plan.
+    """Writes the planner's decisions into the job's plan.
 
     A plan has one owner (`PlanRecord.owner`):
 
-    - the planner chooses all settings, and the number of workers is binding if a controller carries it out
-    - a pool chooses the number of workers, and the planner the settings of each worker
-    - a user who has set a plan by hand keeps all of it
+    - planner: it chooses all settings, and the number of workers is binding if a controller carries it out
+    - pool: it chooses the number of workers, and the planner the settings of each worker
+    - user: the plan was set by hand and stays as it is
 
     The controller that starts and ends nodes reads the plan from etcd.
 
@@ -161,7 +159,7 @@ class PlanWriter:
             return False
         if plan != self._first_seen[0]:
             self._first_seen = plan, now
-        # Not measured by the plan's time, because its writer's clock may differ by hours.
+        # Not by the plan's own time, because its writer's clock may differ by hours.
         if now - self._first_seen[1] >= PATIENCE_WITH_A_PLAN_S:
             return False
         return (plan.binding and plan.num_workers != profile.num_workers) or not _is_tuned(plan, settings_of(profile))
@@ -252,18 +250,15 @@ def _asked(plan: PlanRecord) -> tuple[int | bool | None, ...]:
 
 
 def _is_tuned(plan: PlanRecord, settings: Settings) -> bool:
-    """Whether `settings` match the plan's settings that each worker applies by itself."""
+    """Whether `settings` match the plan's settings that each worker applies."""
     asked = (plan.loader_workers, plan.intra_op_threads, plan.prefetch_factor if plan.loader_workers != 0 else None)
     has = (settings.loader_workers, settings.intra_op_threads, settings.prefetch_factor)
     return all(a is None or a == h for a, h in zip(asked, has, strict=True))
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class _WindowReport:
-    """One window, with facts that are available only to the training thread."""
+    """One window, with facts that only the training thread has."""
 
     profile: StepProfile
     remaining_samples: float | None
@@ -293,11 +288,7 @@ class Analyst:
     """
 
     def __init__(
-        self,
-        membership: Membership | None,
-        config: TuningConfig,
-        node_cores: float,
-        load: MachineLoad | None = None,
+        self, membership: Membership | None, config: TuningConfig, node_cores: float, load: MachineLoad | None = None
     ) -> None:
         self._membership = membership
         self._load = load
@@ -376,7 +367,7 @@ class Analyst:
                     log.warning("step profiles are not published until etcd is back: %s", error)
                 away = True
             except Exception:
-                # Training must go on without plans. Each failing window logs one traceback.
+                # Training must continue without plans. Each failing window logs one traceback.
                 log.exception("planning failed")
             self._trial = self._tuner.memory.trial if self._is_rank_0 else None
             self._num_digested += 1
@@ -385,7 +376,9 @@ class Analyst:
         profile = rounded(report.profile)
         self._publisher.publish(profile, report.progress, time.monotonic())
         if profile.global_rank != 0:
-            self._retire()
+            if self._is_rank_0:
+                self._is_rank_0 = False
+                self._publisher.flush()
             return
         if not self._is_rank_0:
             # Restore the state of earlier rank 0s: this worker may be the first rank 0 or the tenth.
@@ -420,10 +413,10 @@ class Analyst:
         proposal = self._tuner.retreat(trial, step_time_s, at=time.time(), has_controller=has_controller)
         if proposal is None:
             return
-        # First, as etcd may not take it. The next slow step repeats the request then.
+        # First, as etcd may refuse it; the next slow step then repeats the request.
         self._carry_out(proposal, plan)
         window, outcome = self._tuner.abandon(trial, step_time_s, now=time.monotonic(), at=time.time())
-        self._publisher.log_singly(window)
+        self._publisher.log([window])
         self._publisher.log_outcome(outcome)
 
     def _carry_out(self, proposal: Proposal, plan: PlanRecord | None) -> None:
@@ -438,18 +431,12 @@ class Analyst:
         now = time.monotonic()
         if self._plan_writer is not None:
             self._plan_writer.write(proposal, plan, now=now, at=time.time())
-        self._tuner.took_effect(proposal)
+        self._tuner.advice = proposal.advice
         is_by_hand = plan is not None and plan.owner == "user"
         is_carried_out = proposal.decision.is_change and not is_by_hand
         recorded = self._publisher.log_decision(proposal.decision, now, is_carried_out=is_carried_out)
         if recorded is not None:
             self._tuner.memory.decide(recorded)
-
-    def _retire(self) -> None:
-        """End this worker's time as rank 0."""
-        if self._is_rank_0:
-            self._is_rank_0 = False
-            self._publisher.flush()
 
     # --- the job and its history -------------------------------------------------------------------------------------------
 
@@ -498,7 +485,7 @@ class Analyst:
         """Return the state of earlier rank 0s: from the job's events, and from the history for events already deleted."""
         if self._membership is None:
             return JobMemory()
-        return JobMemory.of(self._membership.shared.journal.events(), self._history.past(self._job_key))
+        return JobMemory.of(self._membership.shared.journal.events(), *self._history.past(self._job_key))
 
     def _remember(self, end: Literal["running", "finished", "failed"]) -> None:
         self._history.record(self._job_key, self._began_at, end, self._tuner.memory)

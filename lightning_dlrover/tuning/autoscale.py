@@ -10,17 +10,16 @@ from functools import cached_property
 from statistics import median
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_dlrover.output import counted
-from lightning_dlrover.tuning.candidates import DEFAULT_RULES, INTERVAL_SIGMAS, CandidateTable, Model, PlanRequest, Rules
+from lightning_dlrover.tuning.candidates import DEFAULT_RULES, CandidateTable, Model, PlanRequest, Rules
 from lightning_dlrover.tuning.memory import MemoryModel
 from lightning_dlrover.tuning.plan import Decision, Limits, Objective, Settings, seconds_text, step_text
+from lightning_dlrover.tuning.samples import NORMAL_WIDTH, Floats
 
 # When a trial is given up, and where the job goes then. On shared cores a step may take a hundred times longer.
 
-FAR_OUT = 2.0
-"""Slowdown at which a trial has failed, relative to steps that would be no worse than those before it."""
+FAR_OUT = 2.0  # slowdown at which a trial has failed, relative to steps that would be no worse than those before it
 
 STEPS_OF_PROOF = 3
 PROOF_S = 1.5
@@ -31,9 +30,7 @@ Other programs also take a core away for most of a second, which is many short s
 recorded steps; the planner's page of the documentation has the figures.
 """
 
-
-ROUND_SETTLES = 2
-"""Number of a round's first steps that do not count: the pause before it, and the step that fills the loaders again."""
+ROUND_SETTLES = 2  # first steps of a round that do not count: the pause before it, and the step that refills the loaders
 
 
 def has_failed(decision: Decision, step_time_s: float) -> bool:
@@ -45,7 +42,7 @@ def give_up_above_s(decision: Decision) -> float:
     """Return the step time above which a trial has failed; infinite unless `decision` is a trial."""
     if not decision.explored or not decision.is_change:
         return math.inf
-    # The interval of a prediction may be wide. A trial that is as slow as its end is of no use either.
+    # The interval of a prediction may be wide. A trial as slow as its upper end is of no use either.
     usual_s = decision.break_even_s or max(decision.choice.high_s, decision.observed_step_time_s)
     return FAR_OUT * usual_s
 
@@ -111,7 +108,7 @@ class TrialWatch:
 def retreat(trial: Decision, step_time_s: float, *, decision_id: int, at: float) -> Decision:
     """Return from a failed trial to the best settings measured before it.
 
-    Needs no model: a fit takes seconds on a busy machine, and the trial's slow steps would go on meanwhile.
+    Needs no model: a fit takes seconds on a busy machine, while the trial's slow steps continue.
     """
     known = {candidate.settings: candidate for candidate in trial.candidates}
     home = known[trial.home]
@@ -152,13 +149,8 @@ def retreat(trial: Decision, step_time_s: float, *, decision_id: int, at: float)
     )
 
 
-# Choose the settings that a running job should have.
-#
-# Reads measurements, a model, limits, the user's objective and the remaining work; returns a `Decision`. The caller decides
-# when to plan, and carries the decision out. Nothing is kept between calls: earlier trials are in the windows and the past
-# decisions passed in.
-
-Floats = NDArray[np.float64]
+# Choose the settings that a running job should have. The caller decides when to plan, and carries the decision out. Nothing is
+# kept between calls: earlier trials are in the windows and the past decisions passed in.
 
 
 def plan(
@@ -197,6 +189,7 @@ def plan(
     search = _Search(request, limits, objective, rules, table)
     index, explored, reason = search.choose()
     home = search.best_measured() if explored else table.now
+    now_s = max(request.current.step_time_s, float(table.step_s[table.now]))
     if objective.budget is not None and table.cost_per_hour[table.now] is None:
         reason += f"; the budget of {objective.budget:g} cannot be kept: the price of a GPU is unknown (gpu_hour)"
     return Decision(
@@ -217,15 +210,10 @@ def plan(
         spent=request.spent,
         node_cores=float(table.node_cores[index]) if table.node_cores[index] > table.node_cores[table.now] else 0.0,
         node_memory_bytes=table.node_memory_bytes[index],
-        break_even_s=_break_even_s(table, index) if explored else None,
+        # Longer steps break even where the settings cost less.
+        break_even_s=now_s * max(1.0, float(table.step_s[index] / table.loss[index])) if explored else None,
         fallback=table.settings[home] if explored else None,
     )
-
-
-def _break_even_s(table: CandidateTable, index: int) -> float:
-    """Return the step time up to which the settings are no worse than the present ones: longer where they cost less."""
-    now_s = max(table.request.current.step_time_s, float(table.step_s[table.now]))
-    return now_s * max(1.0, float(table.step_s[index] / table.loss[index]))
 
 
 @dataclass(frozen=True)
@@ -328,7 +316,7 @@ class _Search:
         if not able:
             return None, 0.0
         at = np.array(able)
-        factor = self._factor(at, loss)
+        factor = np.where(np.isfinite(loss[at]), loss[at], table.loss[at]) / table.step_s[at]  # of a loss to a step time
         gain = expected_improvement(table.step_s[at], table.sigma[at], factor, float(loss[best]), bound_s[at])
         gain_s = table.left_s * gain / loss[table.now]
         cost_s = np.array([self._trial_cost_s(i, best) for i in able])
@@ -337,12 +325,6 @@ class _Search:
         worth_s = np.where(promising, gain_s - cost_s, -math.inf)
         top = int(np.argmax(worth_s))
         return (able[top], float(worth_s[top])) if worth_s[top] > 0 else (None, 0.0)
-
-    def _factor(self, at: NDArray[np.int_], loss: Floats) -> Floats:
-        """Return the factor that turns a step time into a loss."""
-        table = self.table
-        by_cost = table.loss[at] / table.step_s[at]
-        return np.where(np.isfinite(loss[at]), loss[at] / table.step_s[at], by_cost)
 
     def _trial_cost_s(self, index: int, best: int) -> float:
         """Return the seconds lost if the settings are as bad as their interval allows and are left again."""
@@ -365,9 +347,9 @@ class _Search:
         if past is None or (past.explored and past.chosen == table.settings[table.now]):
             return 0.0
         of_windows = table.noise**2 * sum(1 / max(1, table.num_windows[i]) for i in (best, table.now))
-        return INTERVAL_SIGMAS * math.sqrt(of_windows + 2 * table.drift**2)
+        return NORMAL_WIDTH * math.sqrt(of_windows + 2 * table.drift**2)
 
-    # --- words -----------------------------------------------------------------------------------------------------------
+    # --- reasons ---------------------------------------------------------------------------------------------------------
 
     @property
     def _stay(self) -> str:
@@ -379,6 +361,9 @@ class _Search:
     def _times(self, to: int) -> str:
         return f"{step_text(self.table.step_s[to])} instead of {step_text(self.table.step_s[self.table.now])} a step"
 
+    def _interval(self, of: int) -> str:
+        return f"{step_text(self.table.low_s[of])} to {step_text(self.table.high_s[of])}"
+
     def _left(self) -> str:
         known = self.request.remaining_samples is not None
         return f"{seconds_text(self.table.left_s)} left" if known else f"{seconds_text(self.table.left_s)} assumed to be left"
@@ -387,15 +372,14 @@ class _Search:
         suggestion = self.request.suggestion
         assert suggestion is not None
         table = self.table
-        interval = f"{step_text(table.low_s[warm])} to {step_text(table.high_s[warm])}"
-        return f"{self._move(warm)}: {suggestion.reason}; predicted here: {step_text(table.step_s[warm])} ({interval})"
+        predicted = f"{step_text(table.step_s[warm])} ({self._interval(warm)})"
+        return f"{self._move(warm)}: {suggestion.reason}; predicted here: {predicted}"
 
     def _reason_to_try(self, trial: int, best: int, worth_s: float) -> str:
         table = self.table
-        beside = "" if best == table.now else f", best so far {step_text(table.step_s[best])}"
-        interval = f"{step_text(table.low_s[trial])} to {step_text(table.high_s[trial])}"
+        so_far = "" if best == table.now else f", best so far {step_text(table.step_s[best])}"
         return (
-            f"{self._move(trial)}: never tried; {self._times(trial)} predicted ({interval}{beside}); "
+            f"{self._move(trial)}: never tried; {self._times(trial)} predicted ({self._interval(trial)}{so_far}); "
             f"trying costs at most {seconds_text(self._trial_cost_s(trial, best))} of the {self._left()} and "
             f"is expected to save {seconds_text(worth_s)}"
         )
@@ -423,16 +407,15 @@ class _Search:
         others = [i for i in allowed if i != table.now]
         next_best = min(others, key=lambda i: float(table.loss[i]))
         known = "measured" if table.measured[next_best] else "predicted"
-        interval = f"{step_text(table.low_s[next_best])} to {step_text(table.high_s[next_best])}"
         return (
             f"{self._stay}: {step_text(table.step_s[table.now])} a step; the next best ({self._move(next_best)}) takes "
-            f"{step_text(table.step_s[next_best])} ({known}, {interval}), "
+            f"{step_text(table.step_s[next_best])} ({known}, {self._interval(next_best)}), "
             f"which is not worth a trial or a change with {self._left()}"
         )
 
 
 def expected_improvement(step_s: Floats, sigma: Floats, factor: Floats, best: float, bound_s: Floats) -> Floats:
-    """Mean of max(0, best - factor * s) for log-normal step times s; only times up to ``bound_s`` count.
+    """Return the mean of max(0, best - factor * s) for log-normal step times s; only times up to ``bound_s`` count.
 
     Args:
         step_s: medians, shape ``(n,)``; sigma: standard deviations of the log.

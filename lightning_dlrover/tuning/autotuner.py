@@ -1,7 +1,7 @@
 """Turn the windows of a job's rank 0 into decisions: windows in, decision out.
 
-Keeps the job's memory, judges each change once its settings are measured, chooses the moment of the next decision, and makes it
-with the models and the planner. The caller (`analyst.py`) reads the job's records and its history beforehand, and carries the
+Keeps the job's memory, judges each change once its settings are measured, chooses the time of the next decision, and makes it
+with the models and the planner. The caller (`analyst.py`) reads the job's records and history beforehand, and carries the
 decision out. Pure: no clock, no connection, no thread.
 """
 
@@ -25,9 +25,9 @@ from lightning_dlrover.tuning.population import Population
 from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
 from lightning_dlrover.tuning.step_time import StepTimeModel
 
+# Seconds of a change that are assumed until the job has measured one.
 DEFAULT_RESIZE_COST_S = 0.5
 DEFAULT_RETUNE_COST_S = 0.2
-"""Assumed seconds of a change of settings until the job has measured one."""
 
 MAX_EARLIER_WINDOWS_PER_SETTINGS = 5
 WINDOWS_PER_DECISION = 3
@@ -45,27 +45,16 @@ class TuningConfig:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """A job's records and history at the time of a decision.
+    """A job's records and history at the time of a decision."""
 
-    Args:
-        job: None: the worker trains alone, without a job whose workers can change.
-        plan: the job's present plan.
-        nodes: the limits of the job's nodes; None unless a controller starts and ends them.
-        has_controller: whether a controller carries out plans.
-        events: the job's events, oldest first.
-        age_s: seconds since the job's start.
-        similar: earlier jobs like this one.
-        population: common properties of other jobs on this hardware.
-    """
-
-    job: JobRecord | None = None
-    plan: PlanRecord | None = None
-    nodes: NodesRecord | None = None
-    has_controller: bool = False
-    events: Sequence[EventRecord] = ()
-    age_s: float = 0.0
-    similar: Sequence[PastJob] = ()
-    population: Population | None = None
+    job: JobRecord | None = None  # None: the worker trains alone, without a job whose workers can change
+    plan: PlanRecord | None = None  # the job's present plan
+    nodes: NodesRecord | None = None  # the limits of the job's nodes; None unless a controller starts and ends them
+    has_controller: bool = False  # whether a controller carries out plans
+    events: Sequence[EventRecord] = ()  # the job's events, oldest first
+    age_s: float = 0.0  # seconds since the job's start
+    similar: Sequence[PastJob] = ()  # earlier jobs like this one
+    population: Population | None = None  # common properties of other jobs on this hardware
 
     @property
     def is_by_hand(self) -> bool:
@@ -78,19 +67,12 @@ class JobFacts:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A decision to carry out.
+    """A decision to carry out."""
 
-    Args:
-        decision: the settings of the job as far as the planner may choose them now, and why.
-        advice: the settings that would be best if the planner chose all of them. The plan takes its number of workers.
-        is_binding: whether the planner decides on workers and nodes, and a controller carries that out.
-        keeps_workers: whether the plan's number of workers stays as it is.
-    """
-
-    decision: Decision
-    advice: Decision
-    is_binding: bool
-    keeps_workers: bool = False
+    decision: Decision  # the settings that the planner may choose now, and why
+    advice: Decision  # the best settings if the planner chose all of them; the plan takes its number of workers
+    is_binding: bool  # whether the planner decides on workers and nodes, and a controller carries that out
+    keeps_workers: bool = False  # whether the plan's number of workers stays as it is
 
 
 class Autotuner:
@@ -98,7 +80,10 @@ class Autotuner:
 
     Args:
         node_cores: cores of one node.
-        memory: what earlier rank 0s of the job have measured and decided.
+        memory: measurements and decisions of the job's earlier rank 0s.
+
+    Attributes:
+        advice: the newest decision that took effect, as it would be if the planner chose all settings. The caller sets it.
     """
 
     def __init__(self, config: TuningConfig, node_cores: float, memory: JobMemory) -> None:
@@ -110,7 +95,7 @@ class Autotuner:
         self._num_measured = 0
         self._has_failed = False  # the present settings are a trial whose newest window is far too slow
         self._planned_at: float | None = None  # time of the newest decision
-        self._advice: Decision | None = None
+        self.advice: Decision | None = None
 
     def add(self, window: StepProfile, foreign_cores: float | None = None) -> Outcome | None:
         """Take the newest window. Return the outcome of the last change, if this window completes its measurement.
@@ -139,7 +124,7 @@ class Autotuner:
         every_s = self._config.plan_every_s
         if not every_s:
             return False
-        waited = self._advice is None or self._planned_at is None or now - self._planned_at >= every_s
+        waited = self.advice is None or self._planned_at is None or now - self._planned_at >= every_s
         return self._has_failed or (waited and self._num_measured >= WINDOWS_PER_DECISION)
 
     def propose(
@@ -198,15 +183,17 @@ class Autotuner:
         if facts.has_controller and not facts.is_by_hand and not facts.is_pooled:
             decision = decide(limits, request.past)
             return Proposal(decision, decision, is_binding=True)
-        # Recommendations are not carried out automatically, so an earlier identical one is no reason to withhold it.
+        # Recommendations are not carried out automatically, so an identical one is repeated.
         # A pool compares numbers of workers, so other settings must not fill the few candidates of a decision's record.
-        advice = decide(_workers_alone(limits) if facts.is_pooled else limits, ())
+        workers_only = replace(limits, loader_workers=(), intra_op_threads=(), prefetch_factors=())
+        advice = decide(workers_only if facts.is_pooled else limits, ())
         tuned = advice
         if facts.job is not None and not facts.is_by_hand:
             here = replace(limits, min_workers=profile.num_workers, max_workers=profile.num_workers)
             tuned = decide(here, request.past)
-        if facts.is_pooled:
-            tuned = _with_other_sizes(tuned, advice)  # the pool chooses from these
+        if facts.is_pooled:  # the pool chooses from the candidates with other numbers of workers
+            others = [c for c in advice.candidates if c.num_workers != tuned.current_workers]
+            tuned = replace(tuned, candidates=tuple(sorted((*tuned.candidates, *others), key=lambda c: c.settings)))
         if advice.chosen_workers != advice.current_workers or facts.is_by_hand:
             tuned = _as_recommendation(tuned, advice, facts)
         return Proposal(tuned, advice, is_binding=False)
@@ -219,12 +206,8 @@ class Autotuner:
         if self.memory.trial is not trial or not self.memory.windows:
             return None
         decision = retreat(trial, step_time_s, decision_id=self.memory.next_id, at=at)
-        advice = decision if has_controller or self._advice is None else self._advice
+        advice = decision if has_controller or self.advice is None else self.advice
         return Proposal(decision, advice, is_binding=has_controller, keeps_workers=True)
-
-    def took_effect(self, proposal: Proposal) -> None:
-        """Take note that a proposal is the job's plan, as far as the planner owns the plan."""
-        self._advice = proposal.advice
 
     def abandon(self, trial: Decision, step_time_s: float, *, now: float, at: float) -> tuple[StepProfile, Outcome]:
         """Close a failed trial, whose retreat took effect. Return the window that shows its failure, and its outcome."""
@@ -232,11 +215,6 @@ class Autotuner:
         self.memory.add(window)
         self._measured, self._num_measured, self._planned_at = None, 0, now
         return window, self._conclude(trial, step_time_s)
-
-    @property
-    def advice(self) -> Decision | None:
-        """The newest decision, as it would be if the planner chose all settings."""
-        return self._advice
 
     def _judge(self, settings: Settings) -> Outcome | None:
         """Return the outcome of the last change, after its settings have been measured."""
@@ -269,7 +247,7 @@ class Autotuner:
         if self._foreign_cores:
             limits = replace(limits, foreign_cores=median(self._foreign_cores))
         if facts.job is None:
-            # A lone worker computes with all cores, as it must not in company: workers would only be found to exceed them.
+            # Advice for a lone worker may use all cores, unlike in a job: several workers would be refused for exceeding them.
             threads = tunable_axes(self._node_cores, profile.cores)["intra_op_threads"]
             limits = replace(limits, intra_op_threads=threads)
         if "num_workers" in untunable:
@@ -287,12 +265,9 @@ def _window_of(settings: Settings, step_time_s: float, like: StepProfile, at: fl
     parts: dict[str, Any] = {f"{part}_s": 0.0 for part in STEP_PARTS}
     return replace(
         like,
+        **vars(settings),
         num_steps=STEPS_OF_PROOF,
-        num_workers=settings.num_workers,
         local_batch=math.ceil(like.global_batch / settings.num_workers),
-        loader_workers=settings.loader_workers,
-        intra_op_threads=settings.intra_op_threads,
-        prefetch_factor=settings.prefetch_factor,
         step_time_s=step_time_s,
         samples_per_s=like.global_batch / step_time_s,
         at=at,
@@ -300,19 +275,8 @@ def _window_of(settings: Settings, step_time_s: float, like: StepProfile, at: fl
     )
 
 
-def _workers_alone(limits: Limits) -> Limits:
-    """Return limits that leave all settings but the number of workers as they are."""
-    return replace(limits, loader_workers=(), intra_op_threads=(), prefetch_factors=())
-
-
-def _with_other_sizes(tuned: Decision, advice: Decision) -> Decision:
-    """Return a decision for the present number of workers, with the candidates of `advice` that have other numbers."""
-    others = [c for c in advice.candidates if c.num_workers != tuned.current_workers]
-    return replace(tuned, candidates=tuple(sorted((*tuned.candidates, *others), key=lambda c: c.settings)))
-
-
 def _as_recommendation(tuned: Decision, advice: Decision, facts: JobFacts) -> Decision:
-    """Return the decision about this job's settings, with the advice about its workers and why nothing follows from it."""
+    """Return the decision on this job's settings, with the advice on its workers and the reason why nothing carries it out."""
     why = "the settings were chosen by hand" if facts.is_by_hand else "no controller starts or ends nodes"
     why = "the job's pool decides on workers" if facts.is_pooled else why
     recommended = "" if advice.reason == tuned.reason else f": {advice.reason}"

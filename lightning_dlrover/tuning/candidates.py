@@ -1,4 +1,4 @@
-"""What a plan is asked for, what earlier jobs suggest, and the predicted candidates. Pure."""
+"""The request for a plan, the suggestion of earlier jobs, and the predicted candidates. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlrover.tuning.memory import MemoryModel, MemoryPrediction, node_memory_bytes
+from lightning_dlrover.tuning.memory import MemoryModel, node_memory_bytes
 from lightning_dlrover.tuning.plan import (
     Candidate,
     Decision,
     Limits,
     Objective,
-    Resources,
     Settings,
     all_settings,
     configuration,
@@ -27,7 +26,15 @@ from lightning_dlrover.tuning.plan import (
     settings_of,
     why_not,
 )
-from lightning_dlrover.tuning.samples import AGENT_BYTES, Configuration, StepProfile, configuration_of
+from lightning_dlrover.tuning.samples import (
+    AGENT_BYTES,
+    NORMAL_WIDTH,
+    Configuration,
+    Floats,
+    StepProfile,
+    configuration_of,
+    noise_of,
+)
 from lightning_dlrover.tuning.step_time import Prediction
 
 # Initial settings for a job, from the final settings of similar jobs.
@@ -36,7 +43,7 @@ from lightning_dlrover.tuning.step_time import Prediction
 # exponentially, the newest last. Pure: the jobs come from `tuning/history.py`.
 
 NUM_NEIGHBOURS = 5
-MAX_DISTANCE = 1.0  # mean of log factors; e: a job of nearly three times the size gives no evidence
+MAX_DISTANCE = 1.0  # mean of log factors: a job of nearly three times the size gives no evidence
 SMOOTHING = 0.5  # weight of the newest of the nearest jobs; the older ones share the rest
 FASTEST = Objective()
 HALF_LIFE_S = 30 * 86400.0  # decay of a job's weight, which halves with each month: code and machines change
@@ -67,8 +74,8 @@ class PastJob:
     def best_within(self, limits: Limits, objective: Objective = FASTEST) -> Settings | None:
         """Return the settings that `objective` would have chosen among those measured with the job's last global batch.
 
-        The job's first settings stay the best unless others were better than in each of their windows: later jobs copy what
-        this returns and count as its next witnesses, so that one noisy trial would be confirmed for ever.
+        The job's first settings stay the best unless others were better than in each of their windows. Later jobs copy the
+        result and then count as evidence for it, so one noisy trial would be confirmed for ever.
         """
         losses = {settings: loss for settings, loss in self.losses(objective).items() if limits.allows(settings)}
         best = min(losses, key=lambda settings: (losses[settings], settings), default=None)
@@ -111,35 +118,20 @@ class Suggestion:
 
 
 def descriptor_of(profile: StepProfile, node_cores: float) -> Descriptor:
-    return Descriptor(
-        dense_flops=float(profile.dense_flops),
-        dense_bytes=float(profile.dense_bytes),
-        embedding_bytes=float(profile.embedding_bytes),
-        lookups_per_sample=profile.lookups_per_sample,
-        global_batch=float(profile.global_batch),
-        device=profile.device,
-        node_cores=node_cores,
-    )
+    figures = {f.name: float(getattr(profile, f.name)) for f in fields(Descriptor) if f.name not in ("device", "node_cores")}
+    return Descriptor(**figures, device=profile.device, node_cores=node_cores)
 
 
 def distance(one: Descriptor, other: Descriptor) -> float:
-    """Mean of the absolute log ratios of the figures known for both; infinite between kinds of devices.
+    """Return the mean of the absolute log ratios of the figures known for both; infinite between kinds of devices.
 
     A figure that only one of them has, such as tables, counts as a factor of a hundred.
     """
     if one.device != other.device:
         return math.inf
-    total, count = 0.0, 0
-    for name in (f.name for f in fields(Descriptor) if f.name != "device"):
-        a, b = getattr(one, name), getattr(other, name)
-        if a > 0 and b > 0:
-            total += abs(math.log(a / b))
-        elif a > 0 or b > 0:
-            total += math.log(100.0)
-        else:
-            continue
-        count += 1
-    return total / count if count else math.inf
+    pairs = [(getattr(one, f.name), getattr(other, f.name)) for f in fields(Descriptor) if f.name != "device"]
+    logs = [abs(math.log(a / b)) if a > 0 and b > 0 else math.log(100.0) for a, b in pairs if a > 0 or b > 0]
+    return sum(logs) / len(logs) if logs else math.inf
 
 
 def nearest(descriptor: Descriptor, jobs: Sequence[PastJob]) -> list[PastJob]:
@@ -196,12 +188,11 @@ def _figures(settings: Settings) -> tuple[int, ...]:
 
 def _nearest(now: Settings, measured: Iterable[Settings]) -> Settings:
     return min(
-        measured,
-        key=lambda s: sum(abs(math.log((1 + a) / (1 + b))) for a, b in zip(_figures(s), _figures(now), strict=True)),
+        measured, key=lambda s: sum(abs(math.log((1 + a) / (1 + b))) for a, b in zip(_figures(s), _figures(now), strict=True))
     )
 
 
-# What a decision is based on: the state of a running job, the model of its steps, and the rules.
+# The basis of a decision: the state of a running job, the model of its steps, and the rules.
 
 
 class Model(Protocol):
@@ -214,32 +205,21 @@ class Model(Protocol):
 class PlanRequest:
     """The state of a running job.
 
-    Args:
-        windows: windows of rank 0, oldest first; the last one shows the present settings.
-        node_cores: cores of one node, all its workers together; 0: unknown.
-        remaining_samples: samples that the whole job has still to train on; None if unknown.
-        resize_cost_s: seconds that the whole job pauses when workers change, as measured.
-        retune_cost_s: seconds that it pauses when the other settings change, as measured.
-        age_s: seconds since the job's start.
-        spent: money spent so far; None: unknown.
-        past: earlier decisions of this job, in any order; they keep the planner from going back and forth.
-        suggestion: final settings of similar jobs; None: there were none.
-
     Example:
         >>> request = PlanRequest(windows, node_cores=4, remaining_samples=1e6)  # `windows`: step profiles of one job
         >>> request.current.num_workers
         2
     """
 
-    windows: Sequence[StepProfile]
-    node_cores: float = 0.0
-    remaining_samples: float | None = None
-    resize_cost_s: float = 0.5
-    retune_cost_s: float = 0.1
-    age_s: float = 0.0
-    spent: float | None = None
-    past: Sequence[Decision] = ()
-    suggestion: Suggestion | None = None
+    windows: Sequence[StepProfile]  # windows of rank 0, oldest first; the last one shows the present settings
+    node_cores: float = 0.0  # cores of one node, all its workers together; 0: unknown
+    remaining_samples: float | None = None  # samples that the whole job has still to train on; None: unknown
+    resize_cost_s: float = 0.5  # seconds that the whole job pauses when workers change, as measured
+    retune_cost_s: float = 0.1  # seconds that it pauses when the other settings change, as measured
+    age_s: float = 0.0  # seconds since the job's start
+    spent: float | None = None  # money spent so far; None: unknown
+    past: Sequence[Decision] = ()  # earlier decisions of this job, in any order: they prevent oscillation
+    suggestion: Suggestion | None = None  # final settings of similar jobs; None: there were none
 
     def __post_init__(self) -> None:
         if not self.windows:
@@ -279,17 +259,13 @@ DEFAULT_RULES = Rules()
 
 # All settings that a running job may have, with the expected gain and cost of each.
 
-Floats = NDArray[np.float64]
-
-INTERVAL_SIGMAS = 1.645  # half-width of a prediction interval that holds nine values of ten
 NUM_NEWEST_WINDOWS = 20  # windows per configuration that determine its measured step time
-MIN_NOISE = 0.02  # relative difference of two means over a window of the same steps
 STRETCH_WINDOWS = 4  # windows per stretch of time; their means show how a machine's speed drifts
 MIN_DRIFT = 0.02  # relative difference between the same settings at two times, because others use the machine, too
 MAX_MODEL_SIGMA = 0.5  # limit of the model's uncertainty, so that ignorance alone does not attract a trial
 MIN_MODEL_SIGMA = 0.08  # deviation of a log step time that was never measured, however certain the model is
-LENGTH = 0.8  # distance in log settings over which model errors stay alike: a bit more than a factor of two in one setting
-PASS_COST = 0.08  # time of a step by which each further part of a share makes it longer, see benchmarks/parts.py
+LENGTH = 0.8  # distance in log settings over which model errors correlate: a bit more than a factor of two in one setting
+PASS_COST = 0.08  # fraction by which each further part of a share makes a step longer, see benchmarks/parts.py
 PREFETCH_WEIGHT = 0.3  # prefetched batches smooth the supply and are seldom decisive
 MAX_KEPT_CANDIDATES = 16  # candidates stored with a decision, because its record is in etcd
 
@@ -336,7 +312,7 @@ class CandidateTable:
         runs = settings_of(current)
         visits = _visits(request.windows, current.global_batch)
         measured = {settings: np.concatenate(of_settings)[-NUM_NEWEST_WINDOWS:] for settings, of_settings in visits.items()}
-        noise = _noise(visits)
+        noise = noise_of([log_s for of_settings in visits.values() for log_s in of_settings])
 
         settings = sorted({*all_settings(limits, runs), *measured})
         now = settings.index(runs)
@@ -348,10 +324,14 @@ class CandidateTable:
         limit = current.memory_limit_bytes
         spare = request.windows[-1].spare_bytes if request.windows else 0
         most = max(limit, limits.max_memory_bytes - AGENT_BYTES - spare)
+        node_bytes = [0] * len(settings)
         for index, peak in enumerate(peaks):
-            if limit and peak.high_bytes > most and settings[index] not in measured and not notes[index]:
+            if not limit or peak.high_bytes <= limit or settings[index] in measured:
+                continue
+            if limits.max_memory_bytes:
+                node_bytes[index] = node_memory_bytes(peak.high_bytes, limits.max_memory_bytes, spare)
+            if peak.high_bytes > most and not notes[index]:
                 notes[index] = f"needs up to {peak.high_bytes / 2**20:,.0f} MiB of {most / 2**20:,.0f} MiB of memory"
-
         for index, passes in enumerate(_numbers_of_passes(where, current, gpu_memory)):
             if settings[index] in measured:
                 continue
@@ -359,20 +339,21 @@ class CandidateTable:
                 notes[index] = f"a share needs more than the {current.gpu_limit_bytes / 2**20:,.0f} MiB of a worker's GPU"
             for seconds in (step_s, low_s, high_s):
                 seconds[index] *= 1 + PASS_COST * max(0, passes - 1)
-
         steps_left = rules.horizon_s / step_s[now]
         if request.remaining_samples is not None:
             steps_left = request.remaining_samples / current.global_batch
         prices = [objective.prices.per_hour(u) for u in used]
-        rate = _rate(used, prices, is_priced=prices[now] is not None)
-        bound_s = _bound_s(request, objective, steps_left, rate, is_priced=prices[now] is not None)
+        is_priced = prices[now] is not None
+        cost = np.array([price or 0.0 if is_priced else u.scalar for u, price in zip(used, prices, strict=True)])
+        rate = np.maximum(cost, 1e-9 * max(cost.max(), 1e-9))  # per time: money if prices are known, else resources
+        bound_s = _bound_s(request, objective, steps_left, rate, is_priced=is_priced)
         return cls(
             settings=settings,
             now=now,
             step_s=step_s,
             low_s=low_s,
             high_s=high_s,
-            sigma=_sigma(np.log(high_s / low_s) / (2 * INTERVAL_SIGMAS), noise, settings, list(measured)),
+            sigma=_sigma(np.log(high_s / low_s) / (2 * NORMAL_WIDTH), noise, settings, list(measured)),
             loss=step_s * (rate / rate[now]) ** objective.elasticity,
             bound_s=bound_s,
             measured=np.array([s in measured for s in settings]),
@@ -381,7 +362,7 @@ class CandidateTable:
             drift=_drift(visits, noise),
             notes=notes,
             node_cores=np.array([c.cores for c in where]),
-            node_memory_bytes=_larger_nodes(settings, peaks, measured, limit, limits.max_memory_bytes, spare),
+            node_memory_bytes=node_bytes,
             cores=np.array([u.cores for u in used]),
             gpus=np.array([u.gpus for u in used]),
             cost_per_hour=prices,
@@ -463,7 +444,7 @@ def _visits(windows: Sequence[StepProfile], global_batch: int) -> Mapping[Settin
 
 
 def _sigma(of_window: Floats, noise: float, settings: Sequence[Settings], measured: Sequence[Settings]) -> Floats:
-    """Standard deviation of the log of each settings' true step time, as far as a trial can reduce it.
+    """Return the part of the deviation of the log of each settings' true step time that a trial can reduce.
 
     A window's noise is not part of it. Settings near measured ones share their error. The rest is the deviation of a Gaussian
     process given its nearest neighbour, so that trials are spread (Rasmussen and Williams, 2006, equation 2.24).
@@ -477,17 +458,8 @@ def _sigma(of_window: Floats, noise: float, settings: Sequence[Settings], measur
     return result
 
 
-def _noise(visits: Mapping[Settings, Sequence[Floats]]) -> float:
-    """Standard deviation of the log of a window's step time between windows."""
-    each = [log_s for of_settings in visits.values() for log_s in of_settings]
-    squares = sum(float(((log_s - log_s.mean()) ** 2).sum()) for log_s in each)
-    degrees = sum(len(log_s) - 1 for log_s in each)
-    # One imagined repetition that differs by 5 % keeps a single window from looking free of noise.
-    return max(MIN_NOISE, math.sqrt((squares + 0.05**2) / (degrees + 1)))
-
-
 def _drift(visits: Mapping[Settings, Sequence[Floats]], noise: float) -> float:
-    """Standard deviation of the log of the same settings' step time between stretches of time."""
+    """Return the standard deviation of the log of the same settings' step time between stretches of time."""
     squares, degrees = 0.0, 0
     for of_settings in visits.values():
         parts = [part for log_s in of_settings for part in np.array_split(log_s, math.ceil(len(log_s) / STRETCH_WINDOWS))]
@@ -526,17 +498,10 @@ def _step_times(
     for index, each in enumerate(settings):
         if (windows := measured.get(each)) is not None:
             # Measured settings need no model. The interval is that of the next window.
-            spread = INTERVAL_SIGMAS * noise * math.sqrt(1 + 1 / len(windows))
+            spread = NORMAL_WIDTH * noise * math.sqrt(1 + 1 / len(windows))
             step_s[index] = math.exp(windows.mean())
             low_s[index], high_s[index] = step_s[index] * math.exp(-spread), step_s[index] * math.exp(spread)
     return step_s, low_s, high_s
-
-
-def _rate(used: Sequence[Resources], prices: Sequence[float | None], is_priced: bool) -> Floats:
-    """Return the cost per time of each of the settings: money if prices are known, else resources."""
-    rate = np.array([price or 0.0 if is_priced else u.scalar for u, price in zip(used, prices, strict=True)])
-    positive: Floats = np.maximum(rate, 1e-9 * max(rate.max(), 1e-9))
-    return positive
 
 
 def _bound_s(request: PlanRequest, objective: Objective, steps_left: float, rate: Floats, is_priced: bool) -> Floats:
@@ -548,20 +513,3 @@ def _bound_s(request: PlanRequest, objective: Objective, steps_left: float, rate
         money = max(1e-9, objective.budget - (request.spent or 0.0))
         bound_s = np.minimum(bound_s, money / (rate / 3600) / steps_left)
     return bound_s
-
-
-def _larger_nodes(
-    settings: Sequence[Settings],
-    peaks: Sequence[MemoryPrediction],
-    measured: Mapping[Settings, Floats],
-    limit: float,
-    max_bytes: int,
-    spare_bytes: int,
-) -> list[int]:
-    """Return the memory that nodes need beyond their present limit for each of the settings; 0: no more."""
-    return [
-        node_memory_bytes(p.high_bytes, max_bytes, spare_bytes)
-        if limit and max_bytes and p.high_bytes > limit and s not in measured
-        else 0
-        for s, p in zip(settings, peaks, strict=False)
-    ] or [0] * len(settings)

@@ -10,20 +10,17 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# The speed of an elastic job as a policy knows it: steps/s by number of devices and nodes, and how sure that is.
+Floats = NDArray[np.float64]
+
+# The predicted speed of an elastic job: steps/s by number of devices and nodes, with its uncertainty.
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Predicted speeds.
+    """Predicted speeds; arrays of shape ``(n,)``."""
 
-    Args:
-        steps_per_s: of the whole job, with its global batch; shape ``(n,)``. 0: it cannot run so.
-        spread: standard deviation of the logarithm of each, shape ``(n,)``; 0: measured there, or known.
-    """
-
-    steps_per_s: NDArray[np.float64]
-    spread: NDArray[np.float64]
+    steps_per_s: Floats  # of the whole job, with its global batch; 0: it cannot run so
+    spread: Floats  # standard deviation of the logarithm of each; 0: measured there, or known
 
 
 class Scaling(Protocol):
@@ -45,41 +42,32 @@ class Scaling(Protocol):
 # others belong to one device. Memory is hard: an allocation never exceeds it. Limits of other resources are soft: exceeding
 # them slows jobs down, and a policy may refuse to.
 
+# Resources that all devices of a node share. A device of the node that lists a limit states the node's limit.
 HOST_RESOURCES = ("cores", "memory_bandwidth", "input")
-"""Resources that all devices of a node share. A device of the node that lists a limit states the node's limit."""
 
 RESOURCES = (*HOST_RESOURCES, "gpu", "pcie")
 """Measured resources: cores in cores, "memory_bandwidth" and "pcie" in bytes/s, the others in fractions of the time.
 
-"gpu" is the time in which a kernel runs. The bandwidth of a GPU's memory is no resource here, as nothing measures it: NVML's
+"gpu" is the time in which a kernel runs. The bandwidth of a GPU's memory is left out, as nothing measures it: NVML's
 percentage is the time in which that memory is read or written, however few bytes these are.
 """
 
+# Device names by job name, all running jobs included. A job that is absent waits, or is paused. A device named twice holds two
+# workers of that job.
 Allocation = Mapping[str, tuple[str, ...]]
-"""Device names by job name, all running jobs included.
-
-A job that is absent waits, or is paused. A device named twice holds two workers of that job.
-"""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, or the CPU of a node: where workers run, several at once.
-
-    Args:
-        kind: devices of one kind are as fast as each other; profiles are measured for each kind. Names that begin with
-            "cpu" are for the CPUs of a node.
-        memory_bytes: memory of a GPU, or of the whole node for its CPU.
-        limits: largest total use, by name of the resource; a resource that is absent is not limited.
-        places: most workers at once.
-    """
+    """A GPU, or the CPU of a node: where workers run, several at once."""
 
     name: str
+    # Devices of one kind are equally fast, and profiles are measured for each kind. "cpu..." stands for the CPUs of a node.
     kind: str
     node: str
-    memory_bytes: int
-    limits: Mapping[str, float] = field(default_factory=dict)
-    places: int = 4
+    memory_bytes: int  # memory of a GPU, or of the whole node for its CPU
+    limits: Mapping[str, float] = field(default_factory=dict)  # largest total use by resource; absent: not limited
+    places: int = 4  # most workers at once
 
     def __post_init__(self) -> None:
         if self.memory_bytes <= 0 or self.places < 1:
@@ -94,18 +82,13 @@ class Device:
 
 @dataclass(frozen=True)
 class Profile:
-    """Needs of one worker of a job on a kind of device, and its speed there alone.
+    """Needs of one worker of a job on a kind of device, and its speed there alone."""
 
-    Args:
-        memory_bytes: peak on the device, with the margin that admission shall keep.
-        use: amount of each resource used alone, mean over a step, in units of the device's limits.
-        host_memory_bytes: peak on the host of a worker that has a GPU; 0 for a worker on a CPU.
-    """
-
-    memory_bytes: int
+    memory_bytes: int  # peak on the device, with the margin for admission
     steps_per_s: float
+    # Amount of each resource used alone, mean over a step, in units of the device's limits.
     use: Mapping[str, float] = field(default_factory=dict)
-    host_memory_bytes: int = 0
+    host_memory_bytes: int = 0  # peak on the host of a worker that has a GPU; 0 for a worker on a CPU
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.steps_per_s) and self.steps_per_s > 0):
@@ -117,51 +100,30 @@ class Profile:
 
 @dataclass(frozen=True)
 class Job:
-    """A job as policies see it.
-
-    Args:
-        profiles: by kind of device; the job runs on no other kinds.
-        steps_left: None where the end is unknown.
-        submitted_s: on the clock of `State.now_s`.
-        waiting_since_s: when it was last put to wait; None: since it was submitted.
-        priority: higher ones start first.
-        weight: importance of its speed beside that of others of its priority.
-        num_devices: as its user asked.
-        min_devices: fewest and most devices of an elastic job; 0: `num_devices`.
-        served_device_s: seconds times devices that it has had.
-        restarts: times that it was put back to wait, or got other devices while it ran.
-        family: jobs with the same model, such as its name; "" where unknown. Only a hint for predictions.
-        batch_size: samples per worker and step; 0 where unknown. Only a hint for predictions.
-        exclusive: shares its devices with no other job.
-        scaling: speed by number of devices as far as it is known; None for a job that is not elastic.
-        start_s: expected time without a step when the job starts, or starts again after a pause.
-        change_s: expected time without a step when its devices change while it runs.
-        join_s: further time until devices that are added to a running job make steps; the others make steps until then. A
-            job that keeps none of its devices makes none. 0: the job stops for `change_s`, as for a restart.
-        deadline_s: time by which it should have ended, on the clock of `State.now_s`; None: any.
-    """
+    """A job as policies see it; moments are on the clock of `State.now_s`."""
 
     name: str
-    profiles: Mapping[str, Profile]
-    steps_left: float | None = None
+    profiles: Mapping[str, Profile]  # by kind of device; the job runs on no other kinds
+    steps_left: float | None = None  # None: the end is unknown
     submitted_s: float = 0.0
-    waiting_since_s: float | None = None
-    priority: int = 0
-    weight: float = 1.0
+    waiting_since_s: float | None = None  # when it was last put back to wait; None: since it was submitted
+    priority: int = 0  # higher ones start first
+    weight: float = 1.0  # importance of its speed relative to that of others of its priority
     owner: str = ""
-    num_devices: int = 1
-    min_devices: int = 0
-    max_devices: int = 0
-    served_device_s: float = 0.0
-    restarts: int = 0
-    family: str = ""
-    batch_size: float = 0.0
-    exclusive: bool = False
-    scaling: Scaling | None = None
-    start_s: float = 0.0
-    change_s: float = 0.0
+    num_devices: int = 1  # as its user asked
+    min_devices: int = 0  # fewest devices of an elastic job; 0: `num_devices`
+    max_devices: int = 0  # most devices, likewise
+    served_device_s: float = 0.0  # seconds times devices that it has had
+    restarts: int = 0  # times that it was put back to wait, or got other devices while it ran
+    family: str = ""  # jobs with the same model, such as its name; "": unknown. Only a hint for predictions
+    batch_size: float = 0.0  # samples per worker and step; 0: unknown. Only a hint for predictions
+    scaling: Scaling | None = None  # known speed by number of devices; None: the job is not elastic
+    start_s: float = 0.0  # expected time without a step when the job starts, or starts again after a pause
+    change_s: float = 0.0  # the same when its devices change while it runs
+    # Further time until devices added to a running job make steps; the others make steps until then. A job that keeps none of
+    # its devices makes none. 0: the job stops for `change_s`, as for a restart.
     join_s: float = 0.0
-    deadline_s: float | None = None
+    deadline_s: float | None = None  # time by which it should have ended; None: any
 
     def __post_init__(self) -> None:
         if not self.profiles:
@@ -198,16 +160,11 @@ class Running:
 
 @dataclass(frozen=True)
 class State:
-    """Everything that a policy decides on.
+    """Input of a policy."""
 
-    Args:
-        now_s: seconds on any clock.
-        waiting: jobs without devices, in any order.
-    """
-
-    now_s: float
+    now_s: float  # seconds on any clock
     devices: tuple[Device, ...]
-    waiting: tuple[Job, ...] = ()
+    waiting: tuple[Job, ...] = ()  # jobs without devices, in any order
     running: tuple[Running, ...] = ()
 
     @property
@@ -219,14 +176,12 @@ class State:
 def _check_resources(where: str, amounts: Mapping[str, float]) -> None:
     for name, amount in amounts.items():
         if name not in RESOURCES:
-            raise ValueError(f"{where} name {name!r}, which is no resource; known are {', '.join(RESOURCES)}")
+            raise ValueError(f"{where} name {name!r}, which is not a resource; known are {', '.join(RESOURCES)}")
         if not (math.isfinite(amount) and amount >= 0):
             raise ValueError(f"{where} hold {amount} of {name!r}; an amount is finite and not negative")
 
 
 # The interface of a policy, and the settings of policies.
-
-Floats = NDArray[np.float64]
 
 
 class Policy(Protocol):
@@ -238,7 +193,7 @@ class Policy(Protocol):
 
 
 class SpeedPredictor(Protocol):
-    """Predicts the speed of jobs beside each other. `slowdown.SlowdownModel` is one."""
+    """Predicts the speed of jobs that share a device. `slowdown.SlowdownModel` is one."""
 
     def relative_speeds(self, groups: Sequence[Sequence[Job]], device: Device) -> list[Floats]:
         """Return the speed of each job of each group, all on one device, over its speed alone there.
@@ -261,29 +216,20 @@ class Undisturbed:
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """Settings of the policies in the registry; each uses those that it needs.
-
-    Args:
-        max_wait_s: a job that has waited longer goes before all others, and a device is kept free for it.
-        seed: for policies that choose at random. Equal seeds choose alike.
-        most_together: most workers of different jobs on one device, where its places allow more.
-        owner_weights: importance of the jobs of each owner; 1 for an owner that is absent.
-        may_pause: whether a running elastic job may be put back to wait. Its devices may change anyway.
-        least_gain: a device that adds less than this fraction of a device's speed at its job's best efficiency stays free.
-    """
+    """Settings of the policies in the registry; each uses those that it needs."""
 
     speeds: SpeedPredictor = Undisturbed()
-    max_wait_s: float = 3600.0
-    seed: int = 0
-    most_together: int = 4
-    owner_weights: Mapping[str, float] = field(default_factory=dict)
-    may_pause: bool = True
+    max_wait_s: float = 3600.0  # a job that has waited longer goes before all others, and a device is kept free for it
+    seed: int = 0  # for policies that choose at random; equal seeds give equal choices
+    most_together: int = 4  # most workers of different jobs on one device, where its places allow more
+    owner_weights: Mapping[str, float] = field(default_factory=dict)  # importance of each owner's jobs; absent: 1
+    may_pause: bool = True  # whether a running elastic job may be put back to wait; its devices may change anyway
+    # A device that adds less than this fraction of a device's speed at its job's best efficiency stays free.
     least_gain: float = 0.05
 
 
-# The discipline of every queue of jobs: the order of turns, and the bound on waiting.
-#
-# Policies that place, policies that size, pools and `dlrover colocate` share it. What fits, they decide each for itself.
+# The discipline of every queue of jobs: the order of turns, and the bound on waiting. Policies that place, policies that size,
+# pools and `dlrover colocate` share it, and each decides what fits.
 
 
 class Queued(Protocol):

@@ -23,10 +23,7 @@ from lightning_dlrover.host import CGROUPS, PROC, cgroup_folders, current_frames
 from lightning_dlrover.tuning.profiler import StepTimes
 from lightning_dlrover.tuning.samples import OwnTimes
 
-# Describe the position of this process's threads, in a few kilobytes. Decides nothing.
-
-MAX_FRAMES = (40, 20, 10, 5)
-"""Frames per thread: the largest number with which all threads fit."""
+MAX_FRAMES = (40, 20, 10, 5)  # frames per thread: the largest number with which all threads fit
 
 MAX_CHARACTERS = 8000  # characters of all threads together
 
@@ -86,12 +83,12 @@ def _is_idle_service(thread: threading.Thread, frame: FrameType | None) -> bool:
 
 def _of_thread(name: str, frame: FrameType, max_frames: int) -> str:
     summary = traceback.extract_stack(frame)
-    left_out = len(summary) - max_frames
+    skipped = len(summary) - max_frames
     lines = [f"thread {name}:"]
-    if left_out > 0:
+    if skipped > 0:
         # The innermost calls matter more than the callers of the training.
-        summary = traceback.StackSummary.from_list(summary[left_out:])
-        lines.append(f"  ... {left_out} calls left out")
+        summary = traceback.StackSummary.from_list(summary[skipped:])
+        lines.append(f"  ... {skipped} calls left out")
     for entry in summary:
         lines.append(f"  {entry.filename}:{entry.lineno} in {entry.name}")
         if entry.line:
@@ -99,7 +96,7 @@ def _of_thread(name: str, frame: FrameType, max_frames: int) -> str:
     return "\n".join(lines)
 
 
-# Measure the time that each worker needs by itself for a step, and share it with all workers. Decides nothing.
+# Measure the time of each worker's own work in a step, and share it with all workers.
 #
 # In synchronous training every step takes equally long on all workers, because the others wait in collectives for the slow
 # one. Each worker therefore has a clock that pauses while it is blocked in one (`OwnClock`). It adds its times by that
@@ -110,10 +107,7 @@ def _of_thread(name: str, frame: FrameType, max_frames: int) -> str:
 # device itself waited for others (`StepTimes.late_s`), one step late.
 
 NUM_KEPT = 100
-
-NUM_SAID = 4
-"""Numbers per worker in a vote."""
-
+NUM_PER_WORKER = 5  # numbers per worker in a vote
 _UNKNOWN = 1 << 62
 
 
@@ -229,11 +223,13 @@ class Pulse:
     """This worker's own times on their way into the votes, and all workers' times from past votes."""
 
     def __init__(self) -> None:
-        self._heard: deque[OwnTimes] = deque(maxlen=NUM_KEPT)  # times of round `_round`
-        self.num_heard = 0  # count over all rounds
+        self._observations: deque[OwnTimes] = deque(maxlen=NUM_KEPT)  # times of round `_round`
+        self.num_observations = 0  # count over all rounds
         self.threads: tuple[int, ...] = ()  # computing threads of each worker, by rank
+        self.largest_shares: tuple[float, ...] = ()  # that each worker may take, in equal shares, by rank
         self._round = 0
-        self._num_steps = self._said_steps = 0
+        self._num_steps = self._encoded_steps = 0
+        self._is_mixed = False  # whether the shares changed since the last vote
         self._times = [0.0, 0.0, 0.0]
         self._throttling = Throttling()
         self._throttled_s = self._throttling.seconds()
@@ -244,38 +240,52 @@ class Pulse:
         for i, seconds in enumerate(_parts(compute, data)):
             self._times[i] += seconds
 
-    def heard(self, round_number: int) -> list[OwnTimes]:
+    def observations(self, round_number: int) -> list[OwnTimes]:
         """Return all workers' times in this round, oldest first."""
-        return list(self._heard) if self._round == round_number else []
+        return list(self._observations) if self._round == round_number else []
 
-    def say(self, round_number: int, rank: int, size: int) -> list[int]:
-        """Return the numbers for the next vote: means over the steps since the last one, if the world did not change."""
-        said = [_UNKNOWN] * (NUM_SAID * size)
-        self._said_steps = self._num_steps
+    def shares_changed(self) -> None:
+        """Leave the steps since the last vote out: they had different shares."""
+        self._is_mixed = True
+
+    def encode(self, round_number: int, rank: int, size: int, largest_share: float = 1.0) -> list[int]:
+        """Return the numbers for the next vote: means over the steps since the last one, if the world did not change.
+
+        Args:
+            largest_share: largest share that this worker may take, in equal shares; 0 if all shares must be equal.
+        """
+        ballot = [_UNKNOWN] * (NUM_PER_WORKER * size)
+        self._encoded_steps = self._num_steps
         before, self._throttled_s = self._throttled_s, self._throttling.seconds()
         if round_number != self._round:
-            self._heard.clear()  # cleared first: another thread may read the times of the new round
+            self._observations.clear()  # cleared first: another thread may read the times of the new round
             self._round = round_number
-        elif self._num_steps:
+        elif self._num_steps and not self._is_mixed:
             # The kernel counts time lost to the worker's own quota as time in the queue, but its host is not to blame.
             back = min(max(0.0, self._throttled_s - before), self._times[2])
             self._times[0] += back
             self._times[2] -= back
-            first = NUM_SAID * rank
-            said[first : first + 3] = [round(seconds / self._num_steps * 1e6) for seconds in self._times]
-            said[first + 3] = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
-        self._num_steps = 0
+            first = NUM_PER_WORKER * rank
+            ballot[first : first + 3] = [round(seconds / self._num_steps * 1e6) for seconds in self._times]
+            ballot[first + 3] = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+            ballot[first + 4] = round(1000 * largest_share)
+        self._num_steps, self._is_mixed = 0, False
         self._times = [0.0, 0.0, 0.0]
-        return said
+        return ballot
 
-    def hear(self, voted: Sequence[int], step_time_s: float) -> None:
-        """Record every worker's numbers from the vote."""
-        if not self._said_steps or _UNKNOWN in voted:
+    def decode(self, voted: Sequence[int], step_time_s: float, speeds: tuple[int, ...] = ()) -> None:
+        """Record every worker's numbers from the vote.
+
+        Args:
+            speeds: to which the workers' shares were proportional; empty: equal shares.
+        """
+        if not self._encoded_steps or _UNKNOWN in voted:
             return
-        compute_s, data_s, queued_s = (tuple(number / 1e6 for number in voted[i::NUM_SAID]) for i in range(3))
-        self.threads = tuple(voted[3::NUM_SAID])
-        self._heard.append(OwnTimes(self._said_steps, step_time_s, compute_s, data_s, queued_s))
-        self.num_heard += 1
+        compute_s, data_s, queued_s = (tuple(number / 1e6 for number in voted[i::NUM_PER_WORKER]) for i in range(3))
+        self.threads = tuple(voted[3::NUM_PER_WORKER])
+        self.largest_shares = tuple(number / 1000 for number in voted[4::NUM_PER_WORKER])
+        self._observations.append(OwnTimes(self._encoded_steps, step_time_s, compute_s, data_s, queued_s, speeds))
+        self.num_observations += 1
 
 
 def _parts(compute: OwnTime, data: OwnTime) -> tuple[float, float, float]:

@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 
 # History of jobs: their descriptors, measurements, plans and outcomes.
 #
-# A SQLite file unless another database is configured. Several jobs may write it concurrently. Each write updates one job in
-# one transaction. Jobs continue without a history: callers catch `HistoryError` and log it.
+# The history is a SQLite file unless another database is configured. Several jobs may write it concurrently. Each write updates
+# one job in one transaction.
+
+log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 10.0
@@ -50,6 +52,7 @@ LOCAL_FILE_SYSTEMS = frozenset(
 database that several hosts write."""
 
 WRITES = "dlrover_writes"  # execution option of our transactions
+_SETTINGS = tuple(f.name for f in dataclasses.fields(Settings))
 
 
 class HistoryError(Exception):
@@ -127,12 +130,12 @@ class JobHistory:
         with self._transaction(writes=True) as (connection, tables):
             self._put_windows(connection, tables, job.key, windows)
             self._put_decisions(connection, tables, job.key, decisions, outcomes)
-            row = _row_of(job)
-            row["num_settings"] = _count_settings(connection, tables, job.key)
+            row = {name: getattr(job, name) for name in ("run_id", "started_at", "updated_at", "outcome")}
+            row |= {**dataclasses.asdict(job.descriptor), "num_settings": _count_settings(connection, tables, job.key)}
             _upsert(connection, tables.jobs, {"key": job.key}, row)
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Remove jobs with all that was measured of them, all of them or none. One that still trains is recorded anew.
+        """Remove jobs with all their measurements, all of them or none. One that still trains is recorded again.
 
         Raises:
             HistoryError: the database cannot be written.
@@ -149,7 +152,7 @@ class JobHistory:
         from sqlalchemy import delete, insert, select
 
         table = tables.windows
-        places = [table.c[f.name] for f in dataclasses.fields(Settings)] + [table.c.global_batch]
+        places = [table.c[name] for name in (*_SETTINGS, "global_batch")]
         stored: dict[tuple[Any, ...], set[float]] = {}
         for row in connection.execute(select(table.c.at, *places).where(table.c.job == key)):
             stored.setdefault(tuple(row)[1:], set()).add(row[0])
@@ -171,38 +174,26 @@ class JobHistory:
             connection.execute(insert(table), new)
 
     def _put_decisions(
-        self,
-        connection: Connection,
-        tables: _Tables,
-        key: str,
-        decisions: Sequence[Decision],
-        outcomes: Sequence[Outcome],
+        self, connection: Connection, tables: _Tables, key: str, decisions: Sequence[Decision], outcomes: Sequence[Outcome]
     ) -> None:
         from sqlalchemy import insert, select
 
+        # Both are immutable once written, and a week-long job has thousands of them.
         def new(table: Table, records: Mapping[int, Any]) -> list[Any]:
             known = set(connection.execute(select(table.c.decision_id).where(table.c.job == key)).scalars())
             return [record for number, record in records.items() if number not in known]
 
-        # Both are immutable once written, and a week-long job has thousands of them.
-        rows = [
-            {
-                "job": key,
-                "decision_id": each.decision_id,
-                "at": each.at,
-                "is_change": each.is_change,
-                "data": json.dumps(each.to_data(), allow_nan=False),
-            }
-            for each in new(tables.decisions, {d.decision_id: d for d in decisions})
+        made = [
+            {"job": key, "decision_id": d.decision_id, "at": d.at, "is_change": d.is_change, "data": _json(d.to_data())}
+            for d in new(tables.decisions, {d.decision_id: d for d in decisions})
         ]
-        if rows:
-            connection.execute(insert(tables.decisions), rows)
-        rows = [
-            {"job": key, "decision_id": each.decision_id, "data": json.dumps(dataclasses.asdict(each), allow_nan=False)}
-            for each in new(tables.outcomes, {o.decision_id: o for o in outcomes})
+        judged = [
+            {"job": key, "decision_id": o.decision_id, "data": _json(dataclasses.asdict(o))}
+            for o in new(tables.outcomes, {o.decision_id: o for o in outcomes})
         ]
-        if rows:
-            connection.execute(insert(tables.outcomes), rows)
+        for table, rows in ((tables.decisions, made), (tables.outcomes, judged)):
+            if rows:
+                connection.execute(insert(table), rows)
 
     # --- reading -----------------------------------------------------------------------------------------------------------
 
@@ -248,7 +239,7 @@ class JobHistory:
         Args:
             but: key of the current job, which is left out.
         """
-        tried = [job for job in self.jobs() if job.key != but and job.num_settings > 1]
+        tried = self._tried(but)
         near = nearest(descriptor, [PastJob(job.key, job.updated_at, job.descriptor, ()) for job in tried])
         found = [dataclasses.replace(job, windows=self.windows(job.job)) for job in near]
         return [job for job in found if job.windows]
@@ -260,9 +251,12 @@ class JobHistory:
             but: key of the current job, which is left out.
         """
         place = descriptor.device, descriptor.node_cores
-        jobs = [job for job in self.jobs() if (job.descriptor.device, job.descriptor.node_cores) == place]
-        tried = [job for job in jobs if job.key != but and job.num_settings > 1]
-        return [windows for job in tried[:MAX_JOBS_OF_HARDWARE] if (windows := self.windows(job.key))]
+        jobs = [job for job in self._tried(but) if (job.descriptor.device, job.descriptor.node_cores) == place]
+        return [windows for job in jobs[:MAX_JOBS_OF_HARDWARE] if (windows := self.windows(job.key))]
+
+    def _tried(self, but: str) -> list[JobEntry]:
+        """Return the jobs, but one, that tried more than one settings."""
+        return [job for job in self.jobs() if job.key != but and job.num_settings > 1]
 
     def _data(self, name: str, key: str, order: str) -> list[dict[str, Any]]:
         from sqlalchemy import select
@@ -316,19 +310,17 @@ class JobHistory:
 
 def export_windows(history: JobHistory, jobs: Sequence[JobEntry], form: Literal["csv", "jsonl"], output: IO[str]) -> int:
     """Write the windows of `jobs` in the format of `dlrover lab evaluate`. Return their number."""
-    names = [f.name for f in dataclasses.fields(StepProfile)]
-    table = csv.DictWriter(output, names, lineterminator="\n")
+    table = csv.DictWriter(output, [f.name for f in dataclasses.fields(StepProfile)], lineterminator="\n")
     if form == "csv":
         table.writeheader()
     count = 0
-    for job in jobs:
-        for window in history.windows(job.key):
-            row = dataclasses.asdict(window)
-            if form == "csv":
-                table.writerow(row)
-            else:
-                output.write(json.dumps(row) + "\n")
-            count += 1
+    for window in (window for job in jobs for window in history.windows(job.key)):
+        row = dataclasses.asdict(window)
+        if form == "csv":
+            table.writerow(row)
+        else:
+            output.write(json.dumps(row) + "\n")
+        count += 1
     return count
 
 
@@ -392,16 +384,18 @@ class _Tables:
             HistoryError: a newer release created them.
         """
         from sqlalchemy import Boolean, Column, Float, Integer, MetaData, String, Text
+        from sqlalchemy import Table as NewTable
 
         metadata: MetaData = MetaData()
 
         def table(name: str, *columns: Column[Any]) -> Table:
-            from sqlalchemy import Table as NewTable
-
             return NewTable(f"dlrover_{name}", metadata, *columns)
 
         def job_column() -> Column[str]:
             return Column("job", String(300), primary_key=True)
+
+        def id_column() -> Column[int]:
+            return Column("decision_id", Integer, primary_key=True, autoincrement=False)
 
         version = table("schema", Column("version", Integer, primary_key=True, autoincrement=False))
         jobs = table(
@@ -419,25 +413,13 @@ class _Tables:
             "windows",
             job_column(),
             Column("at", Float(53), primary_key=True),
-            *(Column(f.name, Integer) for f in dataclasses.fields(Settings)),
-            Column("global_batch", Integer),
+            *(Column(name, Integer) for name in (*_SETTINGS, "global_batch")),
             Column("step_time_s", Float),
             Column("data", Text),
         )
-        decisions = table(
-            "decisions",
-            job_column(),
-            Column("decision_id", Integer, primary_key=True, autoincrement=False),
-            Column("at", Float),
-            Column("is_change", Boolean),
-            Column("data", Text),
-        )
-        outcomes = table(
-            "outcomes",
-            job_column(),
-            Column("decision_id", Integer, primary_key=True, autoincrement=False),
-            Column("data", Text),
-        )
+        details = (Column("at", Float), Column("is_change", Boolean), Column("data", Text))
+        decisions = table("decisions", job_column(), id_column(), *details)
+        outcomes = table("outcomes", job_column(), id_column(), Column("data", Text))
         _make_missing(engine, metadata, version)
         return cls(jobs, windows, decisions, outcomes)
 
@@ -456,7 +438,7 @@ def _make_missing(engine: Engine, metadata: MetaData, version: Table) -> None:
             _upsert(connection, version, {"version": SCHEMA_VERSION}, {})
     elif max(found) > SCHEMA_VERSION:
         raise HistoryError(
-            f"the job history has format {max(found)}, this release of lightning-dlrover knows up to {SCHEMA_VERSION}: "
+            f"the job history has format {max(found)}, this release of lightning-dlrover supports up to {SCHEMA_VERSION}: "
             f"update it, or name another place in {variables.HISTORY}"
         )
 
@@ -475,19 +457,18 @@ def _upsert(connection: Connection, table: Table, key: Mapping[str, Any], row: M
 def _count_settings(connection: Connection, tables: _Tables, key: str) -> int:
     from sqlalchemy import select
 
-    names = [tables.windows.c[f.name] for f in dataclasses.fields(Settings)]
+    names = [tables.windows.c[name] for name in _SETTINGS]
     return len(connection.execute(select(*names).where(tables.windows.c.job == key).distinct()).all())
 
 
 def _row_of_window(key: str, window: StepProfile) -> dict[str, Any]:
     figures = {**dataclasses.asdict(settings_of(window)), "global_batch": window.global_batch}
-    data = json.dumps(dataclasses.asdict(window), allow_nan=False)
+    data = _json(dataclasses.asdict(window))
     return {"job": key, "at": window.at, **figures, "step_time_s": window.step_time_s, "data": data}
 
 
-def _row_of(job: JobEntry) -> dict[str, Any]:
-    row = {"run_id": job.run_id, "started_at": job.started_at, "updated_at": job.updated_at, "outcome": job.outcome}
-    return {**row, **dataclasses.asdict(job.descriptor)}
+def _json(document: dict[str, Any]) -> str:
+    return json.dumps(document, allow_nan=False)
 
 
 def _entry_of(row: Mapping[Any, Any]) -> JobEntry | None:
@@ -509,27 +490,14 @@ def _readable(record_type: Any, found: Sequence[Any]) -> Iterator[Any]:
             yield from_fields(record_type, data, "the job history")
 
 
-# Remember the windows, decisions and outcomes of one job, on its rank 0.
-
-log = logging.getLogger(__name__)
-
 MAX_STAYS = 50  # decisions without a change to keep in memory; each is soon recorded elsewhere
 
-# Maximum seconds between the last logged window of one rank 0 and the first of the next, unless the job was ended meanwhile.
+# Maximum seconds between the last logged window of one rank 0 and the first of the next, unless the job was stopped in between.
 LONGEST_HANDOVER_S = LOG_EVERY_S + 60.0
 
 
-@dataclass(frozen=True)
-class Past:
-    """The history's records of this job."""
-
-    windows: Sequence[StepProfile] = ()
-    decisions: Sequence[Decision] = ()
-    outcomes: Sequence[Outcome] = ()
-
-
 class JobMemory:
-    """Rank 0's records of the job."""
+    """Windows, decisions and outcomes of one job, on its rank 0."""
 
     def __init__(self) -> None:
         self.windows: list[StepProfile] = []  # oldest first, the newest few of each settings
@@ -538,11 +506,18 @@ class JobMemory:
         self._spans: list[tuple[StepProfile, float]] = []  # one window for each stretch of equal settings, seconds
 
     @classmethod
-    def of(cls, events: Sequence[EventRecord], past: Past) -> JobMemory:
+    def of(
+        cls,
+        events: Sequence[EventRecord],
+        known_windows: Sequence[StepProfile] = (),
+        known_decisions: Sequence[Decision] = (),
+        known_outcomes: Sequence[Outcome] = (),
+    ) -> JobMemory:
+        """Return what a job's events hold, together with what is known from its history."""
         memory = cls()
-        windows = {window.at: window for window in past.windows}
-        decisions = {decision.decision_id: decision for decision in past.decisions}
-        outcomes = {found.decision_id: found for found in past.outcomes}
+        windows = {window.at: window for window in known_windows}
+        decisions = {decision.decision_id: decision for decision in known_decisions}
+        outcomes = {found.decision_id: found for found in known_outcomes}
         for _, event in events_of(events, PlannerEvent):
             try:
                 if isinstance(event, WindowMeasured):
@@ -592,12 +567,12 @@ class JobMemory:
         else:
             self._spans.append((window, passed_s))
         self.windows = [*self.windows, window]
-        alike = [i for i, each in enumerate(self.windows) if place(each) == place(window)]
-        if len(alike) > MAX_WINDOWS_PER_SETTINGS:
-            del self.windows[alike[0]]
+        same = [i for i, each in enumerate(self.windows) if place(each) == place(window)]
+        if len(same) > MAX_WINDOWS_PER_SETTINGS:
+            del self.windows[same[0]]
 
     def decide(self, decision: Decision) -> None:
-        """Keep a decision: all changes, and the newest decisions without a change, of which there is no end."""
+        """Keep a decision. Of those without a change, only the newest stay."""
         self.decisions.append(decision)
         stays = [i for i, each in enumerate(self.decisions) if not each.is_change]
         if len(stays) > MAX_STAYS:
@@ -615,13 +590,11 @@ class JobMemory:
         return total
 
 
-# Read and write the history of jobs for a running one, which goes on without it.
-
 HISTORY_EVERY_S = 30.0
 
 
 class HistoryAccess:
-    """Access to the job history for a running job. A failure is logged once, and training goes on.
+    """Access to the history for a running job. A failure is logged once, and training continues without the history.
 
     Args:
         url: the history's database; None: nothing is read or written.
@@ -632,7 +605,7 @@ class HistoryAccess:
         self._node_cores = node_cores
         self._has_failed = False
         self._written_at = time.monotonic()
-        self._found: dict[str, Sequence[PastJob]] = {}
+        self._similar: dict[str, Sequence[PastJob]] = {}
         self._populations: dict[str, Population | None] = {}
 
     @property
@@ -648,32 +621,29 @@ class HistoryAccess:
         with self._surviving("nothing of this job is remembered"):
             self._history.record(entry, memory.windows, memory.decisions, memory.outcomes)
 
-    def past(self, key: str) -> Past:
+    def past(self, key: str) -> tuple[Sequence[StepProfile], Sequence[Decision], Sequence[Outcome]]:
+        """Return the windows, decisions and outcomes of a job."""
         if self._history is not None:
             with self._surviving("the job's earlier results are read from its events only"):
-                return Past(self._history.windows(key), self._history.decisions(key), self._history.outcomes(key))
-        return Past()
+                return self._history.windows(key), self._history.decisions(key), self._history.outcomes(key)
+        return (), (), ()
 
     def similar(self, profile: StepProfile, key: str) -> Sequence[PastJob]:
         """Return similar past jobs. The query runs once a job because its model does not change."""
-        if self._history is None:
-            return ()
-        if key not in self._found:
-            self._found[key] = ()
+        if self._history is not None and key not in self._similar:
+            self._similar[key] = ()
             with self._surviving("this job starts without the results of earlier jobs"):
-                self._found[key] = self._history.similar(descriptor_of(profile, self._node_cores), but=key)
-        return self._found[key]
+                self._similar[key] = self._history.similar(descriptor_of(profile, self._node_cores), but=key)
+        return self._similar.get(key, ())
 
     def population(self, profile: StepProfile, key: str) -> Population | None:
         """Return the common properties of other jobs on this hardware. The query and the fits run once a job."""
-        if self._history is None:
-            return None
-        if key not in self._populations:
+        if self._history is not None and key not in self._populations:
             self._populations[key] = None
             with self._surviving("this job starts without the results of earlier jobs"):
                 others = self._history.on_hardware_of(descriptor_of(profile, self._node_cores), but=key)
                 self._populations[key] = population_of(others, self._node_cores)
-        return self._populations[key]
+        return self._populations.get(key)
 
     @contextlib.contextmanager
     def _surviving(self, consequence: str) -> Iterator[None]:
@@ -681,5 +651,5 @@ class HistoryAccess:
             yield
         except HistoryError as error:
             if not self._has_failed:
-                log.warning("%s, training goes on: %s", consequence, error)
+                log.warning("%s, training continues: %s", consequence, error)
             self._has_failed = True

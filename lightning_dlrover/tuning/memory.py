@@ -1,4 +1,4 @@
-"""Models of a worker's memory: its peak, its margin, its allocators and its growth over time. Pure."""
+"""Models of a worker's memory: allocators, safety margin, peak and growth over time. Pure."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from lightning_dlrover.tuning.samples import (
     AGENT_BYTES,
+    NORMAL_WIDTH,
     Columns,
     Configuration,
     Floats,
@@ -21,15 +22,11 @@ from lightning_dlrover.tuning.samples import (
     windows_by_configuration,
 )
 
-# Memory that an allocator holds while a program allocates and frees.
-#
-# Live bytes alone underestimate it: an allocator rounds sizes up, and freed memory stays with the process, in holes that
-# the next request may not fit into.
+# Memory that an allocator holds while a program allocates and frees. Live bytes alone underestimate it: an allocator rounds
+# sizes up, and freed memory stays with the process, in holes that may be too small for the next request.
 
 MIB = 1 << 20
-
-Event = tuple[int, int]
-"""Handle of an allocation and its bytes; 0 bytes free it."""
+Event = tuple[int, int]  # handle of an allocation and its bytes; 0 bytes free it
 
 
 class Allocator(Protocol):
@@ -240,8 +237,6 @@ class MemoryMargin:
 # The prediction is a sum of named terms with non-negative coefficients, fitted by least squares in relative error, as in
 # `prior.py` for time. The planner decides on remedies.
 
-MIB_AS_FLOAT = float(1 << 20)
-NORMAL_WIDTH = 1.645  # standard deviations to either side that hold nine values of ten of a normal error
 MIN_SIGMA = 0.03  # allocators keep freed memory, so the peaks of two equal runs differ by about this much
 UNTESTED_SIGMA = 0.15  # uncertainty of terms fitted to too few configurations to hold any out
 MIN_TESTED_CONFIGURATIONS = 4
@@ -275,9 +270,7 @@ class MemoryTerm:
 
 
 MEMORY_TERMS: tuple[MemoryTerm, ...] = (
-    MemoryTerm(
-        "process", "interpreter, libraries, and the data set held in memory", lambda c: np.ones(len(c)), 400 * MIB_AS_FLOAT
-    ),
+    MemoryTerm("process", "interpreter, libraries, and the data set held in memory", lambda c: np.ones(len(c)), 400.0 * MIB),
     MemoryTerm(
         "dense_state",
         "parameters, gradients, optimizer state and reduction buckets: 3 to 6 times the bytes of the dense parameters "
@@ -292,10 +285,7 @@ MEMORY_TERMS: tuple[MemoryTerm, ...] = (
         0.0,
     ),
     MemoryTerm(
-        "loader_processes",
-        "pages that a loader worker does not share with its worker",
-        lambda c: c.loader_workers,
-        50 * MIB_AS_FLOAT,
+        "loader_processes", "pages that a loader worker does not share with its worker", lambda c: c.loader_workers, 50.0 * MIB
     ),
     MemoryTerm(
         "prefetched_batches",
@@ -330,7 +320,7 @@ def on_gpu(samples: Sequence[StepProfile]) -> list[StepProfile]:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Peak memory of one worker of one job; create it with `fit`.
+    """Model of one worker's peak memory; create it with `fit`.
 
     Example:
         >>> from lightning_dlrover.tuning import configuration_of
@@ -347,7 +337,7 @@ class MemoryModel:
 
     @classmethod
     def fit(cls, samples: Sequence[StepProfile], terms: Sequence[MemoryTerm] = MEMORY_TERMS) -> MemoryModel:
-        """Fit a model to the windows of one job; windows without a peak count with the resident set at their end.
+        """Fit a model to the windows of one job; a window without a peak counts with its resident set at the end.
 
         Args:
             terms: `GPU_TERMS` for windows by `on_gpu`.
@@ -413,53 +403,35 @@ def _fit(amounts: Floats, peaks: Floats, terms: Sequence[MemoryTerm]) -> Floats:
     return coefficients
 
 
-# Predict when a worker's memory reaches its limit, and choose a remedy before that. Pure.
+# Predict when a worker's memory reaches its limit, and choose a remedy before that.
 #
 # Memory grows with the steps made: table rows touched for the first time, or a list that keeps growing. The forecast
 # therefore extrapolates over steps, by the median slope of all pairs of windows and its interval. A few odd windows do not
 # move that median (Theil, 1950; Sen, JASA 63(324), 1968).
 #
-# The right remedy depends on the part that grows, and only a trial shows which it is. A leak ends with its process: a
-# replacement starts small. State that is handed over starts as large as it was and needs a larger node, if the job may
-# request one. If that state is split over the workers, more of them need less each. Where none of these helps, or nothing
-# starts workers, a checkpoint saves the progress.
+# The right remedy depends on the part that grows, and only a trial shows which it is. A leak ends with its process, so a
+# replacement starts small. State that is handed over keeps its size and needs a larger node, if the job may request one. If
+# that state is split over the workers, more of them need less each. Where none of these helps, or nothing starts workers, a
+# checkpoint saves the progress.
 
-NUM_SETTLING = 2
-"""Number of first windows of a round that are left out, because buffers are allocated then."""
-
+NUM_SETTLING = 2  # first windows of a round to leave out, because buffers are allocated then
 MIN_WINDOWS = 5
-
-MIN_SPAN_S = 8.0
-"""Minimum training time that the windows cover. Loading and caching at the start end within seconds."""
-
+MIN_SPAN_S = 8.0  # minimum training time that the windows cover: loading and caching at the start end within seconds
 MAX_WINDOWS = 60
-
 CONFIDENCE = 0.9
-
-MIN_GROWTH = 0.02
-"""Minimum growth over the windows, as a fraction of the limit. Less is noise."""
-
-RESERVE = 0.05
-"""Fraction of the limit that stays free: peaks within a window may be higher than those observed."""
-
-LEADS = 3.0
-"""Lead of a remedy: it begins when the limit may be reached within this multiple of the time that it takes."""
-
-MARGIN = 1.2
-"""Memory of a larger node relative to the forecast, which follows only the slope so far."""
-
-NODE_MEMORY_STEP = 256 * 2**20
-"""Bytes by which node sizes differ, or a multiple. A smaller difference is not worth a replacement."""
-
-UNKNOWN_END_FACTOR = 2.0
-"""Memory of a larger node relative to the present one, where the number of remaining steps is unknown."""
+MIN_GROWTH = 0.02  # minimum growth over the windows, as a fraction of the limit; less is noise
+RESERVE = 0.05  # fraction of the limit that stays free: peaks within a window may be higher than those observed
+LEADS = 3.0  # a remedy begins when the limit may be reached within this multiple of the time that the remedy takes
+MARGIN = 1.2  # memory of a larger node relative to the forecast, which extrapolates only the slope so far
+NODE_MEMORY_STEP = 256 * 2**20  # node sizes are multiples of it: a smaller difference is not worth a replacement
+UNKNOWN_END_FACTOR = 2.0  # memory of a larger node relative to the present one, if the remaining steps are unknown
 
 Act = Literal["none", "wait", "replace", "enlarge", "add_workers", "checkpoint"]
 
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """When a worker reaches its limit, if nothing changes."""
+    """Time until a worker reaches its memory limit, if nothing changes."""
 
     level_bytes: int  # highest recent use
     grown_bytes: int  # over the windows considered
@@ -488,7 +460,7 @@ class MemoryForecast:
 
 @dataclass(frozen=True)
 class GrowthSituation:
-    """The remedies at hand."""
+    """Facts that determine which remedies are possible."""
 
     remaining_steps: float | None  # remaining steps of the job; None if unknown
     lead_s: float  # time between the request for a worker and its first step
@@ -517,15 +489,15 @@ def forecast_memory(windows: Sequence[StepProfile]) -> MemoryForecast | None:
     """Forecast when the worker reaches its memory limit, from its windows so far, oldest first; None if it does not grow.
 
     Only the newest windows of one round and of equal settings count, because another split of the work or other loader workers
-    take other memory. Memory taken at once, such as by a first validation run, is no growth either.
+    take other memory. Memory taken at once, such as by a first validation run, does not count as growth.
 
     Raises:
         ValueError: the windows belong to several workers.
     """
     if len({w.worker_id for w in windows}) > 1:
         raise ValueError(f"windows of several workers were given: {sorted({w.worker_id for w in windows})}")
-    alike = list(itertools.takewhile(lambda w: _ways(w) == _ways(windows[-1]), reversed(windows)))[::-1]
-    recent = alike[NUM_SETTLING:][-MAX_WINDOWS:]
+    same = list(itertools.takewhile(lambda w: _memory_settings(w) == _memory_settings(windows[-1]), reversed(windows)))[::-1]
+    recent = same[NUM_SETTLING:][-MAX_WINDOWS:]
     if len(recent) < MIN_WINDOWS or recent[-1].memory_limit_bytes <= 0:
         return None
     if sum(w.num_steps * w.step_time_s for w in recent) < MIN_SPAN_S:
@@ -541,7 +513,7 @@ def forecast_memory(windows: Sequence[StepProfile]) -> MemoryForecast | None:
     grown = slope * (steps[-1] - steps[0])
     if low <= 0 or grown < MIN_GROWTH * limit or _is_one_jump(steps, used):
         return None
-    # The line's end, or the highest value observed: a peak inside of a step counts, too.
+    # The line's end, or the highest value observed: a peak within a step counts, too.
     level = max(intercept + slope * steps[-1], *(max(w.peak_memory_bytes, w.memory_bytes) for w in recent[-3:]))
     room = max(0.0, limit * (1 - RESERVE) - level)
     return MemoryForecast(
@@ -555,7 +527,7 @@ def forecast_memory(windows: Sequence[StepProfile]) -> MemoryForecast | None:
     )
 
 
-def _ways(window: StepProfile) -> tuple[int, ...]:
+def _memory_settings(window: StepProfile) -> tuple[int, ...]:
     """Return the settings of a window that determine its memory."""
     return window.round_number, window.loader_workers, window.prefetch_factor, window.intra_op_threads
 
@@ -571,9 +543,9 @@ def _is_one_jump(steps: Floats, used: Floats) -> bool:
 
 
 def inherited_forecast(window: StepProfile, earlier: MemoryForecast) -> MemoryForecast | None:
-    """Return the replaced worker's forecast from the new worker's present level; None if that level is lower, so it helped.
+    """Return the replaced worker's forecast from the new worker's present level, as there may be no time for a new one.
 
-    There may be no time to observe the growth again.
+    None if that level is lower: the replacement has helped.
     """
     level = max(window.memory_bytes, window.peak_memory_bytes)
     if level <= earlier.level_bytes - earlier.grown_bytes / 2 or window.memory_limit_bytes <= 0:
@@ -601,7 +573,7 @@ def choose_remedy(forecast: MemoryForecast, situation: GrowthSituation) -> Remed
     if remaining is not None and forecast.earliest_steps_left > remaining:
         return Remedy("none", f"{forecast.text}; the job ends before, in {remaining:.0f} steps")
     if forecast.earliest_seconds_left > LEADS * situation.lead_s:
-        return Remedy("wait", f"{forecast.text}; time enough, a new worker takes {situation.lead_s:.0f} s")
+        return Remedy("wait", f"{forecast.text}; there is time, as a new worker takes {situation.lead_s:.0f} s")
     # A larger node costs no more than a new one, unlike more workers.
     order: tuple[Act, ...] = ("enlarge", "add_workers", "replace")
     if not situation.has_sharded_tables:
@@ -617,26 +589,22 @@ def choose_remedy(forecast: MemoryForecast, situation: GrowthSituation) -> Remed
         if act in situation.tried or not possible[act]:
             continue
         if act == "replace":
-            return Remedy(act, f"{forecast.text}{failed}; a new worker takes its place, which starts without what has leaked")
+            return Remedy(act, f"{forecast.text}{failed}; a new worker takes its place, without the leaked memory")
         if act == "enlarge":
             size = f"a node of {larger / 2**20:.0f} instead of {forecast.limit_bytes / 2**20:.0f} MiB"
             return Remedy(act, f"{forecast.text}{failed}; a new worker takes its place, on {size}", node_memory_bytes=larger)
         number = _enough_workers(forecast, situation)
         text = f"{forecast.text}{failed}; {number} instead of {situation.num_workers} workers hold less each"
         return Remedy(act, text, number)
-    why = "nobody starts workers" if not situation.can_replace else "nothing else is left to try"
-    return Remedy("checkpoint", f"{forecast.text}{failed}; a checkpoint is written, {why}: give each worker more memory")
+    why = "nothing starts workers" if not situation.can_replace else "all other remedies have failed"
+    return Remedy("checkpoint", f"{forecast.text}{failed}; a checkpoint is written, as {why}: give each worker more memory")
 
 
-_NAMES: dict[Act, str] = {
-    "replace": "a new worker in its place",
-    "enlarge": "a larger node",
-    "add_workers": "more workers",
-}
+_NAMES: dict[Act, str] = {"replace": "a new worker in its place", "enlarge": "a larger node", "add_workers": "more workers"}
 
 
 def least_workers(remedies: Iterable[tuple[str, int]]) -> int:
-    """Return how many workers the job needs so that each has enough memory, by earlier remedies; 0 if any number does.
+    """Return the number of workers with which each has enough memory, by earlier remedies; 0 if any number will do.
 
     Args:
         remedies: act and number of workers of each.
@@ -663,7 +631,7 @@ def _enough_memory(forecast: MemoryForecast, situation: GrowthSituation) -> int:
 
 
 def _enough_workers(forecast: MemoryForecast, situation: GrowthSituation) -> int:
-    """Return how many workers can share the growth until the end; the maximum if the remaining steps are unknown."""
+    """Return the number of workers that can hold the growth until the end; the maximum if the remaining steps are unknown."""
     if situation.remaining_steps is None:
         return situation.max_workers
     growth = forecast.bytes_per_step * situation.remaining_steps * situation.num_workers  # growth of all workers together

@@ -1,4 +1,4 @@
-"""NVML, the library that reports the state of NVIDIA's GPUs: loaded in one place, and asked for the GPU in use."""
+"""NVML, the library that reports the state of NVIDIA's GPUs: loading it, and the state of the GPU in use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
-
 
 T = TypeVar("T")
 
@@ -31,7 +30,7 @@ def load_nvml() -> Any:
 
 
 def known(nvml: Any, ask: Callable[[], T]) -> T | None:
-    """Return an answer; None where this GPU or this driver has none."""
+    """Return NVML's answer; None where this GPU or driver does not support the question."""
     try:
         return ask()
     except (nvml.NVMLError_NotSupported, nvml.NVMLError_NoPermission, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NotFound):
@@ -44,7 +43,7 @@ def handle_of(nvml: Any, device: torch.device | None = None) -> Any:
     CUDA and NVML count GPUs in different orders, and CUDA only those in `CUDA_VISIBLE_DEVICES`. The UUID is the same for both.
 
     Raises:
-        NVMLError: NVML knows no such GPU. A slice of a GPU (MIG) is none: its counters are those of the whole GPU.
+        NVMLError: NVML has no such GPU, as for a slice of a GPU (MIG): counters exist for the whole GPU only.
     """
     import torch
 
@@ -52,7 +51,7 @@ def handle_of(nvml: Any, device: torch.device | None = None) -> Any:
 
 
 class BusyTime:
-    """Percentage of the time in which at least one kernel ran on this process's GPU, of whatever process.
+    """Percentage of the time in which at least one kernel, of any process, ran on this process's GPU.
 
     NVML keeps samples of the last seconds, each of a sixth of a second to a second. The mean covers those since the last call.
     """

@@ -10,16 +10,11 @@ from itertools import product
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_dlrover import variables
 from lightning_dlrover.codec import from_fields
 from lightning_dlrover.output import counted
-from lightning_dlrover.tuning.samples import Configuration, StepProfile, configuration_of
-
-# A planner's decision, its grounds, and its outcome.
-#
-# A `Decision` travels as `data` of an event of kind "decision". `autoscale.py` reaches it.
+from lightning_dlrover.tuning.samples import Configuration, Floats, StepProfile, configuration_of
 
 
 @dataclass(frozen=True, order=True)
@@ -87,7 +82,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """Settings chosen over others. JSON-safe: `from_data(to_data(d)) == d`, through `json` too.
+    """Settings chosen over others, as `autoscale.py` decides. JSON-safe: `from_data(to_data(d)) == d`, through `json` too.
 
     Example:
         >>> from lightning_dlrover.tuning import StepTimeModel
@@ -104,7 +99,7 @@ class Decision:
     at: float  # seconds since the epoch
     current: Settings
     chosen: Settings
-    reason: str  # a sentence for people
+    reason: str  # one sentence
     candidates: tuple[Candidate, ...]  # ascending in settings
     observed_step_time_s: float  # before the change
     predicted_step_time_s: float  # step time with the chosen settings
@@ -158,7 +153,7 @@ class Decision:
         """
         decision = from_fields(cls, dict(data), "a decision")
         if decision.chosen not in [c.settings for c in decision.candidates]:
-            raise ValueError(f"decision {decision.decision_id} chose {decision.chosen}, which is no candidate")
+            raise ValueError(f"decision {decision.decision_id} chose {decision.chosen}, which is not a candidate")
         return decision
 
 
@@ -209,14 +204,14 @@ def outcome(decision: Decision, observed_step_time_s: float) -> Outcome:
 
 
 def step_text(seconds: float) -> str:
-    """A step time for people: `41.7 ms`, `1.04 s`."""
+    """Format a step time: `41.7 ms`, `1.04 s`."""
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
 def seconds_text(seconds: float) -> str:
-    """A time of a job for people, with two digits or more: `7.3 s`, `580 s`, `19 min`, `2.5 h`."""
+    """Format a duration of a job, with two digits or more: `7.3 s`, `580 s`, `19 min`, `2.5 h`."""
     if abs(seconds) >= 7200:
         return f"{seconds / 3600:.1f} h"
     if abs(seconds) >= 600:
@@ -227,8 +222,6 @@ def seconds_text(seconds: float) -> str:
 # The settings that a plan may choose from, and the subset worth considering.
 #
 # All combinations are considered, so the Pareto front is exact. Large numbers of workers are a few percent apart.
-
-Floats = NDArray[np.float64]
 
 SPARE_THREADS = 0.5  # tolerance for foreign load, which any machine has a bit of
 ALL_SIZES_UP_TO = 128  # numbers of workers up to which each one is considered
@@ -332,9 +325,7 @@ def all_settings(limits: Limits, now: Settings) -> list[Settings]:
     prefetch = limits.prefetch_factors or (now.prefetch_factor or 2,)
     found = {now}
     for workers, loaders, threads in product(
-        limits.sizes,
-        limits.loader_workers or (now.loader_workers,),
-        limits.intra_op_threads or (now.intra_op_threads,),
+        limits.sizes, limits.loader_workers or (now.loader_workers,), limits.intra_op_threads or (now.intra_op_threads,)
     ):
         found.update(Settings(workers, loaders, threads, factor) for factor in (prefetch if loaders else (0,)))
     return sorted(found)
@@ -352,13 +343,10 @@ def configuration(settings: Settings, current: StepProfile, limits: Limits, node
         cores = max(cores, min(limits.max_cores, max(1, settings.intra_op_threads) + settings.loader_workers))
     return replace(
         configuration_of(current, node_cores),
+        **vars(settings),
         cores=cores,
-        num_workers=settings.num_workers,
         num_nodes=num_nodes,
         local_batch=math.ceil(current.global_batch / settings.num_workers),
-        loader_workers=settings.loader_workers,
-        intra_op_threads=settings.intra_op_threads,
-        prefetch_factor=settings.prefetch_factor,
         fullest_node=current.fullest_node if is_same else 0,
         emptiest_node=current.emptiest_node if is_same else 0,
     )
@@ -394,8 +382,7 @@ def pareto_front(gain: Floats, cost: Floats) -> list[int]:
     """Return the indices of candidates that no other beats in both `gain` and `cost`, ascending in cost; of equals, the first.
 
     Args:
-        gain: more is better, shape ``(num_candidates,)``.
-        cost: less is better, same shape.
+        gain: shape ``(num_candidates,)``, as `cost`.
     """
     front: list[int] = []
     best = -math.inf
@@ -406,7 +393,7 @@ def pareto_front(gain: Floats, cost: Floats) -> list[int]:
     return front
 
 
-# A user's objective for a job, and the cost of running the job in some settings.
+# The user's objective for a job, and the cost of running the job with some settings.
 
 Aim = Literal["fastest", "cheapest", "efficient"]
 
@@ -475,8 +462,8 @@ def resources_of(configuration: Configuration, peak_memory_bytes: float = 0.0) -
 class Objective:
     """The criterion for the choice of a plan.
 
-    fastest: ends soonest; with `budget`, among the settings that the budget allows. Twice the resources have to bring at
-    least 2 ** 0.05 = 1.035 times the throughput, or they are left to others.
+    fastest: ends soonest; with `budget`, among the settings that the budget allows. Twice the resources must give at least
+    2 ** 0.05 = 1.035 times the throughput, or they are left to others.
     cheapest: costs least; with `deadline_s`, among the settings that end in time. Without prices the cost is in core hours,
     or in GPU hours on GPUs.
     efficient: the best throughput per cost.
@@ -500,7 +487,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         if self.aim not in get_args(Aim):
-            raise ValueError(f"the objective {self.aim!r} is none of {', '.join(get_args(Aim))}")
+            raise ValueError(f"the objective {self.aim!r} is not one of {', '.join(get_args(Aim))}")
         for name, value in (("deadline_s", self.deadline_s), ("budget", self.budget)):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value!r}; give a finite figure above 0, or leave it out")
@@ -515,12 +502,12 @@ class Objective:
         return FASTEST_ELASTICITY if self.aim == "fastest" else 1.0
 
     def describe(self) -> str:
-        said = {"fastest": "fastest", "cheapest": "cheapest", "efficient": "best throughput per cost"}[self.aim]
+        text: str = "best throughput per cost" if self.aim == "efficient" else self.aim
         if self.budget is not None:
-            said += f" within a budget of {self.budget:g}"
+            text += f" within a budget of {self.budget:g}"
         if self.deadline_s is not None:
-            said += f" that ends within {self.deadline_s:g} s of the start"
-        return said
+            text += f" that ends within {self.deadline_s:g} s of the start"
+        return text
 
 
 def objective_from(environ: Mapping[str, str]) -> Objective:
@@ -530,24 +517,22 @@ def objective_from(environ: Mapping[str, str]) -> Objective:
         ValueError: a variable holds something else.
     """
     given = {name: environ.get(variable, "").strip() for name, variable in variables.OBJECTIVE.items()}
-    found = {name: text for name, text in given.items() if text}
-    figures = {name: _figure(variables.OBJECTIVE[name], found[name]) for name in ("deadline_s", "budget") if name in found}
-    aim: Any = found.get("aim", "fastest")
-    return Objective(aim=aim, prices=parse_prices(found.get("prices", "")), **figures)
-
-
-def _figure(variable: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ValueError(f"{variable} is {text!r}, which is no number") from error
+    figures: dict[str, float] = {}
+    for name in ("deadline_s", "budget"):
+        if text := given[name]:
+            try:
+                figures[name] = float(text)
+            except ValueError as error:
+                raise ValueError(f"{variables.OBJECTIVE[name]} is {text!r}, which is not a number") from error
+    aim: Any = given["aim"] or "fastest"
+    return Objective(aim=aim, prices=parse_prices(given["prices"]), **figures)
 
 
 def parse_prices(text: str) -> Prices:
-    """Prices from `core_hour=0.04,gpu_hour=2.5`.
+    """Return the prices in a text such as `core_hour=0.04,gpu_hour=2.5`.
 
     Raises:
-        ValueError: a name is unknown, or a figure is none.
+        ValueError: a name is unknown, or a figure is not a number.
     """
     names = [f.name for f in fields(Prices)]
     found: dict[str, float] = {}

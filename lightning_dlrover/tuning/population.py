@@ -1,4 +1,4 @@
-"""What jobs have in common: the terms of a step's time, and the errors of configurations that resemble each other. Pure."""
+"""What jobs have in common: the terms of a step's time, and how their errors resemble each other. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_dlrover.tuning.samples import Columns, Floats, Measured
 
-# ResidualGP of a fitted prior in alike configurations, which are alike: a Gaussian process over configurations.
+# Gaussian process over the prior's residuals; similar configurations have correlated residuals.
 #
 # The logs of computing and of synchronisation deviate from the prior, and the step follows by its elasticities. A window
 # shows both: its whole step, and its computing where that was measured (Rasmussen, Williams, Gaussian Processes for Machine
@@ -50,7 +50,7 @@ class _Kernels(NamedTuple):
 
     compute: Floats
     sync: Floats
-    step: Floats  # deviations of the step, beside compute and synchronisation
+    step: Floats  # deviations of the step that neither compute nor synchronisation explains
     measured: Floats  # deviations of measured compute, which the step does not follow
 
 
@@ -68,7 +68,7 @@ class ResidualGP:
 
 @dataclass(frozen=True)
 class JobResidualGP:
-    """Deviations of one job, as far as its measurements show them."""
+    """Deviations of one job that its measurements show."""
 
     gp: ResidualGP
     columns: Columns  # measured configurations
@@ -130,11 +130,9 @@ def _components(job: Residuals) -> list[Floats]:
     """Return the covariances for a variance of 1 of each kernel and of each noise."""
     nothing = np.zeros((len(job.step), len(job.step)))
     none = _Kernels(nothing, nothing, nothing, nothing)
+    parts = zip(_Kernels._fields, (_OF_COMPUTE, _OF_SYNC, _OF_STEP, _OF_MEASURED), strict=True)
     kernels = _kernels(job.columns, job.columns)
-    found = [_covariance(job, none._replace(compute=kernel)) for kernel in kernels[_OF_COMPUTE]]
-    found += [_covariance(job, none._replace(sync=kernel)) for kernel in kernels[_OF_SYNC]]
-    found += [_covariance(job, none._replace(step=kernel)) for kernel in kernels[_OF_STEP]]
-    found += [_covariance(job, none._replace(measured=kernel)) for kernel in kernels[_OF_MEASURED]]
+    found = [_covariance(job, none._replace(**{name: kernel})) for name, part in parts for kernel in kernels[part]]
     return [*found, _covariance(job, none, of_step_noise=1.0), _covariance(job, none, of_compute_noise=1.0)]
 
 
@@ -165,15 +163,8 @@ def _kernels(some: Columns, others: Columns) -> list[Floats]:
     fullest, batch = distance("fullest"), distance("local_batch")
     place = distance("num_workers") + distance("num_nodes") + fullest + distance("emptiest") / 2
     same_setting, near = np.exp(-setting), np.exp(-(place + batch + setting) / 2)
-    return [
-        same_setting * (batch == 0),
-        np.exp(-setting - fullest / 2),
-        np.exp(-setting - place),
-        same_setting * (place == 0),
-        near,
-        near,
-        near,
-    ]
+    of_compute = [same_setting * (batch == 0), np.exp(-setting - fullest / 2), np.exp(-setting - place)]
+    return [*of_compute, same_setting * (place == 0), near, near, near]
 
 
 # Physical causes of a step's time, as terms with non-negative coefficients, and the shapes that combine them.
@@ -183,8 +174,8 @@ PARTS: tuple[Part, ...] = ("compute", "data", "communication")
 
 INTER_NODE_BYTES_PER_S = 1e9  # 10 Gbit/s Ethernet less its protocols; assumed until a link was measured
 INTRA_NODE_BYTES_PER_S = 2e9  # gloo through one machine's loopback
-LATENCY_S = 2e-4  # latency of one more participant in a collective over TCP
-MAX_LATENCY_S = 1e-2  # upper bound on a hop's latency by order of magnitude, however much a model sends
+LATENCY_S = 2e-4  # latency that one more participant adds to a collective over TCP
+MAX_LATENCY_S = 1e-2  # order of magnitude of the longest latency of a hop, however much a model sends
 
 
 @dataclass(frozen=True)
@@ -317,7 +308,7 @@ TERMS: tuple[Term, ...] = (
     Term(
         "ring_between_nodes",
         "communication",
-        "the same ring, but its slowest link is the network; nothing where bytes are unknown, for `network` says as much then",
+        "the same ring, but its slowest link is the network; nothing where bytes are unknown, as `network` covers it then",
         lambda c: _ring(c) * c.dense_bytes * _several(c),
         default=1 / INTER_NODE_BYTES_PER_S,
         doubt=0.2,
@@ -382,8 +373,7 @@ Samples of a small world cannot distinguish them. The prior is the mean of the l
 al., Statistical Science 14(4), 1999), and their spread is part of the interval.
 """
 
-BYTE_TERMS = ("ring_inside_node", "ring_between_nodes")
-"""Terms with coefficients per byte."""
+BYTE_TERMS = ("ring_inside_node", "ring_between_nodes")  # terms with coefficients per byte
 
 BETWEEN_NODES: NDArray[np.bool_] = np.array([term.name in ("ring_between_nodes", "network", "pair_of_nodes") for term in TERMS])
 """Terms of synchronisation that need several nodes, apart from those of tables."""
@@ -475,24 +465,19 @@ class PooledPulls:
     """Pull of one job's coefficients to the ratios of a population: c_k ~ N(s m_k, s d_k), with the job's own scale s.
 
     The scale is one more unknown of the least squares, and appears in these rows alone.
+
+    Attributes:
+        scale: the job's present scale of communication, seconds.
     """
 
-    def __init__(self, ratios: Ratios, noise: float, units: Floats, expected: JobScale, scale: float) -> None:
-        self._ratios = ratios
-        self._expected = expected
-        self._noise = noise
-        self._units = units
-        self._scale = scale
-
-    @classmethod
-    def of(cls, population: Population, kind: int, units: Floats, amounts: Floats, measured: Measured) -> PooledPulls:
-        ratios, step_s = population.ratios[kind], measured.step_s
+    def __init__(self, population: Population, kind: int, units: Floats, amounts: Floats, measured: Measured) -> None:
+        self._ratios = ratios = population.ratios[kind]
+        self._noise, self._units = population.noise, units
         on_one_node = not amounts[:, BETWEEN_NODES].any()
-        expected = ratios.expected(float(units.max()), shortest(measured.work_s) if on_one_node else 0.0)
+        self._expected = ratios.expected(float(units.max()), shortest(measured.work_s) if on_one_node else 0.0)
         typical = float((ratios.mean / units * amounts.mean(axis=0)).sum())
-        some_s = FIRST_COMMUNICATION_SHARE * float(np.median(step_s))
-        start = some_s / typical if typical > 0 else expected.mean  # 0: no measurement has several workers
-        return cls(ratios, population.noise, units, expected, start)
+        some_s = FIRST_COMMUNICATION_SHARE * float(np.median(measured.step_s))
+        self.scale = some_s / typical if typical > 0 else self._expected.mean  # 0: no measurement has several workers
 
     def free(self, pull: Floats) -> Floats:
         """Return the pulls to defaults, without those that the population replaces."""
@@ -505,17 +490,17 @@ class PooledPulls:
             lengths: of the columns of all terms, by which coefficients are multiplied.
         """
         ratios = self._ratios
-        terms = np.flatnonzero(used & ratios.pooled & (self._scale > 0))
+        terms = np.flatnonzero(used & ratios.pooled & (self.scale > 0))
         rows = np.zeros((len(terms) + (self._expected.mean > 0), int(used.sum()) + 1))
-        expected = ratios.mean[terms] / self._units[terms] * self._scale
-        weight = self._noise / (ratios.deviation[terms] / self._units[terms] * self._scale)
+        expected = ratios.mean[terms] / self._units[terms] * self.scale
+        weight = self._noise / (ratios.deviation[terms] / self._units[terms] * self.scale)
         places = np.cumsum(used)[terms] - 1
         rows[np.arange(len(terms)), places] = weight / lengths[terms]
         rows[np.arange(len(terms)), -1] = -weight * expected
         targets = np.zeros(len(rows))
         if self._expected.mean > 0:
             targets[-1] = self._noise / self._expected.deviation
-            rows[-1, -1] = targets[-1] * self._scale / self._expected.mean
+            rows[-1, -1] = targets[-1] * self.scale / self._expected.mean
         return rows, targets
 
     def error(self, rows: Floats, targets: Floats, coefficients: Floats, change: float) -> float:
@@ -524,17 +509,9 @@ class PooledPulls:
 
     def filled(self, coefficients: Floats, unmeasured: NDArray[np.bool_]) -> Floats:
         """Return the coefficients, with those of unmeasured terms as in other jobs of the same scale, if that is known."""
-        expected = self._ratios.mean / self._units * self._scale
-        found: Floats = np.where(unmeasured & self._ratios.pooled & (self._scale > 0), expected, coefficients)
+        expected = self._ratios.mean / self._units * self.scale
+        found: Floats = np.where(unmeasured & self._ratios.pooled & (self.scale > 0), expected, coefficients)
         return found
 
-    @property
-    def scale(self) -> float:
-        """Return the job's present scale of communication, in seconds."""
-        return self._scale
-
-    def start_at(self, scale: float) -> None:
-        self._scale = scale
-
     def rescale(self, change: float) -> None:
-        self._scale *= max(0.1, change)
+        self.scale *= max(0.1, change)

@@ -1,4 +1,15 @@
-"""The physical prior of a step's time: how it grows with workers, batch and cores, before and after measurements. Pure."""
+"""The physical prior of a step's time: the mean of several shapes, each a sum of named causes. Pure.
+
+Every cause of time is a named term with a non-negative coefficient. Terms add up to the seconds of computing C, of
+synchronising S and of loading data D, which overlap:
+
+    step = ((C / 3 + ((2 C / 3)^g + S^g)^(1/g))^h + D^h)^(1/h)
+
+Only the backward pass, two thirds of computing, hides synchronisation. g = 1 is no overlap and g = inf a perfect one
+(Pollux, Qiao et al., OSDI 2021, section 3.2). h is 1 without loader workers and large with them, because they prepare
+batches during the step. `step_time.py` adds the effects that terms cannot express, and estimates how far terms can be
+trusted.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +36,7 @@ from lightning_dlrover.tuning.population import (
     shortest,
     terms_of,
 )
-from lightning_dlrover.tuning.samples import (
-    Columns,
-    Floats,
-    Measured,
-    StepProfile,
-    one_blas_thread,
-    windows_by_configuration,
-)
-
-# One shape of the prior: terms of computing, synchronising and loading that overlap, and the fit of their coefficients.
+from lightning_dlrover.tuning.samples import NORMAL_WIDTH, Columns, Floats, Measured, StepProfile, measurements, one_blas_thread
 
 PART_WEIGHT = 0.3  # weight of a measured part relative to the whole step: parts separate terms, but only the whole is predicted
 LOADER_OVERLAP = 8.0  # value of h, close to the longer of the two
@@ -43,12 +45,12 @@ POOLED_ITERATIONS = 8  # the job's scale of communication needs two more to sett
 ITERATIONS_OF_OVERLAP = 3  # the fit starts at the coefficients of the overlap before
 ITERATIONS_NEARBY = 2  # the fit starts at those of nearly the same measurements
 
-
-OVERLAPS = (1.0, 1.5, 2.0, 3.0, 5.0)
-"""Values of g: how completely computing and synchronisation overlap."""
-
-EXPOSED = 1 / 3
-"""Share of computing during which nothing is synchronised: the forward pass, half as long as the backward pass."""
+MIN_CONFIGURATIONS_FOR_OVERLAP = 6
+LINK_FACTOR = 2.0  # a link may be so many times slower or faster than the default of `population.py`
+UNKNOWN_BYTES_SHARE = 3.0  # synchronisation between nodes, relative to computing, that a job of unknown bytes may have
+MIN_EVIDENCE = 0.01  # weight of a shape, relative to the best one, below which it is left out
+OVERLAPS = (1.0, 1.5, 2.0, 3.0, 5.0)  # values of g: how completely computing and synchronisation overlap
+EXPOSED = 1 / 3  # share of computing during which nothing is synchronised: the forward pass, half as long as the backward pass
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,7 @@ class Shape:
         tiny = 1e-9
         compute_s, data_s, sync_s = (np.maximum(amounts[:, of] @ self.coefficients[of], tiny) for of in OF_PARTS)
         sync_s = sync_factor * sync_s + more_sync_s
-        exposed_s = EXPOSED * compute_s
-        hidden_s = (1 - EXPOSED) * compute_s
-        busy_s = exposed_s + _norm(hidden_s, sync_s, np.full(len(amounts), self.overlap))
+        busy_s = EXPOSED * compute_s + _norm((1 - EXPOSED) * compute_s, sync_s, np.full(len(amounts), self.overlap))
         return Overlapped(compute_s, sync_s, data_s, busy_s, _norm(busy_s, data_s, loader_overlap))
 
 
@@ -113,7 +113,7 @@ def fit_all(
         start, iterations = (starts[place], ITERATIONS_NEARBY) if starts else (None, ITERATIONS)
         pooled = None
         if population is not None:
-            pooled = PooledPulls.of(population, kind, job_units(columns), amounts, measured)
+            pooled = PooledPulls(population, kind, job_units(columns), amounts, measured)
             if start is None:
                 iterations = POOLED_ITERATIONS
                 if found and found[-1].kind == kind:  # the same terms with another overlap
@@ -152,12 +152,7 @@ class _Problem:
 
     @classmethod
     def of(
-        cls,
-        amounts: Floats,
-        loader_overlap: Floats,
-        measured: Measured,
-        terms: NDArray[np.bool_],
-        pooled: PooledPulls | None,
+        cls, amounts: Floats, loader_overlap: Floats, measured: Measured, terms: NDArray[np.bool_], pooled: PooledPulls | None
     ) -> _Problem:
         # Columns of equal length: a coefficient then is about the share of the step time that its term takes.
         lengths = np.sqrt(((amounts / measured.step_s[:, None]) ** 2).mean(axis=0))
@@ -192,8 +187,9 @@ class _Problem:
 
     def linearized(self, o: Overlapped, overlap: float) -> tuple[Floats, Floats]:
         """Return the rows and targets of the next Gauss-Newton step."""
-        gradient = _gradient(o, self.used, overlap, self.loader_overlap)
-        return self.unit * gradient / o.step_s[:, None], 1 + np.log(self.measured.step_s / o.step_s)
+        slopes = zip(OF_PARTS, slopes_of(o, overlap, self.loader_overlap), strict=True)
+        compute, data, sync = (of[self.used] * slope[:, None] for of, slope in slopes)
+        return self.unit * (compute + data + sync) / o.step_s[:, None], 1 + np.log(self.measured.step_s / o.step_s)
 
     def objective(self, o: Overlapped, coefficients: Floats) -> float:
         error = np.log(self.measured.step_s / o.step_s)
@@ -211,11 +207,10 @@ def _fit_shape(
     rows, goal = problem.unit / measured.step_s[:, None], np.ones(len(measured.step_s))
     if start is not None:
         coefficients[used] = start.coefficients[used]
-        rows, goal = problem.linearized(
-            Shape(coefficients, overlap).overlapped(problem.amounts, problem.loader_overlap), overlap
-        )
+        o = Shape(coefficients, overlap).overlapped(problem.amounts, problem.loader_overlap)
+        rows, goal = problem.linearized(o, overlap)
         if pooled is not None:
-            pooled.start_at(start.communication_s)
+            pooled.scale = start.communication_s
     best: tuple[float, Shape] | None = None
     for iteration in range(iterations):
         pooled_rows, pooled_targets = (None, None) if pooled is None else pooled.rows(used, lengths)
@@ -257,14 +252,6 @@ def slopes_of(o: Overlapped, overlap: float, loader_overlap: Floats) -> tuple[Fl
     return by_busy * by_compute, by_data, by_busy * (o.sync_s / both_s) ** (overlap - 1)
 
 
-def _gradient(o: Overlapped, used: NDArray[np.bool_], overlap: float, loader_overlap: Floats) -> Floats:
-    """Return the derivatives of the step by the seconds of each used term."""
-    slopes = zip(OF_PARTS, slopes_of(o, overlap, loader_overlap), strict=True)
-    compute, data, sync = (of[used] * slope[:, None] for of, slope in slopes)
-    found: Floats = compute + data + sync
-    return found
-
-
 def _rows_of_parts(unit: Floats, used: NDArray[np.bool_], measured: Measured, loader_overlap: Floats) -> tuple[Floats, Floats]:
     """Return rows that the measured seconds of compute and of data should fulfil, in relative error, and their targets."""
     weight = PART_WEIGHT * measured.weight
@@ -281,25 +268,6 @@ def _rows_of_parts(unit: Floats, used: NDArray[np.bool_], measured: Measured, lo
     return rows, targets
 
 
-# A step's time by physical causes: the mean of several shapes.
-#
-# Every cause of time is a named term with a non-negative coefficient. Terms add up to the seconds of computing C, of
-# synchronising S and of loading data D, which overlap:
-#
-# step = ((C / 3 + ((2 C / 3)^g + S^g)^(1/g))^h + D^h)^(1/h)
-#
-# Only the backward pass, two thirds of computing, hides synchronisation. g = 1 is no overlap and g = inf a perfect one
-# (Pollux, Qiao et al., OSDI 2021, section 3.2). h is 1 without loader workers and large with them, because they prepare
-# batches during the step. `step_time.py` adds the effects that terms cannot express, and estimates how far terms can be
-# trusted.
-
-MIN_CONFIGURATIONS_FOR_OVERLAP = 6
-NORMAL_WIDTH = 1.645  # standard deviations to either side that hold 90 % of a normal error
-LINK_FACTOR = 2.0  # a link is so many times slower or faster than the default of `population.py`
-UNKNOWN_BYTES_SHARE = 3.0  # synchronisation between nodes, relative to computing, that a job of unknown bytes may have
-MIN_EVIDENCE = 0.01  # weight of a shape, relative to the best one, below which it is left out
-
-
 @dataclass(frozen=True)
 class PriorPrediction:
     """Predictions for some configurations, with the standard deviations of the shapes about their means."""
@@ -308,10 +276,8 @@ class PriorPrediction:
     spread: Floats
     shares: Floats  # shares of the step as `PARTS`, ``(num_configurations, 3)``; overlapping time counts as compute
     shares_spread: Floats
-    faster: (
-        Floats  # log of the step time over that with the fastest and of that with the slowest plausible network; 0: measured
-    )
-    slower: Floats
+    faster: Floats  # log of the step time over that with the fastest plausible network; 0 where the network was measured
+    slower: Floats  # log of the step time with the slowest plausible network over it, likewise
 
 
 class UnknownNetwork(NamedTuple):
@@ -332,7 +298,7 @@ class UnknownNetwork(NamedTuple):
 
 @dataclass(frozen=True)
 class Elasticities:
-    """Growth of the step in percent with one percent of a part, and the part from which it is reckoned."""
+    """Growth of the step in percent with one percent of a part, and the log of computing, by which it is measured."""
 
     log_compute_s: Floats
     by_compute: Floats
@@ -359,17 +325,11 @@ class PhysicalPrior:
     @classmethod
     def of(cls, samples: Sequence[StepProfile], node_cores: float = 0.0, population: Population | None = None) -> PhysicalPrior:
         """Fit the prior alone to windows of one job."""
-        groups = windows_by_configuration(samples, node_cores)
-        measured = Measured.of([*groups.values()], [1.0] * len(groups))
-        return cls.fit(Columns.of([*groups]), measured, population=population)
+        return cls.fit(*measurements(samples, node_cores), population=population)
 
     @classmethod
     def fit(
-        cls,
-        columns: Columns,
-        measured: Measured,
-        like: PhysicalPrior | None = None,
-        population: Population | None = None,
+        cls, columns: Columns, measured: Measured, like: PhysicalPrior | None = None, population: Population | None = None
     ) -> PhysicalPrior:
         """Fit the non-negative coefficients with the smallest squared error of the log, for each shape.
 
@@ -387,11 +347,11 @@ class PhysicalPrior:
         network = None
         if columns.num_nodes.max() == 1:
             network = UnknownNetwork.of(columns, measured, population, float(columns.dense_bytes.mean()))
-        tried = (
-            [(kind, shape.overlap) for kind, shape in zip(like.kinds, like.shapes, strict=True)]
-            if like
-            else _tried(len(columns))
-        )
+        if like:
+            tried = [(kind, shape.overlap) for kind, shape in zip(like.kinds, like.shapes, strict=True)]
+        else:
+            overlaps = OVERLAPS if len(columns) >= MIN_CONFIGURATIONS_FOR_OVERLAP else OVERLAPS[:1]
+            tried = [(kind, overlap) for kind in range(len(SHAPES)) for overlap in overlaps]
         with one_blas_thread():
             if population is None:
                 prior = cls._best_of_each(fit_all(tried, columns, measured))
@@ -478,9 +438,3 @@ def _mean_and_spread(values: Floats, weights: Floats) -> tuple[Floats, Floats]:
         return values.mean(axis=0), values.std(axis=0)
     mean = np.tensordot(weights, values, axes=1)
     return mean, np.sqrt(np.tensordot(weights, (values - mean) ** 2, axes=1))
-
-
-def _tried(num_configurations: int) -> list[tuple[int, float]]:
-    """Return the shapes and overlaps to fit."""
-    kept = OVERLAPS if num_configurations >= MIN_CONFIGURATIONS_FOR_OVERLAP else OVERLAPS[:1]
-    return [(kind, overlap) for kind in range(len(SHAPES)) for overlap in kept]

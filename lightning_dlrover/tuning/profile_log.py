@@ -1,31 +1,27 @@
-"""The measurements and decisions that a job publishes, within a budget of writes."""
+"""The measurements and decisions that a job publishes, within a budget of writes. Pure: no clock, no connection.
+
+etcd keeps each superseded value until it is compacted, and refuses all writes once it is full. So each kind of record that
+noise can cause has a budget. Rank 0 writes all five kinds, 3 MB a day at most, and every other worker its profiles alone.
+Beyond that only real changes cost bytes: rounds, losses, checkpoints, plans that are carried out.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_dlrover.codec import to_json
 from lightning_dlrover.tuning.plan import Candidate, Decision, settings_of
-from lightning_dlrover.tuning.samples import StepProfile
+from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
 
-# Bound what a job writes to etcd while nothing but its measurements changes. Pure: no clock, no connection.
-#
-# etcd keeps each superseded value until it is compacted, and refuses all writes once it is full. So each kind of record
-# that noise can cause has a budget. Rank 0 writes all five kinds, 3 MB a day at most, and every other worker its profiles
-# alone. Beyond that only real changes cost bytes: rounds, losses, checkpoints, plans that are carried out.
-
-OVERHEAD_BYTES = 300
-"""Bytes of a key, its revision and its lease in etcd's database, and of the entry that marks the removal of the key."""
-
+OVERHEAD_BYTES = 300  # key, revision and lease of a value in etcd's database, and the entry that marks its removal
 DAY_S = 86_400.0
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Bytes that may be written in any time: `burst_bytes`, and `bytes_per_day` for each day of it."""
+    """Maximum bytes written in any period: `burst_bytes`, plus `bytes_per_day` for each day of it."""
 
     bytes_per_day: int
     burst_bytes: int
@@ -35,20 +31,12 @@ class Rate:
         return self.burst_bytes + self.bytes_per_day * seconds / DAY_S
 
 
-PROFILES = Rate(bytes_per_day=400_000, burst_bytes=3_500)
-"""A worker's profiles, each a kilobyte, apart from the first one of each round and setting."""
-
-WINDOWS = Rate(bytes_per_day=800_000, burst_bytes=3_500)
-"""Rank 0's windows in the history, apart from the first ones and the last one of each round and setting."""
-
-FIRST_WINDOWS = Rate(bytes_per_day=200_000, burst_bytes=60_000)
-"""Rank 0's first windows of each round and setting that are logged singly."""
-
-DECISIONS = Rate(bytes_per_day=400_000, burst_bytes=40_000)
-"""Rank 0's decisions, each six kilobytes, that change nothing, and plans that are only recommended."""
-
-PROGRESS = Rate(bytes_per_day=1_000_000, burst_bytes=150_000)
-"""Rank 0's records of the job's progress, each half a kilobyte: every 8 s for the first 45 minutes, then every 40 s."""
+# A profile or window takes a kilobyte, a decision six, and a record of progress half a one.
+PROFILES = Rate(bytes_per_day=400_000, burst_bytes=3_500)  # a worker's, except the first one of each round and setting
+WINDOWS = Rate(bytes_per_day=800_000, burst_bytes=3_500)  # rank 0's, except the first ones and the last one of each of these
+FIRST_WINDOWS = Rate(bytes_per_day=200_000, burst_bytes=60_000)  # rank 0's first windows of each, logged one by one
+DECISIONS = Rate(bytes_per_day=400_000, burst_bytes=40_000)  # rank 0's that change nothing, and plans only recommended
+PROGRESS = Rate(bytes_per_day=1_000_000, burst_bytes=150_000)  # rank 0's: every 8 s for 45 minutes, then every 40 s
 
 
 class WriteBudget:
@@ -72,7 +60,7 @@ class WriteBudget:
         return True
 
     def charge(self, num_bytes: int, now: float) -> None:
-        """Count bytes that are written in any case. They leave less for others, but never a debt."""
+        """Count bytes that are written in any case. They leave less for others, but the budget never falls below 0."""
         self._refill(now)
         self._left = max(0.0, self._left - num_bytes)
 
@@ -91,37 +79,16 @@ def stored_bytes(payload: bytes) -> int:
 #
 # Each worker of a job produces a window every two seconds, for weeks. Writing all of them would fill an etcd that many jobs
 # share. On a machine with other load the windows of an unchanged job differ as well, so a change counts only if two windows
-# in a row show it, and the budget above bounds what is left of the noise. Pure: no clock, no connection.
+# in a row show it, and the budget bounds the remaining noise.
 
-SETTLED_S = 30.0
-"""Seconds after which the first window of a round and setting, in which steps may be slower, is replaced by another one."""
+SETTLED_S = 30.0  # seconds until the first window of a round and setting, whose steps may be slower, is replaced
+PUBLISH_EVERY_S = 600.0  # seconds between later publications of a worker's newest window without a change
+CHANGE = 0.25  # relative change of a figure above which its window is written at once, if the next window shows it, too
+NUM_LOGGED_SINGLY = 10  # windows of a round and setting that are logged one by one, for the planner's first judgement
+LOG_EVERY_S = 180.0  # seconds of later windows that are merged into one
+DIGITS = 5  # significant digits of a window's figures
 
-PUBLISH_EVERY_S = 600.0
-"""Seconds between later publications of a worker's newest window without a change."""
-
-CHANGE = 0.25
-"""Relative change of a figure above which its window is published or logged at once, if the next window shows it, too."""
-
-NUM_LOGGED_SINGLY = 10
-"""Number of windows of one round and setting that are logged individually, as input for the planner's first judgement."""
-
-LOG_EVERY_S = 180.0
-"""Seconds of later windows that are merged into one."""
-
-DIGITS = 5
-"""Significant digits of a window's figures."""
-
-_MEANS = (
-    "step_time_s",
-    "data_wait_s",
-    "forward_s",
-    "backward_s",
-    "communication_s",
-    "optimizer_s",
-    "other_s",
-    "cpu_percent",
-    "gpu_percent",
-)
+_MEANS = ("step_time_s", *(f"{part}_s" for part in STEP_PARTS), "cpu_percent", "gpu_percent")
 _HIGHEST = ("memory_bytes", "peak_memory_bytes", "gpu_memory_bytes")
 
 
@@ -235,12 +202,7 @@ def _place(window: StepProfile) -> object:
 
 def rounded(window: StepProfile) -> StepProfile:
     """Return the window with its figures rounded to their precision, and its time to milliseconds."""
-    figures: dict[str, Any] = {
-        name: round(value, 3) if name == "at" else float(f"{value:.{DIGITS}g}")
-        for name, value in vars(window).items()
-        if isinstance(value, float)
-    }
-    return replace(window, **figures)
+    return replace(window, **{**_rounded_floats(window), "at": round(window.at, 3)})
 
 
 def _size(window: StepProfile) -> int:
@@ -249,11 +211,9 @@ def _size(window: StepProfile) -> int:
 
 def _differences(before: StepProfile, now: StepProfile) -> tuple[int, int, int]:
     """Return the direction of change of step time, memory and peak memory."""
-    return (
-        _difference(before.step_time_s, now.step_time_s),
-        _difference(before.memory_bytes, now.memory_bytes),
-        _difference(before.peak_memory_bytes, now.peak_memory_bytes),
-    )
+    names = ("step_time_s", "memory_bytes", "peak_memory_bytes")
+    step, memory, peak = (_difference(getattr(before, name), getattr(now, name)) for name in names)
+    return step, memory, peak
 
 
 def _difference(before: float, now: float) -> int:
@@ -263,13 +223,10 @@ def _difference(before: float, now: float) -> int:
     return 1 if now > before else -1
 
 
-# Choose the planner's decisions to write to etcd: every one that is carried out, and few others.
-#
-# The planner decides every few seconds, mostly to stay, and a decision with its candidates is several kilobytes. Pure: no
-# clock, no connection.
+# Choose the planner's decisions to write to etcd: every one that is carried out, and few others. The planner decides every few
+# seconds, mostly to stay, and a decision with its candidates takes several kilobytes.
 
-REPEAT_EVERY_S = 1800.0
-"""Minimum seconds between records of decisions that neither are carried out nor differ from the one before."""
+REPEAT_EVERY_S = 1800.0  # minimum seconds between records of equal decisions that are not carried out
 
 
 class DecisionLog:
@@ -289,7 +246,7 @@ class DecisionLog:
             now: seconds of a monotonic clock.
             is_carried_out: whether it changes the job; otherwise it stays, or only recommends.
         """
-        if is_carried_out or self._was_carried_out:  # the decision after a change ends it, for people as for the planner
+        if is_carried_out or self._was_carried_out:  # the decision after a change ends it, for readers and for the planner
             self._budget.charge(num_bytes, now)
         else:
             last = self._last
@@ -304,7 +261,7 @@ class DecisionLog:
     def may_recommend(self, num_bytes: int, now: float) -> bool:
         """Whether a plan may be written that only recommends. If so, it counts as written.
 
-        With noise two numbers of workers are the better one in turn.
+        Noise may make two numbers of workers alternate as the better one.
         """
         return self._budget.take(num_bytes, now)
 
@@ -312,11 +269,9 @@ class DecisionLog:
 def rounded_candidates(decision: Decision) -> Decision:
     """Return the decision with its candidates' figures rounded to their precision, because its record is stored in etcd."""
 
-    def short(value: Any) -> Any:
-        return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+    return replace(decision, candidates=tuple(replace(each, **_rounded_floats(each)) for each in decision.candidates))
 
-    def shortened(candidate: Candidate) -> Candidate:
-        figures = {f.name: short(getattr(candidate, f.name)) for f in dataclasses.fields(candidate)}
-        return Candidate(**figures)
 
-    return dataclasses.replace(decision, candidates=tuple(map(shortened, decision.candidates)))
+def _rounded_floats(record: Candidate | StepProfile) -> dict[str, Any]:
+    """Return the fields of a record that are floats, rounded to their precision."""
+    return {name: float(f"{value:.{DIGITS}g}") for name, value in vars(record).items() if isinstance(value, float)}

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import nn
@@ -32,13 +32,11 @@ from lightning_dlrover.tuning.resources import (
 )
 from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
 
-# Properties of a model that do not depend on its hardware: work per sample, bytes sent, and bytes held.
-#
-# Each process observes one forward pass: `with watch: training_step(...)`.
+# Properties of a model that do not depend on its hardware: work per sample, bytes sent, and bytes held. Each process observes
+# one forward pass: `with watch: training_step(...)`.
 
+# Ratio of both passes' FLOPs to the forward pass's. Backward computes two products for each one (Kaplan et al., 2020, 2.1).
 FORWARD_AND_BACKWARD = 3
-"""Ratio of both passes' FLOPs to the forward pass's. Backward computes two products for each one (Kaplan et al., 2020,
-section 2.1)."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,9 @@ class Descriptors:
 
 
 class ForwardWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the FLOPs and the looked-up rows of the computation inside its block, once.
+    """Counts the FLOPs and the looked-up rows of the computation inside its block.
 
-    Operations without a formula in torch count nothing, and errors of a formula never reach the observed code. Code compiled by
+    Operations without a formula in torch do not count, and errors of a formula never reach the observed code. Code compiled by
     `torch.compile` runs unobserved, so nothing is known where Dynamo is in use.
 
     Args:
@@ -95,7 +93,7 @@ class ForwardWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         # With manual optimization the block includes the backward pass, which has a graph task.
         if torch._C._current_graph_task_id() == -1:
-            with suppress(Exception):  # a formula may not fit these arguments; the user's step must go on
+            with suppress(Exception):  # a formula may not fit these arguments; the user's step must continue
                 self._count(func, args, kwargs, result)
         return result
 
@@ -157,10 +155,9 @@ def _item_bytes(table: Any) -> int:
     return kinds.get(getattr(getattr(table, "data_type", None), "name", ""), torch.float32.itemsize)
 
 
-# Memory that this process has on its GPU. The only place that reads and resets torch's peaks, of which there is one set.
+# Memory of this process on its GPU. Only this section reads and resets torch's peaks, of which there is one set.
 
-CUDA_CONTEXT_BYTES = 500 << 20
-"""Context and loaded kernels: 300 to 500 MB (PyTorch forum; RMixer's code charges 310 MB)."""
+CUDA_CONTEXT_BYTES = 500 << 20  # context and loaded kernels: 300 to 500 MB (PyTorch forum; RMixer's code charges 310 MB)
 
 _most_reserved: defaultdict[int, int] = defaultdict(int)  # before the last reset, by index of the device
 _readers: weakref.WeakSet[GpuPeak] = weakref.WeakSet()
@@ -174,7 +171,7 @@ def gpu_limit_bytes(device: torch.device) -> int:
 
 
 def gpu_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the bytes of a GPU that this process has now, and those that it had at the most.
+    """Return the bytes of a GPU that this process has now, and their peak.
 
     Both are 0 for a CPU, and before this process uses CUDA.
     """
@@ -185,7 +182,7 @@ def gpu_bytes(device: torch.device) -> tuple[int, int]:
 
 
 class GpuPeak:
-    """Reads the most bytes of tensors on a GPU again and again. Several readers do not disturb each other."""
+    """Peak bytes of tensors on a GPU, read repeatedly. Several readers do not disturb each other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -222,13 +219,10 @@ def _index(device: torch.device) -> int:
 # clock. On a GPU it is a CUDA event on the stream that computes, because the host runs ahead of it. The host never waits
 # for an event: a step is read once the device has reached all of its marks, usually when the next step begins.
 #
-# What the parts of a step on a GPU contain:
-#
-# - `communication` is the time in which the stream stands still for other workers: from the last gradient until DDP's
-#   reductions have ended, and waits of the script's collectives. Reductions that the backward pass hides are part of
-#   `backward`. NCCL runs a collective without `async_op` on the computing stream itself, so that one counts as the pass that
-#   contains it.
-# - Time in which the device has nothing to do, because the host is late, belongs to the part that it waits for.
+# On a GPU, `communication` is the time in which the stream waits for other workers: from the last gradient until DDP's
+# reductions have ended, and waits of the script's collectives. Reductions that the backward pass hides are part of `backward`.
+# NCCL runs a collective without `async_op` on the computing stream itself, so it counts as the pass that contains it. Idle time
+# of the device, because the host is late, belongs to the part that it waits for.
 
 Part = Literal["between", "forward", "backward", "communication", "optimizer"]
 """`between`: from one step's end to the next one's begin. `optimizer`: everything else in a step."""
@@ -238,14 +232,14 @@ class Mark(Protocol):
     """A moment on a device's timeline."""
 
     def is_reached(self) -> bool:
-        """Whether the device has come so far. Does not wait for it."""
+        """Return at once whether the device has reached the mark."""
 
     def seconds_since(self, earlier: Any) -> float:
         """Return the seconds between two marks of one device, both reached."""
 
 
 class HostMark:
-    """The moment at which it is created."""
+    """The moment of its creation."""
 
     def __init__(self) -> None:
         self._at = time.perf_counter()
@@ -258,7 +252,7 @@ class HostMark:
 
 
 class CudaMark:
-    """The moment at which a device's current stream has done all work that it was given so far."""
+    """The moment at which a device's current stream has finished all work queued so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -272,7 +266,7 @@ class CudaMark:
 
 
 def marks_of(device: torch.device) -> Callable[[], Mark]:
-    """Return what creates marks on the timeline of a device."""
+    """Return a function that creates marks on the timeline of a device."""
     return partial(CudaMark, device) if device.type == "cuda" else HostMark
 
 
@@ -288,7 +282,7 @@ class StepParts:
     def seconds(self) -> dict[Part, float] | None:
         """Return the seconds of each part; None while the device has not reached the step's end."""
         if self._seconds is None and all(mark.is_reached() for _, mark in reversed(self._marks)):
-            sums: dict[Part, float] = dict.fromkeys(("between", "forward", "backward", "communication", "optimizer"), 0.0)
+            sums: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
             for (part, begin), (_, end) in itertools.pairwise(self._marks):
                 sums[part] += max(0.0, end.seconds_since(begin))
             self._seconds = sums
@@ -316,7 +310,7 @@ class StepTimes:
         self._new_mark = new_mark
 
     def stop(self) -> None:
-        """Record nothing any more, and forget what was not read."""
+        """Stop recording, and drop the steps that were not read."""
         self._new_mark = None
         self._marks = []
         self._unread.clear()
@@ -364,12 +358,10 @@ class StepTimes:
             self.late_s += max(0.0, seconds["communication"] - self._unread.popleft().waited_s)
 
 
-# Measure the time and the resources of training steps. Decides nothing and writes nothing.
-#
-# The training thread only adds a few numbers per step. Processes and devices are examined when a window is closed.
+# Measure the time and the resources of training steps. The training thread only adds a few numbers per step. Processes and
+# devices are examined when a window is closed.
 
-MAX_SETTLING_STEPS = 20
-"""Maximum number of steps at the start of a window that use batches prepared before it."""
+MAX_SETTLING_STEPS = 20  # maximum number of steps at the start of a window that use batches prepared before it
 
 
 @dataclass(frozen=True)
@@ -427,6 +419,9 @@ class StepProfiler:
     Args:
         worker_id: recorded in every window.
         times: filled by the strategy during each step.
+
+    Attributes:
+        newest_step_s: seconds of the last step, whether or not it counts; None for the first one.
     """
 
     def __init__(self, worker_id: str, device: torch.device, times: StepTimes) -> None:
@@ -436,7 +431,7 @@ class StepProfiler:
         times.start(marks_of(device))
         self._window: _Window | None = None
         self._last_end: float | None = None
-        self._newest_step_s: float | None = None
+        self.newest_step_s: float | None = None
         self._paused_s = 0.0
         self._paused_at: float | None = None
         self._memory = MemoryWatch()
@@ -450,7 +445,7 @@ class StepProfiler:
         self._times.stop()
 
     def pause(self) -> None:
-        """Stop the clock during validation, a checkpoint or anything else that is no step."""
+        """Stop the clock during validation, a checkpoint or anything else outside of steps."""
         if self._paused_at is None:
             self._paused_at = time.perf_counter()
 
@@ -470,7 +465,7 @@ class StepProfiler:
         parts = self._times.end_step()
         window = self._window
         if self._last_end is not None:
-            self._newest_step_s = max(0.0, now - self._last_end - self._paused_s)
+            self.newest_step_s = max(0.0, now - self._last_end - self._paused_s)
         if window is None or window.place != place or window.to_settle:
             self._gpu_peak.take()  # a step before the window has no part in its peak
         if window is None or window.place != place:
@@ -479,18 +474,13 @@ class StepProfiler:
         elif window.to_settle:
             window.to_settle -= 1
             window.first_step, window.started = step, now
-        elif self._newest_step_s is not None:
-            window.steps.append(_Step(self._newest_step_s, parts))
+        elif self.newest_step_s is not None:
+            window.steps.append(_Step(self.newest_step_s, parts))
         self._last_end, self._paused_s = now, 0.0
 
     @property
     def num_steps(self) -> int:
         return len(self._window.steps) if self._window else 0
-
-    @property
-    def newest_step_s(self) -> float | None:
-        """Seconds of the last step, whether or not it counts; None for the first one."""
-        return self._newest_step_s
 
     @property
     def age_s(self) -> float:
@@ -517,26 +507,16 @@ class StepProfiler:
         of_node, of_all = spares.memory_bytes(os.environ)
         shared_bytes, own_bytes = self._memory_limit_bytes - of_all, self._own_memory_limit_bytes
         own_bytes -= of_node // self._num_local_workers
+        figures: dict[str, Any] = {**vars(place), **vars(model.descriptors), **_mean_parts(kept, step_time_s)}
+        del figures["workers_here"]
         return StepProfile(
+            **figures,
             worker_id=self._worker_id,
-            round_number=place.round_number,
-            global_rank=place.global_rank,
-            num_workers=place.num_workers,
-            num_nodes=place.num_nodes,
             first_step=window.first_step,
             num_steps=num_steps,
-            global_batch=place.global_batch,
-            local_batch=place.local_batch,
-            loader_workers=place.loader_workers,
-            prefetch_factor=place.prefetch_factor,
-            intra_op_threads=place.intra_op_threads,
-            fullest_node=place.fullest_node,
-            emptiest_node=place.emptiest_node,
-            pass_limit=place.pass_limit,
             cores=available_cores(),
             device="cpu" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
             step_time_s=step_time_s,
-            **_mean_parts(kept, step_time_s),
             samples_per_s=place.global_batch / step_time_s if step_time_s else 0.0,
             memory_bytes=memory.resident_bytes,
             peak_memory_bytes=memory.peak_bytes,
@@ -544,9 +524,7 @@ class StepProfiler:
             spare_bytes=of_node,
             cpu_percent=100 * max(0.0, use.cpu_s - window.use.cpu_s) / elapsed,
             dense_bytes=model.dense_bytes,
-            dense_flops=model.descriptors.dense_flops,
             embedding_bytes=model.embedding_bytes,
-            lookups_per_sample=model.descriptors.lookups_per_sample,
             gpu_memory_bytes=gpu_memory,
             gpu_limit_bytes=gpu_limit_bytes(self._device),
             gpu_percent=gpu_percent,

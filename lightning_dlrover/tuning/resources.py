@@ -88,7 +88,7 @@ class MachineLoad:
         """Return the cores that other programs take away from this job.
 
         Args:
-            own_cores: cores that one worker has kept busy meanwhile.
+            own_cores: cores that one worker has kept busy since the last call.
             num_workers: workers of this job on this machine.
         """
         (then, (busy_then, group_then)), self._before = self._before, (self._clock(), self._busy_s())
@@ -96,7 +96,7 @@ class MachineLoad:
         elapsed_s = max(1e-3, now - then)
         # A worker with cores of its own does not share them with the job's other workers, so their load is not in the figures.
         own = own_cores * (self._num_local_workers if self._is_bound else num_workers)
-        # With a quota below its cores, a worker loses none as long as others leave it that many.
+        # With a quota below its cores, a worker loses none while others leave it that many.
         on_cores = (busy_now - busy_then) / elapsed_s - own - (self._num_cores - self._cores)
         in_group = (group_now - group_then) / elapsed_s - own
         return max(0.0, on_cores, in_group)
@@ -158,10 +158,9 @@ def memory_limit_bytes(environ: Mapping[str, str], proc: Path = PROC, cgroups: P
 
 
 def own_memory_limit_bytes(environ: Mapping[str, str], proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Return the limit of this worker alone; 0 if unknown.
+    """Return the limit of this worker alone, without its agent's part; 0 if unknown.
 
-    Slurm enforces a limit on each of a job's nodes. On this machine our controller does so in the node's control group. The
-    node's agent takes its part of that limit.
+    Slurm limits each node of a job. On this machine our controller does so, by the node's control group.
     """
     of_node = _limits_bytes(f for f in cgroup_folders("memory", proc, cgroups) if is_of_one_node(f, environ))
     for names in (("SLURM_MEM_PER_NODE",), ("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")):  # --mem, --mem-per-cpu
@@ -242,7 +241,7 @@ def forget_peak() -> None:
 
 
 def status_bytes(*names: str, process: int | str = "self") -> dict[str, int]:
-    """Return sizes from a process's status (proc(5)), those that the kernel states.
+    """Return those sizes from a process's status (proc(5)) that the kernel reports.
 
     Raises:
         OSError: the process has ended.

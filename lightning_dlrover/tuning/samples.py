@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -14,10 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# One window of training steps: the unit that is published, stored, learned from and drawn.
-
-AGENT_BYTES = 160 * 2**20
-"""Memory of a node that its elastic agent takes; the worker and its loader workers get the rest."""
+AGENT_BYTES = 160 * 2**20  # memory of a node that its elastic agent takes; the worker and its loader workers get the rest
 
 STEP_PARTS = ("data_wait", "forward", "backward", "communication", "optimizer", "other")
 """Parts of a step. The fields `StepProfile.<part>_s` of all of them add up to `step_time_s`."""
@@ -83,54 +80,61 @@ class StepProfile:
 
 def impossible_figure(sample: StepProfile) -> tuple[str, str] | None:
     """Return the first figure in `sample` that is impossible for a training step, and the rule it breaks; else None."""
-    parts = [f"{part}_s" for part in STEP_PARTS]
-    counts = ("num_workers", "num_nodes", "global_batch", "local_batch")
-    not_negative = (
-        *("loader_workers", "intra_op_threads", "dense_bytes", "prefetch_factor", "dense_flops", "embedding_bytes"),
-        *("lookups_per_sample", "fullest_node", "emptiest_node"),
-    )
-    problems = (
-        *((n, "must be a finite time above 0") for n in ("step_time_s",) if not 0 < sample.step_time_s < math.inf),
-        *((n, "must be a finite time, 0 or more") for n in parts if not 0 <= getattr(sample, n) < math.inf),
-        *((n, "must be 1 or more") for n in counts if not getattr(sample, n) >= 1),
-        *((n, "must be finite, 0 or more") for n in not_negative if not 0 <= getattr(sample, n) < math.inf),
-        *((n, "must be finite and above 0") for n in ("cores",) if not 0 < sample.cores < math.inf),
-    )
-    return problems[0] if problems else None
+    if not 0 < sample.step_time_s < math.inf:
+        return "step_time_s", "must be a finite time above 0"
+    for name in [f"{part}_s" for part in STEP_PARTS]:
+        if not 0 <= getattr(sample, name) < math.inf:
+            return name, "must be a finite time, 0 or more"
+    for name in ("num_workers", "num_nodes", "global_batch", "local_batch"):
+        if not getattr(sample, name) >= 1:
+            return name, "must be 1 or more"
+    for name in (*_COUNTS_FROM_0, "lookups_per_sample"):
+        if not 0 <= getattr(sample, name) < math.inf:
+            return name, "must be finite, 0 or more"
+    return None if 0 < sample.cores < math.inf else ("cores", "must be finite and above 0")
 
 
 @dataclass(frozen=True)
 class OwnTimes:
-    """Time that each worker needed by itself in a few consecutive steps of one round: means per step, by global rank."""
+    """Time of each worker's own work in a few consecutive steps of one round: means per step, by global rank."""
 
     num_steps: int
     step_time_s: float
     compute_s: tuple[float, ...]
     data_s: tuple[float, ...]
     queued_s: tuple[float, ...]  # additional time in which the worker was ready but had no core
+    speeds: tuple[int, ...] = ()  # to which the workers' shares were proportional; empty: equal shares
+
+    def at_equal_shares(self) -> OwnTimes:
+        """Return the times that equal shares would have taken, if a worker's time is proportional to its share."""
+        if not self.speeds:
+            return self
+        factors = [sum(self.speeds) / len(self.speeds) / speed for speed in self.speeds]
+        compute_s, data_s, queued_s = (
+            tuple(seconds * factor for seconds, factor in zip(part, factors, strict=True))
+            for part in (self.compute_s, self.data_s, self.queued_s)
+        )
+        return OwnTimes(self.num_steps, self.step_time_s, compute_s, data_s, queued_s)
 
 
 # Configurations, and the same figures of many of them as columns, on which all models of this package compute.
 
 Floats = NDArray[np.float64]
 
+NORMAL_WIDTH = 1.645  # standard deviations to either side that hold 90 % of a normal error
+MIN_SIGMA = 0.02  # relative difference of two means over a window of the same steps
+
 _COUNTS_FROM_0 = (
-    "loader_workers",
-    "intra_op_threads",
-    "dense_bytes",
-    "prefetch_factor",
-    "dense_flops",
-    "embedding_bytes",
-    "fullest_node",
-    "emptiest_node",
+    *("loader_workers", "intra_op_threads", "dense_bytes", "prefetch_factor", "dense_flops", "embedding_bytes"),
+    *("fullest_node", "emptiest_node"),
 )
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """Conditions that determine step time and memory; the fullest worker where workers differ.
+    """Conditions that determine step time and memory; those of the fullest worker where workers differ.
 
-    `num_nodes` counts machines: two agents on one host are one node here, because they share its cores.
+    `num_nodes` counts hosts: two agents on one host are one node here, because they share its cores.
 
     Example:
         >>> two = Configuration(num_workers=2, num_nodes=1, cores=4, local_batch=256, loader_workers=0, intra_op_threads=1,
@@ -189,23 +193,13 @@ def configuration_of(profile: StepProfile, node_cores: float = 0.0) -> Configura
         >>> configuration.num_workers, configuration.local_batch
         (1, 512)
     """
-    return Configuration(
-        num_workers=profile.num_workers,
-        num_nodes=profile.num_nodes,
-        cores=profile.cores,
-        local_batch=max(profile.local_batch, math.ceil(profile.global_batch / profile.num_workers)),
-        loader_workers=profile.loader_workers,
-        intra_op_threads=profile.intra_op_threads,
-        dense_bytes=profile.dense_bytes,
-        node_cores=node_cores,
-        device=profile.device,
-        prefetch_factor=profile.prefetch_factor,
-        dense_flops=profile.dense_flops,
-        embedding_bytes=profile.embedding_bytes,
-        lookups_per_sample=profile.lookups_per_sample,
-        fullest_node=profile.fullest_node,
-        emptiest_node=profile.emptiest_node,
-    )
+    measured: dict[str, Any] = dict(zip(_MEASURED, _measured_of(profile), strict=True))
+    measured["local_batch"] = max(profile.local_batch, math.ceil(profile.global_batch / profile.num_workers))
+    return Configuration(**measured, node_cores=node_cores)
+
+
+_MEASURED = tuple(f.name for f in dataclasses.fields(Configuration) if f.name != "node_cores")
+_measured_of = attrgetter(*_MEASURED)
 
 
 def windows_by_configuration(samples: Sequence[StepProfile], node_cores: float) -> dict[Configuration, list[StepProfile]]:
@@ -256,20 +250,11 @@ class Columns:
         emptiest = np.where(raw["emptiest_node"] > 0, raw["emptiest_node"], np.maximum(1.0, workers // nodes))
         threads = raw["intra_op_threads"]
         return cls(
-            num_workers=workers,
-            num_nodes=nodes,
             fullest=fullest,
             emptiest=emptiest,
-            local_batch=raw["local_batch"],
             threads=np.where(threads > 0, np.minimum(threads, cores), cores),
             core_share=np.where(node_cores > 0, np.minimum(cores, node_cores / fullest), cores),
-            node_cores=node_cores,
-            loader_workers=raw["loader_workers"],
-            prefetch_factor=raw["prefetch_factor"],
-            dense_bytes=raw["dense_bytes"],
-            dense_flops=raw["dense_flops"],
-            embedding_bytes=raw["embedding_bytes"],
-            lookups_per_sample=raw["lookups_per_sample"],
+            **{f.name: raw[f.name] for f in dataclasses.fields(cls) if f.name in raw},
         )
 
     def rows(self, index: NDArray[Any]) -> Columns:
@@ -278,9 +263,6 @@ class Columns:
 
     def __len__(self) -> int:
         return len(self.num_workers)
-
-
-# Means of the measurements in each configuration, on which models are fitted.
 
 
 @dataclass(frozen=True)
@@ -293,15 +275,19 @@ class Measured:
     weight: Floats
 
     @classmethod
-    def of(cls, groups: Sequence[Sequence[StepProfile]], weights: Sequence[float]) -> Measured:
+    def of(cls, groups: Collection[Sequence[StepProfile]], weights: Sequence[float] = ()) -> Measured:
         """Return one row for each group of windows of one configuration.
 
-        A hundred windows of one size show no more of the shape than ten, so every configuration counts alike.
+        A hundred windows of one size show no more of the shape than ten, so the number of windows does not count.
+
+        Args:
+            weights: weight of each group; empty: all weigh 1.
         """
         parts = [np.mean([_shares(sample) for sample in group], axis=0) for group in groups]
         step_s = np.array([np.exp(np.mean(np.log([sample.step_time_s for sample in group]))) for group in groups])
         shares = np.array(parts).reshape(-1, 2)
-        return cls(step_s, shares[:, 0] * step_s, shares[:, 1] * step_s, np.asarray(weights, dtype=np.float64))
+        weight = np.asarray(weights or [1.0] * len(groups), dtype=np.float64)
+        return cls(step_s, shares[:, 0] * step_s, shares[:, 1] * step_s, weight)
 
     @property
     def shares(self) -> Floats:
@@ -318,6 +304,24 @@ class Measured:
         return Measured(self.step_s[index], self.compute_s[index], self.data_s[index], self.weight[index])
 
 
+def measurements(samples: Sequence[StepProfile], node_cores: float = 0.0) -> tuple[Columns, Measured]:
+    """Return the measured configurations, each once, and the means of the measurements in them."""
+    groups = windows_by_configuration(samples, node_cores)
+    return Columns.of([*groups]), Measured.of(groups.values())
+
+
+def noise_of(logs: Sequence[Floats]) -> float:
+    """Return the standard deviation of the log of a window's step time about the mean of its array.
+
+    Args:
+        logs: logs of the step times of windows under equal conditions, one array for each of these.
+    """
+    squares = sum(float(((values - values.mean()) ** 2).sum()) for values in logs)
+    repetitions = sum(len(values) - 1 for values in logs)
+    # One imagined repetition that differs by 5 % keeps a single window from looking free of noise.
+    return max(MIN_SIGMA, math.sqrt((squares + 0.05**2) / (repetitions + 1)))
+
+
 def _shares(sample: StepProfile) -> tuple[float, float]:
     """Return compute and data as shares of the step; nan where the parts do not add up to it."""
     compute_s = sample.forward_s + sample.backward_s + sample.optimizer_s + sample.other_s
@@ -327,10 +331,8 @@ def _shares(sample: StepProfile) -> tuple[float, float]:
     return compute_s / whole_s, sample.data_wait_s / whole_s
 
 
-# Restricts numerical libraries to the calling thread.
-#
-# Beside a training job every core is busy. Threads that waited for each other at a barrier made a fit of 0.4 s take seconds
-# of processor time, or half a minute.
+# Restrict numerical libraries to the calling thread: training keeps every core busy. Threads that waited for each other at a
+# barrier made a fit of 0.4 s take seconds of processor time, or half a minute.
 
 
 def one_openmp_thread() -> AbstractContextManager[Any]:

@@ -1,13 +1,18 @@
-"""The model of a job's step time: fitted to its samples, with intervals, and moved to other hardware. Pure."""
+"""Predict the time of a training step in a configuration, with its uncertainty. Pure.
+
+Two layers work in logs: the physical prior extrapolates to world sizes that were never tried, and boosted trees bend it where
+samples show that they may. Measurements in the very same configuration take precedence over both. The planner decides on the
+use of a prediction.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,32 +31,26 @@ from lightning_dlrover.tuning.population import (
     shortest,
     variances_of,
 )
-from lightning_dlrover.tuning.prior import NORMAL_WIDTH, PhysicalPrior, PriorPrediction
+from lightning_dlrover.tuning.prior import PhysicalPrior, PriorPrediction
 from lightning_dlrover.tuning.samples import (
+    MIN_SIGMA,
+    NORMAL_WIDTH,
     Columns,
     Configuration,
     Floats,
     Measured,
     StepProfile,
     impossible_figure,
+    measurements,
+    noise_of,
     one_blas_thread,
     one_openmp_thread,
     windows_by_configuration,
 )
 
-# Predict the time of a training step in a configuration, with its uncertainty.
-#
-# Two layers work in logs:
-#
-# - The physical prior extrapolates to world sizes that were never tried.
-# - Boosted trees bend it where samples show that they may.
-#
-# Measurements in the very same configuration take precedence over both.
-#
-# The planner decides on the use of a prediction.
+T = TypeVar("T")
 
 COVERAGE = 0.9  # fraction of measured windows that an interval should hold
-MIN_SIGMA = 0.02  # relative difference of two means over a window of the same steps
 UNTESTED_SIGMA = 0.1  # minimum uncertainty of a prior fitted to too few configurations to hold any out
 MIN_SHARE_SIGMA = 0.02  # minimum deviation of a part's share of the step
 UNTESTED_SHARE_SIGMA = 0.1  # the same minimum where no measured parts were held out
@@ -73,7 +72,7 @@ MAX_CORRECTION = math.log(2.0)  # trees may halve or double the prior at most
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step time and its parts, each with an interval that should hold nine of ten measured windows, and the job's rate.
+    """A step time and its parts, each with an interval that should contain 90 % of measured windows, and the job's rate.
 
     Example:
         >>> prediction = Prediction(step_time_s=0.1, low_s=0.08, high_s=0.16, samples_per_s=512.0)
@@ -123,7 +122,7 @@ class _Layers:
     trees: Any  # None: samples do not justify trees
     places: _Places  # coordinates of measured configurations
     residuals: Floats  # log of measured over predicted by prior and trees, at these places
-    trust: Floats  # part of each residual that is no noise, from 0 to 1
+    trust: Floats  # part of each residual that noise does not explain, from 0 to 1
 
     @classmethod
     def fit(cls, observed: _Observed, prior: PhysicalPrior, *, with_trees: bool) -> _Layers:
@@ -190,7 +189,7 @@ class _Places:
 
 @dataclass(frozen=True)
 class _Raw:
-    """Predictions before measurements in the very same configuration count; arrays of one shape."""
+    """Predictions before measurements in the very same configuration take precedence; arrays of one shape."""
 
     log_s: Floats
     prior: PriorPrediction
@@ -214,9 +213,8 @@ class _HeldOut:
     def width(self) -> float:
         """Return the half width that held `COVERAGE` of the errors, corrected for their number.
 
-        Cross-conformal prediction (Vovk, Annals of Mathematics and AI 74, 2015). Where there are too few errors for that
-        quantile, it is the width of a normal error with the same root mean square: the fewer, the less evidence is a small
-        error.
+        Cross-conformal prediction (Vovk, Annals of Mathematics and AI 74, 2015). With too few errors for that quantile, it is
+        the width of a normal error with the same root mean square: the fewer errors, the weaker the evidence of small ones.
         """
         n = len(self.errors)
         if n < MIN_CONFORMAL_CONFIGURATIONS:
@@ -334,18 +332,10 @@ class StepTimeModel:
         predicted = self.predict_columns(Columns.of(configurations))
         figures = (predicted.step_time_s, predicted.low_s, predicted.high_s, predicted.samples_per_s)
         parts = (predicted.parts_s, predicted.parts_low_s, predicted.parts_high_s)
+        rows = zip(*(figure.tolist() for figure in (*figures, *parts)), strict=True)
         return [
-            Prediction(
-                step_s,
-                low_s,
-                high_s,
-                samples_per_s,
-                dict(zip(PARTS, parts_s, strict=True)),
-                dict(zip(PARTS, zip(least_s, most_s, strict=True), strict=True)),
-            )
-            for step_s, low_s, high_s, samples_per_s, parts_s, least_s, most_s in zip(
-                *(figure.tolist() for figure in (*figures, *parts)), strict=True
-            )
+            Prediction(step_s, low_s, high_s, rate, _by_part(parts_s), _by_part(zip(lows_s, highs_s, strict=True)))
+            for step_s, low_s, high_s, rate, parts_s, lows_s, highs_s in rows
         ]
 
     def predict_columns(self, columns: Columns) -> Predictions:
@@ -388,12 +378,9 @@ class StepTimeModel:
             parts_high_s=parts_s + np.hypot(parts_s * np.expm1(high)[:, None], of_shares_s),
         )
 
-    def measured(self, num_workers: int, local_batch: int) -> Configuration | None:
-        """Return the newest configuration in which this size was measured with this batch, None if it never was."""
-        for configuration in reversed(self.evidence):
-            if configuration.num_workers == num_workers and configuration.local_batch == local_batch:
-                return configuration
-        return None
+
+def _by_part(values: Iterable[T]) -> dict[str, T]:
+    return dict(zip(PARTS, values, strict=True))
 
 
 def _check(index: int, sample: StepProfile) -> None:
@@ -409,7 +396,7 @@ def _check(index: int, sample: StepProfile) -> None:
 
 
 def _comparable(earlier: StepProfile, now: StepProfile) -> bool:
-    """Return whether coefficients learnt from one hold for the other: same device, and the same kind of description."""
+    """Return whether coefficients learnt from one window hold for the other: same device, and the same known figures."""
     described = ("dense_bytes", "dense_flops", "embedding_bytes")
     return earlier.device == now.device and all((getattr(earlier, d) > 0) == (getattr(now, d) > 0) for d in described)
 
@@ -425,18 +412,19 @@ def _observed(
         columns=Columns.of([*own, *before]),
         measured=Measured.of(groups, [1.0] * len(own) + [EARLIER_WEIGHT] * len(before)),
         counts=np.array([len(group) for group in groups], dtype=np.float64),
-        noise=_noise(groups),
+        noise=noise_of([np.log([sample.step_time_s for sample in group]) for group in groups]),
     )
     return list(own), observed
 
 
-def _noise(groups: Sequence[Sequence[StepProfile]]) -> float:
-    """Return the standard deviation of the log of a window's step time about the mean of its configuration."""
-    logs = [np.log([sample.step_time_s for sample in group]) for group in groups]
-    squares = sum(float(((values - values.mean()) ** 2).sum()) for values in logs)
-    repetitions = sum(len(values) for values in logs) - len(logs)
-    # One imagined repetition that differs by 5 % keeps a single window from looking free of noise.
-    return max(MIN_SIGMA, math.sqrt((squares + 0.05**2) / (repetitions + 1)))
+_PLACE = (
+    *(("num_workers", 0, 1), ("num_nodes", 0, 1), ("fullest", 0, 2), ("emptiest", 0, 2), ("local_batch", 0, 2)),
+    *(("core_share", 0, 2), ("threads", 0, 2), ("loader_workers", 1, 2), ("prefetch_factor", 1, 8)),
+    *(("dense_flops", 1, 2), ("dense_bytes", 1, 2), ("embedding_bytes", 1, 2)),
+)
+"""Coordinates of `_places`: column, amount added before the log, and divisor of the log."""
+
+_OF_NODES = 1  # the coordinate of nodes
 
 
 def _places(columns: Columns) -> Floats:
@@ -446,26 +434,7 @@ def _places(columns: Columns) -> Floats:
     workers change the time of one worker, which the prior models better, and count half. Under a constant global batch they
     change along with the world size, so the largest counts.
     """
-    return np.stack(
-        [
-            np.log(columns.num_workers),
-            np.log(columns.num_nodes),
-            np.log(columns.fullest) / 2,
-            np.log(columns.emptiest) / 2,
-            np.log(columns.local_batch) / 2,
-            np.log(columns.core_share) / 2,
-            np.log(columns.threads) / 2,
-            np.log(1 + columns.loader_workers) / 2,
-            np.log(1 + columns.prefetch_factor) / 8,
-            np.log(1 + columns.dense_flops) / 2,
-            np.log(1 + columns.dense_bytes) / 2,
-            np.log(1 + columns.embedding_bytes) / 2,
-        ],
-        axis=1,
-    )
-
-
-_OF_NODES = 1  # the column of `_places` for nodes
+    return np.stack([np.log(added + getattr(columns, name)) / divisor for name, added, divisor in _PLACE], axis=1)
 
 
 def _apart(columns: Columns, near: Columns) -> tuple[Floats, Floats]:
@@ -474,25 +443,18 @@ def _apart(columns: Columns, near: Columns) -> tuple[Floats, Floats]:
     return apart[:, _OF_NODES], np.delete(apart, _OF_NODES, axis=1).max(axis=1)
 
 
-# Direction in which each of `_features` may move a step time: +1 longer, -1 shorter, 0 either way. The residual in the
-# batch is left free: the straight line of the prior is too steep for batches that do not fill a device.
-_DIRECTIONS = (0, 0, 0, 0, 0, -1, 0, -1)
+# Features of the trees with the direction in which each may move a step time: -1 shorter, 0 either way. The batch is left
+# free: the straight line of the prior is too steep for batches that do not fill a device.
+_DIRECTIONS = {
+    **dict.fromkeys(("num_workers", "num_nodes", "fullest", "emptiest", "local_batch"), 0),
+    "core_share": -1,
+    "threads": 0,
+    "loader_workers": -1,
+}
 
 
 def _features(columns: Columns) -> Floats:
-    return np.stack(
-        [
-            columns.num_workers,
-            columns.num_nodes,
-            columns.fullest,
-            columns.emptiest,
-            columns.local_batch,
-            columns.core_share,
-            columns.threads,
-            columns.loader_workers,
-        ],
-        axis=1,
-    )
+    return np.stack([getattr(columns, name) for name in _DIRECTIONS], axis=1)
 
 
 def _bent(trees: Any, columns: Columns) -> Floats:
@@ -513,7 +475,7 @@ def _fit_trees(columns: Columns, log_residuals: Floats, weights: Floats) -> Any:
         max_iter=80,
         max_leaf_nodes=4,  # few interactions: larger trees memorise single placements and are worse on larger worlds
         min_samples_leaf=8,
-        monotonic_cst=_DIRECTIONS,
+        monotonic_cst=list(_DIRECTIONS.values()),
         early_stopping=False,
         random_state=0,
     )
@@ -522,21 +484,16 @@ def _fit_trees(columns: Columns, log_residuals: Floats, weights: Floats) -> Any:
         return trees.fit(_features(columns), log_residuals, sample_weight=uneven)
 
 
-def _folds(num_configurations: int) -> Iterator[tuple[NDArray[np.intp], NDArray[np.intp]]]:
-    """Yield training and test indices."""
-    order = np.random.default_rng(0).permutation(num_configurations)
-    for fold in range(min(NUM_FOLDS, num_configurations)):
-        yield np.delete(order, np.s_[fold::NUM_FOLDS]), order[fold::NUM_FOLDS]
-
-
 def _hold_out(
     observed: _Observed, prior: PhysicalPrior, kinds: Sequence[bool], population: Population | None
 ) -> dict[bool, _HeldOut]:
     """Predict each configuration by layers fitted without it, with and without trees."""
     errors: dict[bool, list[Floats]] = {with_trees: [] for with_trees in kinds}
     share_errors, distances = [], []
-    for train, test in _folds(len(observed.counts)):
-        seen, unseen = observed.rows(train), observed.rows(test)
+    order = np.random.default_rng(0).permutation(len(observed.counts))
+    for fold in range(min(NUM_FOLDS, len(order))):
+        seen = observed.rows(np.delete(order, np.s_[fold::NUM_FOLDS]))
+        unseen = observed.rows(order[fold::NUM_FOLDS])
         fold_prior = PhysicalPrior.fit(seen.columns, seen.measured, prior, population)
         for with_trees in kinds:
             raw = _Layers.fit(seen, fold_prior, with_trees=with_trees).predict(unseen.columns)
@@ -551,7 +508,7 @@ def _hold_out(
 #
 # Each job's prior is fitted alone. The coefficients of communication, relative to the job's own scale, then have a mean and
 # a deviation between jobs (Gelman, Hill, Data Analysis Using Regression and Multilevel/Hierarchical Models, 2007, chapter
-# 12). A new job is pulled to the means as far as jobs agree. Only windows of other jobs are used, never their names.
+# 12). A new job is pulled to the means in proportion to their agreement. Only windows of other jobs are used, not their names.
 
 MIN_CONFIGURATIONS = 6  # fewer do not determine the terms of a job
 POOLED_TERMS = frozenset({"ring_inside_node", "ring_between_nodes", "network", "stages", "latency_of_workers", "pair_of_nodes"})
@@ -561,7 +518,6 @@ ASSUMED_DEVIATION = 0.3
 
 MIN_DEVIATION_S = 0.02  # minimum deviation of a term between jobs, as a share of their communication
 MIN_SCALE_DEVIATION = 0.1
-MIN_NOISE = 0.02
 
 CONFIGURATIONS_FOR_VARIANCES = 100  # configurations of each job that show how its errors resemble each other
 MAX_JOBS_LEAVING = 8  # newest jobs that show how wide intervals off the node have to be
@@ -593,14 +549,13 @@ def population_of(jobs: Sequence[Sequence[StepProfile]], node_cores: float = 0.0
     """
     known, used = [], []
     for windows in jobs:
-        groups = windows_by_configuration(windows, node_cores)
-        if len(groups) >= MIN_CONFIGURATIONS:
-            columns, measured = Columns.of([*groups]), Measured.of([*groups.values()], [1.0] * len(groups))
+        columns, measured = measurements(windows, node_cores)
+        if len(columns) >= MIN_CONFIGURATIONS:
             used.append(windows)
             known.append(_Job(columns, measured, PhysicalPrior.fit(columns, measured)))
     if not known:
         return None
-    noise = max(MIN_NOISE, float(np.sqrt(np.mean([(job.residuals.step**2).mean() for job in known]))))
+    noise = max(MIN_SIGMA, float(np.sqrt(np.mean([(job.residuals.step**2).mean() for job in known]))))
     ratios = tuple(_ratios(known, kind) for kind in range(len(SHAPES)))
     gp = None
     if len(known) >= MIN_JOBS_COMPARED:
@@ -624,9 +579,9 @@ def _leaving_width(jobs: Sequence[Sequence[StepProfile]], known: Sequence[_Job],
         others = [*known[:out], *known[out + 1 :]]
         population = Population(tuple(_ratios(others, kind) for kind in range(len(SHAPES))), noise)
         model = StepTimeModel.fit(inside, node_cores=node_cores, population=population)
-        groups = windows_by_configuration(outside, node_cores)
-        found = model.predict_columns(Columns.of([*groups]))
-        error = np.log(Measured.of([*groups.values()], [1.0] * len(groups)).step_s / found.step_time_s)
+        columns, measured = measurements(outside, node_cores)
+        found = model.predict_columns(columns)
+        error = np.log(measured.step_s / found.step_time_s)
         width = np.where(error > 0, np.log(found.high_s / found.step_time_s), np.log(found.step_time_s / found.low_s))
         scores.append(np.abs(error) / width)
     if len(scores) < MIN_JOBS_COMPARED:
@@ -638,7 +593,7 @@ def _leaving_width(jobs: Sequence[Sequence[StepProfile]], known: Sequence[_Job],
 
 
 def _some(residuals: Residuals) -> Residuals:
-    """Return configurations of a job in no order, as many as the variances need."""
+    """Return random configurations of a job, as many as the variances need."""
     mixed = np.random.default_rng(0).permutation(len(residuals.step))
     return residuals.rows(np.sort(mixed[:CONFIGURATIONS_FOR_VARIANCES]))
 

@@ -1,60 +1,40 @@
 """Find the worker that makes the others wait, and decide whether replacing it pays. Pure.
 
-In synchronous training all workers have the same step time. The comparison therefore uses the time that each needs by itself:
-its own computing and its own wait for data, without the time blocked in collectives. In each of the newest observations, each
-worker is compared with the median of the others. It is named only if nearly all observations agree: an occasional slow step
-makes no straggler.
+In synchronous training all workers have the same step time. The comparison therefore uses each worker's own time: its
+computing and its wait for data, without the time blocked in collectives. In each of the newest observations, each worker is
+compared with the median of the others. It is named only if nearly all observations agree, so an occasional slow step does not
+make it a straggler.
 
 Time in which a worker was ready but had no core is left out among workers of one host, which all wait for the same cores. For
-a worker alone on its host it counts: a neighbour that takes the cores makes a node slow like any other fault.
-
-The cost of a straggler includes that time. The step is as long as the slowest worker's, so without the straggler it would be as
-long as the second slowest's.
+a worker alone on its host it counts: a neighbour that takes the cores makes a node slow like any other fault. The cost of a
+straggler includes that time. A step takes as long as the slowest worker, so without the straggler it would take as long as the
+second slowest.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_dlrover.tuning.plan import seconds_text
-from lightning_dlrover.tuning.samples import OwnTimes
+from lightning_dlrover.tuning.samples import Floats, OwnTimes
 
-Floats = NDArray[np.float64]
-
-
-SPANS = (12, 24, 48)
-"""Numbers of newest steps by which a worker is judged; longer spans are tried where times vary much."""
-
-MIN_OBSERVATIONS = 6
-"""Minimum number of observations before a worker can be called a straggler."""
-
-MIN_RATIO = 1.3
-"""Minimum median ratio to the median of the others. Below it, a replacement would hardly be noticed."""
-
-MIN_SHARE = 0.8
-"""Fraction of the observations that have to show at least half of that excess."""
-
-NUM_DEVIATIONS = 4.0
-"""Minimum excess in standard errors of its median. The bound is high because all workers are judged several times a second."""
-
-MIN_LOST = 0.05
-"""Minimum fraction of a step that the others wait for it. On shared cores a slow worker may cost nothing: others use them."""
-
-ASSUMED_DEVIATION = 0.3
-"""Minimum deviation of the logarithm of a worker's ratio to the others, assumed below `NUM_KNOWN` observations."""
-
-NUM_KNOWN = 24
-"""Observations after which the measured variation of that ratio is used alone."""
-
-MARGIN = 2.0
-"""Minimum ratio of a replacement's saving to its cost: the new worker may turn out slower than the others, too."""
+SPANS = (12, 24, 48)  # numbers of newest steps by which a worker is judged; longer spans are tried where times vary much
+MIN_OBSERVATIONS = 6  # minimum number of observations before a worker can be called a straggler
+MIN_RATIO = 1.3  # minimum median ratio to the median of the others; below it, a replacement would hardly be noticed
+MIN_SHARE = 0.8  # fraction of the observations that have to show at least half of that excess
+NUM_DEVIATIONS = 4.0  # minimum excess in standard errors of its median; high, as all workers are judged several times a second
+MIN_LOST = 0.05  # minimum fraction of a step that the others wait for it: on shared cores a slow worker may cost nothing
+ASSUMED_DEVIATION = 0.3  # minimum deviation of the log of a worker's ratio to the others, below `NUM_KNOWN` observations
+NUM_KNOWN = 24  # observations after which the measured variation of that ratio is used alone
+MARGIN = 2.0  # minimum ratio of a replacement's saving to its cost: the new worker may turn out slower than the others, too
 
 
 @dataclass(frozen=True)
@@ -63,8 +43,8 @@ class Straggler:
 
     global_rank: int
     part: Literal["compute", "data"]  # the part of its step that takes longer
-    own_s: float  # own time per step as compared, median
-    others_s: float  # the same time of the others, median
+    own_s: float  # median of its own time per step, as compared
+    others_s: float  # the same of the others
     ratio: float
     lost_s: float  # time by which a step would be shorter without it
     step_time_s: float
@@ -74,7 +54,7 @@ class Straggler:
     def text(self) -> str:
         what = "computing" if self.part == "compute" else "waiting for its data"
         return (
-            f"{self.own_s * 1e3:.3g} ms a step by itself where the others need {self.others_s * 1e3:.3g} ms, "
+            f"{self.own_s * 1e3:.3g} ms a step of its own work where the others need {self.others_s * 1e3:.3g} ms, "
             f"{self.ratio:.1f} times as long in {self.num_steps} steps, mostly {what}; "
             f"the others wait {self.lost_s * 1e3:.3g} of {self.step_time_s * 1e3:.3g} ms for it"
         )
@@ -98,7 +78,7 @@ def find_straggler(
     Args:
         observations: those of one round, oldest first.
         hosts: host of each worker, by rank; empty: each has its own.
-        loads: relative computing time that each worker may take, by rank, such as samples over cores; empty: all alike. A
+        loads: relative computing time that each worker may take, by rank, such as samples over cores; empty: equal. A
             straggler must be one with and without this scaling, because not all work is faster on more cores.
     Raises:
         ValueError: the numbers of workers differ, or a load is not above 0.
@@ -115,12 +95,25 @@ def find_straggler(
         raise ValueError(f"the load of every worker must be above 0, not {list(loads)}")
     if size < 2:
         return None
+    speeds = observations[-1].speeds
+    observations = [each.at_equal_shares() for each in observations]
     times = _Times.of(observations, hosts, loads)
     for span in SPANS:
         count = _num_newest(observations, span)
         if count and (found := _judge(times, count)):
-            return max(found, key=lambda s: s.ratio)
+            worst = max(found, key=lambda s: s.ratio)
+            return replace(worst, lost_s=min(worst.lost_s, _lost_with(speeds, worst))) if speeds else worst
     return None
+
+
+def _lost_with(speeds: Sequence[int], straggler: Straggler) -> float:
+    """Seconds by which a step would be shorter if the straggler were as fast as the median of the others.
+
+    Shares are proportional to speeds, so a step's time is inverse to the sum of them.
+    """
+    others = [speed for rank, speed in enumerate(speeds) if rank != straggler.global_rank]
+    after = sum(others) + max(statistics.median(others), speeds[straggler.global_rank])
+    return straggler.step_time_s * (1 - sum(speeds) / after)
 
 
 def judge_replacement(
@@ -133,14 +126,14 @@ def judge_replacement(
 ) -> Replacement:
     """Decide whether a straggler costs more over the rest of the job than its replacement by a new worker.
 
-    The new worker starts while the others train, so the job loses only the time of one change of the world. Until it has
-    started, the straggler stays: only the steps after that are saved time.
+    The new worker starts while the others train, so the job pauses for only one change of the world. The straggler stays until
+    the new worker has started, so only the steps after that are faster.
 
     Args:
         remaining_steps: steps left in the job; None if unknown.
         resize_cost_s: seconds that the whole job pauses for a change of the world.
-        num_earlier: stragglers that this job has replaced already. Each further one has to save twice as much: where new
-            workers are slow, too, replacing does not help.
+        num_earlier: stragglers that this job has replaced already. Each further one has to save twice as much, because
+            replacing does not help where new workers are slow, too.
         lead_s: seconds until the new worker can train.
         horizon_s: remaining time assumed when the number of steps is unknown.
     Raises:
@@ -168,7 +161,7 @@ class _Times:
 
     num_steps: Floats  # shape ``(num_observations,)``
     step_time_s: Floats  # the same
-    total_s: Floats  # time that a worker needs by itself
+    total_s: Floats  # time of a worker's own work
     data_s: Floats
     busy_s: Floats  # including the time without a core
     excess: Floats  # logarithm of the ratio of `total_s` to the median of the others
@@ -179,9 +172,7 @@ class _Times:
         compute_s, data_s, queued_s = (
             np.array([getattr(o, name) for o in observations], dtype=np.float64) for name in ("compute_s", "data_s", "queued_s")
         )
-        num_on = Counter(hosts)
-        alone = np.array([float(num_on[host] == 1) for host in hosts]) if hosts else np.ones(compute_s.shape[1])
-        own_s = compute_s + queued_s * alone
+        own_s = compute_s + queued_s * _alone(hosts, compute_s.shape[1])
         excess = _log_ratio(own_s + data_s)
         if len(loads):
             excess = np.minimum(excess, _log_ratio(own_s * np.median(loads) / np.array(loads) + data_s))
@@ -194,6 +185,12 @@ class _Times:
             excess=excess,
             deviation=_deviation(excess),
         )
+
+
+def _alone(hosts: Sequence[object], num_workers: int) -> Floats:
+    """Return 1 for each worker that is alone on its host, and 0 for the others; without hosts, all are alone."""
+    num_on = Counter(hosts)
+    return np.array([float(num_on[host] == 1) for host in hosts]) if hosts else np.ones(num_workers)
 
 
 def _num_newest(observations: Sequence[OwnTimes], span: int) -> int:
@@ -211,7 +208,7 @@ def _judge(times: _Times, count: int) -> list[Straggler]:
     recent = times.excess[-count:]
     excess = np.median(recent, axis=0)
     clear = (recent > math.log(MIN_RATIO) / 2).mean(axis=0) >= MIN_SHARE
-    # The whole round counts, too: a few observations may happen to be much alike.
+    # The whole round counts, too: a few observations may agree by chance.
     deviation = np.maximum(_deviation(recent), times.deviation)
     if len(times.excess) < NUM_KNOWN:
         deviation = np.maximum(deviation, ASSUMED_DEVIATION)
@@ -245,13 +242,13 @@ def _judge(times: _Times, count: int) -> list[Straggler]:
 
 
 def _deviation(values: Floats) -> Floats:
-    """Standard deviation, per column, of a normal distribution with the column's median absolute deviation."""
+    """Return the standard deviation, per column, of a normal distribution with the column's median absolute deviation."""
     deviation: Floats = 1.4826 * np.median(np.abs(values - np.median(values, axis=0)), axis=0)
     return deviation
 
 
 def _log_ratio(values: Floats) -> Floats:
-    """Log ratio of each worker to the median of the others."""
+    """Return the log ratio of each worker to the median of the others."""
     ratio: Floats = np.log(np.maximum(values, 1e-9) / np.maximum(_median_of_others(values), 1e-9))
     return ratio
 
@@ -269,3 +266,74 @@ def _median_of_others(values: Floats) -> Floats:
 
     median: Floats = (at((others - 1) // 2) + at(others // 2)) / 2
     return median
+
+
+# Shares by speed: a slow worker gets fewer samples of the same global batch, as in DLRover-RM (VLDB 2024, section 4.3).
+
+MIN_GAIN = 1.1  # minimum predicted ratio of the slowest worker's time before a change of shares to that after it
+SHARE_STEPS = 12  # minimum number of steps with the same shares before they change
+LEAST_SHARE, LARGEST_SHARE = 0.25, 2.0  # bounds of a worker's share, in equal shares; an even slower worker is replaced
+NEARLY_EQUAL = 0.03  # shares are equal if none differs by more than this fraction from an equal one
+SPEED_UNIT = 1000  # speed of a worker with an equal share
+
+
+def better_speeds(
+    observations: Sequence[OwnTimes],
+    global_batch_size: int,
+    hosts: Sequence[object] = (),
+    largest_shares: Sequence[float] = (),
+) -> tuple[int, ...] | None:
+    """Return speeds to which the shares should be proportional from now on; None if the present shares should stay.
+
+    A worker's time is taken as proportional to its share. It has a constant part, too, so that one change corrects too little
+    rather than too much, and the next one corrects the rest.
+
+    Args:
+        observations: those of one round, oldest first. Only the newest ones with the same shares count.
+        hosts: host of each worker, by rank; empty: each has its own. Workers of one host wait for the same cores, so that time
+            in which they were ready but had no core counts only where a worker is alone.
+        largest_shares: largest share that each worker may take, in equal shares; empty: no limit. 0: all shares must be equal.
+
+    Returns:
+        One speed per rank, of which `SPEED_UNIT` is the mean; empty for equal shares.
+    """
+    if not observations or len(observations[-1].compute_s) < 2:
+        return None
+    now = observations[-1].speeds
+    size = len(observations[-1].compute_s)
+    if any(largest <= 0 for largest in largest_shares):
+        return () if now else None
+    same = list(itertools.takewhile(lambda each: each.speeds == now, reversed(observations)))
+    if len(same) < MIN_OBSERVATIONS or sum(each.num_steps for each in same) < SHARE_STEPS:
+        return None
+    alone = _alone(hosts, size)
+    own_s = np.array([np.add(each.compute_s, each.data_s) + np.multiply(each.queued_s, alone) for each in same])
+    present = np.array(now or (SPEED_UNIT,) * size) / SPEED_UNIT
+    speed = present / np.maximum(np.median(own_s, axis=0), 1e-9)
+    wanted = _bounded(speed / speed.mean(), max(LEAST_SHARE, size / global_batch_size), largest_shares)
+    if np.abs(wanted - 1).max() <= NEARLY_EQUAL:
+        wanted = np.ones(size)
+    rounded = tuple(max(1, round(SPEED_UNIT * each)) for each in wanted)
+    new: tuple[int, ...] = rounded if len(set(rounded)) > 1 else ()
+    factor = np.array(new or (SPEED_UNIT,) * size) / SPEED_UNIT / present
+    gains = np.log(np.maximum(own_s.max(axis=1), 1e-9) / np.maximum((own_s * factor).max(axis=1), 1e-9))
+    gain = float(np.median(gains))
+    error = 1.2533 * float(_deviation(gains[:, None])[0]) / math.sqrt(len(gains))
+    is_clear = (gains > math.log(MIN_GAIN) / 2).mean() >= MIN_SHARE and gain >= NUM_DEVIATIONS * error
+    return new if is_clear and gain >= math.log(MIN_GAIN) else None
+
+
+def _bounded(shares: Floats, least_share: float, largest_shares: Sequence[float]) -> Floats:
+    """Return shares with a mean of 1 within their bounds, in proportion to `shares` where no bound applies."""
+    upper = np.minimum(np.array(largest_shares or (math.inf,) * len(shares)), LARGEST_SHARE)
+    if upper.mean() <= 1 or least_share >= 1 or upper.min() < least_share:  # not all samples would be taken
+        return np.ones(len(shares))
+    low, high = 0.0, float(len(shares) / shares.min())
+    for _ in range(60):  # bisection: the sum of the clipped shares grows with the factor
+        factor = (low + high) / 2
+        if np.clip(factor * shares, least_share, upper).mean() < 1:
+            low = factor
+        else:
+            high = factor
+    clipped: Floats = np.clip(high * shares, least_share, upper)
+    return clipped

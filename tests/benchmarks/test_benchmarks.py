@@ -11,15 +11,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
 import pytest
+from gavel_traces import default_folder
 from slurm_cluster import missing_packages
 
-from tests.support.benchmark_figures import BENCHMARKS, DEADLINE_S, figures_of
+from tests.support.benchmark_figures import BENCHMARKS, DEADLINE_S, ONE_THREAD, figures_of
 from tests.support.waiting import eventually
+from tests.support.windows import TRACES, needs_traces
 
 Figures = dict[str, float]
 Bounds = dict[str, tuple[float, float]]
@@ -30,11 +32,18 @@ ANY = (-LARGE, LARGE)  # finite, as all figures are
 A_FEW = (0.2, 5.0)
 """Bounds of a ratio that is near 1 on a quiet machine."""
 
+SPLITS = ("interp", "extrap", "scale", "few", "by_placement")
+WITH_HISTORY = ("few_history", "interp_history", "by_placement_history")
 SECONDS = (1e-9, 5.0)
 ABOVE_0 = (1e-9, LARGE)
 CHANGES = ("grow_s", "shrink_s", "replace_s", "rank0_leaves_s", "kill_s")
 MAY_BE_NAN = ("slurm_stall_s", "slurm_decision_to_training_s") if missing_packages() else ()
+needs_pairs = pytest.mark.skipif(not default_folder().is_dir(), reason=f"no traces in {default_folder()}")
 needs_torchrec = pytest.mark.skipif(importlib.util.find_spec("torchrec") is None, reason="sharded tables need torchrec")
+
+
+def at_most(value: float) -> tuple[float, float]:
+    return -LARGE, value
 
 
 def _stalls_are_shorter(result: Figures) -> bool:
@@ -166,12 +175,81 @@ def case(
     ],
 )
 def test_figures_are_within_their_bounds(command: str, bounds: Bounds, also: Callable[[Figures], bool]) -> None:
+    result = figures_within(command, bounds)
+    assert also(result), result
+
+
+def figures_within(command: str, bounds: Bounds, environment: Mapping[str, str] | None = None) -> Figures:
+    """Run the short form of a benchmark, and return its figures, which have these names and bounds."""
     script, *options = command.split()
-    result = figures_of(script, "--quick", *options)
+    result = figures_of(script, "--quick", *options, environment=environment)
     assert list(result) == list(bounds)
     for name, (least, most) in bounds.items():
         assert least <= result[name] <= most or name in MAY_BE_NAN, result
-    assert also(result), result
+    return result
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "command, bounds",
+    [
+        pytest.param(
+            "perf_model.py",
+            {
+                **dict(zip(SPLITS, map(at_most, (5, 5, 8, 9, 6.5)), strict=True)),
+                "worst_ratio": at_most(1.15),  # two seeds; 1.1 over ten
+                "coverage": (85, 95),
+                "off_node": at_most(25),
+                "off_node_coverage": (85, 98),
+            },
+            id="errors on measured traces are small",
+            marks=[needs_traces, pytest.mark.slow],
+        ),
+        pytest.param(
+            "perf_model.py --without-sync",
+            {
+                **dict.fromkeys([*SPLITS, "worst_ratio", "coverage", "off_node", "off_node_coverage"], ANY),
+                "interp": at_most(5.5),
+                "few": at_most(9),
+                "coverage": (85, 95),
+            },
+            id="they are where synchronisation was not measured apart",
+            marks=[needs_traces, pytest.mark.on_demand],
+        ),
+        pytest.param(
+            "perf_model.py --history",
+            {
+                **dict(zip(WITH_HISTORY, map(at_most, (7.5, 4.9, 5.5)), strict=True)),
+                "worst_harm": at_most(0.5),  # two seeds
+                "coverage": (85, 95),
+                "off_node": at_most(15),
+                "off_node_coverage": (85, 98),
+            },
+            id="other jobs on the same hardware lower the errors",
+            marks=[needs_traces, pytest.mark.on_demand],
+        ),
+        pytest.param(
+            "colocation.py --pairs --seeds 1",
+            {"known_error": at_most(0.14), "left_out_error": at_most(0.16), "oracle": (0.95, LARGE), "decision_ms": ANY},
+            id="slowdowns and sets of measured pairs are predicted",
+            marks=[needs_pairs, pytest.mark.on_demand],
+        ),
+        pytest.param(
+            f"cluster.py --scale --speeds {TRACES}",
+            {"decision_s": at_most(5), "decision_mb": at_most(500), "optimality": (0.98, LARGE)},  # 0.25 s on an idle core
+            id="one decision for a large cluster is fast and near the optimum",
+            marks=[needs_traces, pytest.mark.long],
+        ),
+        pytest.param(
+            "etcd_load.py --parts bytes",
+            {"mb_per_worker_day": (1e-9, 20)},  # 2 in the full run; a record of the short one counts for thousands in a day
+            id="an undisturbed job writes little",
+            marks=[pytest.mark.slow, pytest.mark.on_demand],
+        ),
+    ],
+)
+def test_computed_figures_are_within_their_bounds(command: str, bounds: Bounds) -> None:
+    figures_within(command, bounds, ONE_THREAD)
 
 
 def test_benchmark_of_streams_runs_only_the_requested_parts() -> None:

@@ -1,26 +1,27 @@
-"""The benchmark of policies for a cluster prints the figures of its docstring, and refuses folders without traces."""
+"""Benchmarks of a cluster: policies, jobs with too large requests, and the simulation of real jobs."""
 
 from __future__ import annotations
 
-import os
 import re
+from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import cluster_workloads
 import pytest
+from cluster_fidelity import CORES, JOBS, Inputs, simulated_times
 from cluster_policies import compare
+from cluster_requests import LOAD, MEMORY_USE_OF_REQUEST, NUM_NODES, UNITS_PER_NODE, Result, draw_requests, run
 from jobs import BenchmarkError
 
 from lightning_dlrover.lab.simulate import simulator, traces
 from lightning_dlrover.lab.simulate.simulator import Cluster
 from lightning_dlrover.lab.simulate.study import read_inputs
 from lightning_dlrover.lab.simulate.traces import TraceError
-from tests.support.benchmark_figures import ONE_THREAD, figures_of
 from tests.support.measured_clusters import write_speeds, write_trace
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEEDS = Path(os.environ.get("DLROVER_SHARED_DATA", ROOT.parent / "shared" / "data")) / "step_traces"
 
 
 @pytest.mark.long
@@ -102,11 +103,79 @@ def test_figures_need_jct_and_another_policy(tmp_path: Path) -> None:
             quickly(tmp_path, policies=policies)
 
 
-@pytest.mark.skipif(not SPEEDS.is_dir(), reason=f"no {SPEEDS}: set DLROVER_SHARED_DATA to the folder that holds step_traces")
-@pytest.mark.long
-def test_one_decision_for_a_large_cluster_is_fast_and_near_the_optimum() -> None:
-    figures = figures_of("cluster.py", "--scale", "--quick", "--speeds", str(SPEEDS), environment=ONE_THREAD)
-    assert list(figures) == ["decision_s", "decision_mb", "optimality"]
-    assert figures["decision_s"] < 5  # 0.25 s on an idle core
-    assert figures["decision_mb"] < 500
-    assert figures["optimality"] >= 0.98
+# --- jobs with too large requests --------------------------------------------------------------------------------------------
+
+
+SEED = 7
+
+
+def test_drawn_requests_use_as_little_of_their_cores_as_was_published() -> None:
+    shares = [request.cores / request.asked_cores for request in draw_requests(400, SEED)]
+    assert min(shares) > 0.16
+    assert max(shares) <= 0.31
+
+
+def test_drawn_jobs_ask_for_more_than_the_cluster_by_the_load() -> None:
+    requests = draw_requests(2000, SEED)
+    unit_s = sum(request.asked_units * request.seconds for request in requests)
+    span_s = requests[-1].at_s - requests[0].at_s
+    assert unit_s / span_s / (NUM_NODES * UNITS_PER_NODE) == pytest.approx(LOAD, rel=0.1)
+
+
+def test_memory_ends_only_in_jobs_that_outgrow_their_request() -> None:
+    for request in draw_requests(400, SEED):
+        assert (request.fails_at_steps < request.steps) == (request.peak_gib > request.asked_gib)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Result]:
+    requests = draw_requests(40, SEED)
+    return {policy: run(requests, policy, SEED) for policy in ("as-requested", "jct")}
+
+
+def test_all_jobs_end_or_fail_under_both_policies(results: dict[str, Result]) -> None:
+    for result in results.values():
+        assert len(result.outcome.finished) == 40
+
+
+def test_resized_jobs_leave_fewer_cores_idle(results: dict[str, Result]) -> None:
+    assert results["jct"].cpu > results["as-requested"].cpu + 0.1
+
+
+def test_users_jobs_use_about_the_published_share_of_their_memory(results: dict[str, Result]) -> None:
+    assert MEMORY_USE_OF_REQUEST[0] - 0.05 < results["as-requested"].memory < MEMORY_USE_OF_REQUEST[1] + 0.1
+
+
+def test_jobs_under_ours_ended_with_all_their_steps(results: dict[str, Result]) -> None:
+    assert mean(float(ended.is_whole) for ended in results["jct"].outcome.finished) >= 0.95
+
+
+# --- simulated side of real jobs ---------------------------------------------------------------------------------------------
+
+
+INPUTS = Inputs(start_s=10.0, steps_per_s=(7.0, 11.0), join_s=6.0, leave_s=1.0, pause_s=0.5)
+
+
+def test_each_simulated_job_takes_at_least_its_start_and_its_steps_at_full_speed() -> None:
+    times, _ = simulated_times(INPUTS)
+    assert sorted(times) == sorted(job.name for job in JOBS)
+    for job in JOBS:
+        assert times[job.name] >= 10.0 + job.steps / 11.0
+
+
+def test_simulated_jobs_need_their_core_seconds() -> None:
+    times, _ = simulated_times(replace(INPUTS, steps_per_s=(7.0, 14.0), join_s=0.0, leave_s=0.0, pause_s=0.0))
+    core_s = sum(10.0 + job.steps / 7.0 for job in JOBS)
+    assert max(job.at_s + times[job.name] for job in JOBS) >= core_s / CORES
+
+
+def test_simulated_jobs_change_their_sizes_and_workers_that_join_later_delay_them() -> None:
+    quick, num_changes = simulated_times(INPUTS)
+    late, _ = simulated_times(replace(INPUTS, join_s=30.0))
+    assert num_changes >= 4
+    assert sum(late.values()) > sum(quick.values())
+
+
+def test_a_faster_machine_ends_all_simulated_jobs_earlier() -> None:
+    fast, _ = simulated_times(replace(INPUTS, start_s=5.0, steps_per_s=(14.0, 22.0)))
+    assert all(fast[name] < taken for name, taken in simulated_times(INPUTS)[0].items())

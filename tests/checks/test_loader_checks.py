@@ -115,10 +115,7 @@ class ReadingAhead(DataLoader[int]):
     "loader, advice",
     [
         (DataLoader(Stream(), batch_size=None), "takes whole batches from Stream, .* let the dataset yield single samples"),
-        (
-            ReadingAhead(Stream()),
-            r"ReadingAhead overrides .* Use a plain DataLoader: a live job keeps",
-        ),
+        (ReadingAhead(Stream()), r"ReadingAhead overrides .* Use a plain DataLoader: a live job keeps"),
         (DataLoader(DATA, batch_size=None), "give it a batch_size"),
         (DataLoader(DATA, batch_sampler=OwnBatches(SequentialSampler(DATA), 2, False)), "give the DataLoader a batch_size"),
         (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "batch_sampler list decides"),
@@ -203,7 +200,7 @@ def test_own_sampler_needs_the_trainers_consent() -> None:
 
 
 @pytest.mark.parametrize("loader, name", [([[1], [2]], "list"), (range(3), "range"), (Stream(), f"{__name__}.Stream")])
-def test_object_that_is_no_data_loader_is_refused_by_name(loader: object, name: str) -> None:
+def test_object_other_than_a_data_loader_is_refused_by_name(loader: object, name: str) -> None:
     with pytest.raises(UnsupportedLoaderError, match=f"val_dataloader holds a {name}, .*map-style dataset"):
         check_data_loader(loader, is_split_by_user=False, hook="val_dataloader")
 

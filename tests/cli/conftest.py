@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, Keys, PlanRecord, RoundRecord, WorkerRecord, encode
 from lightning_dlrover.tuning.history import JobHistory
 from tests.support.history_rows import decision, entry, window
@@ -22,16 +22,7 @@ def dlrover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     for name in [name for name in os.environ if name.startswith("DLROVER_")]:
         monkeypatch.delenv(name)
     Path("script.py").write_text("print('never run')\n")
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            code = int(str(end.code))
-        output = capsys.readouterr()
-        return code, output.out, output.err
-
-    return run
+    return RunCli(capsys)
 
 
 @pytest.fixture
@@ -46,6 +37,12 @@ def job(client: EtcdClient, keys: Keys) -> Keys:
         client.put(keys.workers + worker, encode(record))
     client.put(f"{keys.events}{1:020d}-x", encode(EventRecord("round", 1.0, "round 4: w-a joined")))
     return keys
+
+
+@pytest.fixture
+def at(etcd: EmbeddedEtcd, job: Keys) -> tuple[str, ...]:
+    """Arguments of commands about that job."""
+    return "--endpoint", etcd.endpoint, job.run_id
 
 
 @pytest.fixture

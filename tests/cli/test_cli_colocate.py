@@ -18,6 +18,7 @@ from lightning_dlrover.cli.main import main
 from lightning_dlrover.colocate import plugin, policies
 from lightning_dlrover.colocate.devices import marked
 from tests.support.colocated_jobs import SEATED
+from tests.support.run_cli import RunCli
 from tests.support.waiting import eventually
 
 
@@ -45,17 +46,8 @@ def test_report_and_summary_show_every_job(tmp_path: Path, capsys: pytest.Captur
 
 def test_same_command_goes_on_after_ctrl_c(tmp_path: Path) -> None:
     path = queue_of(tmp_path, [seated("quick", steps=2), seated("long", steps=300)])
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_dlrover.cli",
-        "colocate",
-        str(path),
-        "--policy",
-        "sequential",
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    command = [sys.executable, "-m", "lightning_dlrover.cli", "colocate", str(path)]
+    command += ["--policy", "sequential", "--out", str(tmp_path / "out")]
     first = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"}
     )
@@ -78,12 +70,12 @@ def test_same_command_goes_on_after_ctrl_c(tmp_path: Path) -> None:
     assert "nothing was left to do" not in again.stdout
 
 
-def test_job_whose_memory_no_device_has_is_refused_with_both_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_job_whose_memory_no_device_has_is_refused_with_both_figures(tmp_path: Path, dlrover: RunCli) -> None:
     path = queue_of(tmp_path, [{**seated("a"), "memory": "60T"}])
-    assert main(["colocate", str(path), "--out", str(tmp_path / "out")]) == 2
-    assert re.search(r"job 'a': memory is 62914560 MiB, and the largest device has \d+ MiB", capsys.readouterr().err)
+    assert re.search(
+        r"job 'a': memory is 62914560 MiB, and the largest device has \d+ MiB",
+        dlrover.refused("colocate", str(path), "--out", str(tmp_path / "out")),
+    )
 
 
 def test_parser_offers_every_policy() -> None:
@@ -100,8 +92,7 @@ def test_parser_offers_every_policy() -> None:
         (["--profiles", "nowhere"], "nowhere holds no queue"),
     ],
 )
-def test_wrong_use_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+def test_wrong_use_starts_nothing(tmp_path: Path, dlrover: RunCli, options: list[str], message: str) -> None:
     path = queue_of(tmp_path, [seated("a")])
-    assert main(["colocate", str(path), "--out", str(tmp_path / "out"), *options]) == 2
-    assert message in capsys.readouterr().err
+    assert message in dlrover.refused("colocate", str(path), "--out", str(tmp_path / "out"), *options)
     assert not (tmp_path / "out" / "jobs").exists()

@@ -17,9 +17,10 @@ from tests.support.run_cli import RunCli
 
 
 def test_list_shows_all_jobs_newest_first(history: str, dlrover: RunCli) -> None:
-    code, text, _ = dlrover("history", "list", "--history", history)
-    assert code == 0
+    text = dlrover.output("history", "list", "--history", history)
     assert [line.split()[0] for line in text.splitlines()] == ["ctr@2", "other@1", "ctr@1"]
+    found = json.loads(dlrover.output("history", "list", "--json", "--history", history))
+    assert [(job["key"], job["updated_at"]) for job in found] == [("ctr@2", 2000.0), ("other@1", 1500.0), ("ctr@1", 1000.0)]
 
 
 def test_show_takes_a_name_for_its_newest_job_and_a_key_for_that_job(history: str, dlrover: RunCli) -> None:
@@ -38,8 +39,7 @@ def test_export_writes_the_measurements_of_all_jobs_or_of_one(history: str, dlro
 
 
 def test_a_removed_job_leaves_nothing_and_the_others_stay(history: str, dlrover: RunCli) -> None:
-    code, text, _ = dlrover("history", "remove", "ctr@2", "other", "--history", history)
-    assert (code, "removed ctr@2, other@1" in text) == (0, True)
+    assert "removed ctr@2, other@1" in dlrover.output("history", "remove", "ctr@2", "other", "--history", history)
     assert [line.split()[0] for line in dlrover("history", "list", "--history", history)[1].splitlines()] == ["ctr@1"]
     with contextlib.closing(sqlite3.connect(history.removeprefix("sqlite:///"))) as database:
         for table in ("windows", "decisions", "outcomes"):
@@ -56,22 +56,18 @@ def test_a_name_of_several_jobs_removes_none(history: str, dlrover: RunCli) -> N
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (("history", "show", "nobody"), "`dlrover history list` shows those it knows"),
+        (("history", "show", "nobody"), "`dlrover history list` shows its jobs"),
         (("history", "export", "ctr", "nobody"), "nobody"),
-        (("explain", "nobody"), "job 'nobody' is neither in etcd, nor in runs"),
+        (("explain", "nobody"), "job 'nobody' is neither in etcd nor in runs"),
         (("explain", "ctr", "--plan", "7"), "has made no plan 7; its plans are 1"),
     ],
 )
 def test_unknown_figures_are_shown_as_unknown(history: str, dlrover: RunCli, arguments: tuple[str, ...], said: str) -> None:
-    code, _, errors = dlrover(*arguments, "--history", history)
-    assert code == EXIT_USAGE
-    assert said in errors
+    assert said in dlrover.refused(*arguments, "--history", history)
 
 
 def test_history_that_is_off_or_broken_is_reported(tmp_path: Path, dlrover: RunCli) -> None:
     broken = tmp_path / "broken.sqlite"
     broken.write_bytes(b"no database at all" * 100)
     assert "switched off" in dlrover("history", "list", "--history", "off")[2]
-    code, _, errors = dlrover("history", "list", "--history", broken)
-    assert code == EXIT_USAGE
-    assert str(broken) in errors
+    assert str(broken) in dlrover.refused("history", "list", "--history", broken)

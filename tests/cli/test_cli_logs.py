@@ -35,8 +35,7 @@ def test_end_of_an_agent_by_a_signal_is_one_line(dlrover: RunCli) -> None:
     error = f"Traceback (most recent call last):\n{frame}\n"
     text = f"step 1\n{error}{name}: Process 22335 got signal: 15\n{error}ValueError: the script's own\n"
     (folder / "stderr.log").write_text(text)
-    code, output, _ = dlrover("logs", "job")
-    assert code == 0
+    output = dlrover.output("logs", "job")
     assert output.splitlines() == [
         "[node1] step 1",
         "[node1] this node's agent was ended by SIGTERM",
@@ -90,8 +89,7 @@ def test_output_on_another_machine_is_named_or_read_from_a_shared_folder(
     assert "folder 'runs/" in errors
     assert "torchrun keeps the output of a job without `dlrover run`" in errors
     client.put(job.controller, encode(ControllerRecord("host-7", 123, "slurm", {}, str(tmp_path / "theirs"))))
-    code, _, errors = dlrover(*asking)
-    assert code == 2
+    errors = dlrover.refused(*asking)
     assert f"its `dlrover run` on host-7 writes to {tmp_path}/theirs/logs, unless it was given a --log-dir" in errors
     assert "torchrun" not in errors
     (tmp_path / "theirs/logs/node1").mkdir(parents=True)

@@ -17,8 +17,6 @@ from lightning_dlrover.cli.main import command_function, main
 from lightning_dlrover.cli.parser import build_parser
 from lightning_dlrover.cli.plugins import Command
 from lightning_dlrover.components import elastic
-from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.job.records import Keys
 from tests.support.run_cli import RunCli
 
 HEAVY = ("torch", "lightning", "torchx", "numpy", "scipy", "grpc", "psutil", "rich")
@@ -36,10 +34,10 @@ def test_help_takes_less_than_half_a_second_of_computing() -> None:
     assert imported == []
 
 
-def test_asking_about_a_job_imports_neither_torch_nor_torchx(etcd: EmbeddedEtcd, job: Keys) -> None:
+def test_asking_about_a_job_imports_neither_torch_nor_torchx(at: tuple[str, ...]) -> None:
     code = "import sys; from lightning_dlrover.cli.main import main; main(sys.argv[1:])\n"
     code += "print('IMPORTED', *(m for m in ('torch', 'lightning', 'torchx') if m in sys.modules))"
-    command = [sys.executable, "-c", code, "status", "--endpoint", etcd.endpoint, job.run_id]
+    command = [sys.executable, "-c", code, "status", *at]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "IMPORTED"
 
@@ -102,7 +100,7 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", "--cpus", "5000", "script.py"], "--cpus 5000, but only"),
         (["run", "--cpus", "1:5000", "script.py"], "--cpus 1:5000, but only"),
         (["run", "--gpus", "tesla:1", "script.py"], "--gpus 'tesla:1' is not a number of GPUs"),
-        (["run", "--workers-per-node", "0", "script.py"], "'0' is not a number of workers from 1 to 1024"),
+        (["run", "--workers-per-node", "0", "script.py"], "'0' is not `gpu`, nor a number of workers from 1 to 1024"),
         (["run", "--workers-per-node", "gpu", "script.py"], "--workers-per-node gpu: --gpus N sets the number of GPUs"),
         (["run", "--workers-per-node", "4", "--workers", "1:6", "script.py"], "give multiples of 4, such as 4:4"),
         (["run", "--workers-per-node", "2", "--gpus", "4", "script.py"], "each worker has one GPU of its own; give --gpus 2"),
@@ -125,11 +123,10 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", *KUBERNETES, "--node-selector", "=x", "/s.py"], "--node-selector '=x' is not LABEL=VALUE"),
         (["run", *KUBERNETES, "--mount", "data", "/s.py"], "--mount 'data' is not CLAIM:PATH[:ro]"),
         (["run", *KUBERNETES, "--gpus", "many", "/s.py"], "--gpus 'many' is not [RESOURCE:]NUMBER"),
-        (["run", *KUBERNETES, "--queue", "ads", "--plain-jobs", "/s.py"], "--queue ads is one of Volcano, which --plain-jobs"),
+        (["run", *KUBERNETES, "--queue", "ads", "--plain-jobs", "/s.py"], "--queue ads needs Volcano, and --plain-jobs"),
         (["run", "--plain-jobs", "script.py"], "--plain-jobs: only with --target kubernetes"),
         (["run", *KUBERNETES, "--pod-template", "broken.py", "/s.py"], "--pod-template broken.py: it"),
         (["run", *KUBERNETES, "--pod-template", "nowhere.yaml", "/s.py"], "nowhere.yaml"),
-        (["run"], "script"),
         (["run", "--bogus", "s.py"], "dlrover run: error: unrecognized arguments: --bogus"),
         (["scale", "job", "--run-dir", "d", "2", "3"], "dlrover scale: error: unrecognized arguments: 3"),
         (["doctor", "s.py", "--epochs", "2"], "unrecognized arguments: --epochs 2; arguments of a script go after --"),
@@ -146,8 +143,7 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
 def test_bad_usage_ends_with_code_2_and_the_reason(dlrover: RunCli, arguments: list[str], message: str) -> None:
     Path("broken.py").write_text("def f(:\n")
     Path("binary.py").write_bytes(b"\x00\x01")
-    code, _, errors = dlrover(*arguments)
-    assert code == 2
+    errors = dlrover.refused(*arguments)
     assert message in errors
     assert "Traceback" not in errors
 
@@ -198,31 +194,22 @@ def test_an_etcd_that_does_not_answer_is_named_within_seconds(dlrover: RunCli) -
         unused.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{unused.getsockname()[1]}"
     started = time.monotonic()
-    code, _, errors = dlrover("run", "--endpoint", endpoint, "script.py")
-    assert code == 2
-    assert endpoint in errors
+    assert endpoint in dlrover.refused("run", "--endpoint", endpoint, "script.py")
     assert time.monotonic() - started < 20
 
 
 def test_a_port_that_is_not_etcd_is_named_within_seconds(dlrover: RunCli) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         endpoint = f"127.0.0.1:{other.getsockname()[1]}"
-        code, _, errors = dlrover("status", "--endpoint", endpoint, "job")
-    assert code == 2
-    assert endpoint in errors
+        assert endpoint in dlrover.refused("status", "--endpoint", endpoint, "job")
 
 
-@pytest.mark.parametrize("option", ["--endpoint", "--rdzv-id"])
-def test_run_refuses_an_empty_value(dlrover: RunCli, option: str) -> None:
-    code, _, errors = dlrover("run", option, "", "script.py")
-    assert code == 2
-    assert f"argument {option}: its value is empty, perhaps an unset variable" in errors
+@pytest.mark.parametrize(
+    "command", [("run", "--endpoint", "", "x.py"), ("run", "--rdzv-id", "", "x.py"), ("status", "--endpoint", "", "job")]
+)
+def test_empty_value_is_refused_with_its_option(dlrover: RunCli, command: tuple[str, ...]) -> None:
+    assert f"argument {command[1]}: its value is empty, perhaps an unset variable" in dlrover.refused(*command)
     assert not Path("runs").exists()
-
-
-def test_status_refuses_an_empty_endpoint(dlrover: RunCli) -> None:
-    code, _, errors = dlrover("status", "--endpoint", "", "job")
-    assert (code, "argument --endpoint: its value is empty" in errors) == (2, True)
 
 
 @pytest.mark.parametrize("given", [["scale", "job", "3"], ["-v", "history", "list"], ["pool", "run", "--budget", "cores=2"]])
@@ -253,3 +240,22 @@ def test_number_of_workers_may_stand_after_options() -> None:
     arguments = ["scale", "job", "--run-dir", "d", "2"]
     options = build_parser(arguments).parse_args(arguments)
     assert (options.job, options.num_workers, str(options.run_dir)) == ("job", 2, "d")
+
+
+@pytest.mark.parametrize(
+    "line, found",
+    [
+        ("dlrover st", ["status", "stacks"]),
+        ("dlrover -v pool ", ["run", "status", "what-if", "plan"]),
+        ("dlrover pool run --own", ["--owner-weight"]),
+        ("dlrover run --workers-", ["--workers-per-node"]),
+        ("dlrover br", []),  # a former name
+        ("dlrover run --not", []),
+    ],
+)
+def test_shell_completes_commands_and_options(
+    dlrover: RunCli, monkeypatch: pytest.MonkeyPatch, line: str, found: list[str]
+) -> None:
+    monkeypatch.setenv("COMP_LINE", f"{line} a later word")
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    assert dlrover.output("--complete", "dlrover", "", "").split() == found

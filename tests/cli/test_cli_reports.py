@@ -15,23 +15,19 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, PlanRecord, encode
 from lightning_dlrover.report.status import JobPlace
 from tests.support.history_rows import decision
-from tests.support.run_cli import RunCli
+from tests.support.run_cli import RunCli, left_folder
 
 
-def test_a_file_that_cannot_be_written_gets_one_line(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys, tmp_path: Path) -> None:
-    code, _, errors = dlrover("report", "--endpoint", etcd.endpoint, job.run_id, "--output", str(tmp_path))
-    assert code == 2
+def test_a_file_that_cannot_be_written_gets_one_line(dlrover: RunCli, at: tuple[str, ...], tmp_path: Path) -> None:
+    errors = dlrover.refused("report", *at, "--output", str(tmp_path))
     assert errors.startswith("dlrover: ")
 
 
 def test_the_report_of_a_job_comes_from_its_folder_when_its_etcd_is_gone(dlrover: RunCli) -> None:
-    folder = Path("runs/job")
-    folder.mkdir(parents=True)
-    JobPlace("job", "127.0.0.1:1").write(folder)
+    folder = left_folder()
     event = EventRecord("round", 1.0, "", {"number": 1, "members": ["w"], "kind": "start", "planned": True, "reason": "start"})
     (folder / "events.jsonl").write_bytes(encode(event) + b'\n{"half')
-    code, output, errors = dlrover("report", "job")
-    assert code == 0, errors
+    output = dlrover.output("report", "job")
     assert "rounds            1" in output
     assert (folder / "report.html").exists()
     assert dlrover("report", "job", "--output", "other.html")[0] == 0
@@ -64,14 +60,11 @@ def test_a_report_is_opened_in_the_users_browser(browser: str, dlrover: RunCli, 
 
 
 def test_a_job_is_explained_from_its_folder_and_drawn(dlrover: RunCli) -> None:
-    folder = Path("runs/job")
-    folder.mkdir(parents=True)
-    JobPlace("job", "127.0.0.1:1").write(folder)
+    folder = left_folder()
     made = decision(1)
     lines = [encode(EventRecord("decision", made.at, made.reason, made.to_data()))]
     (folder / "events.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    code, text, errors = dlrover("explain", "job", "--history", "off")
-    assert code == 0, errors
+    text = dlrover.output("explain", "job", "--history", "off")
     assert "plan 1" in text
     picture = (folder / "plans.png").read_bytes()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"
@@ -89,7 +82,6 @@ def test_job_that_has_only_begun_is_not_called_unknown(
 
 
 def test_job_known_only_to_the_history_is_explained_from_it(history: str, dlrover: RunCli) -> None:
-    code, text, errors = dlrover("explain", "ctr", "--history", history, "--output", "plans.svg")
-    assert code == 0, errors
+    text = dlrover.output("explain", "ctr", "--history", history, "--output", "plans.svg")
     assert "plan 1" in text
     assert "<svg" in Path("plans.svg").read_text()

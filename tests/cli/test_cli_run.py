@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from lightning_dlrover.cli import run
-from lightning_dlrover.cli.errors import EXIT_USAGE
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.cli.parser import build_parser
 from lightning_dlrover.cli.plugins import requested_ticket
@@ -30,11 +29,7 @@ from tests.support.run_cli import RunCli
     ("visible", "gpus", "message"),
     [
         ("0,1", 1, "3 workers with 1 GPU each: 3 needed, 2 found (CUDA_VISIBLE_DEVICES is '0,1'); --workers 1:2 is the most"),
-        (
-            "GPU-a",
-            2,
-            "3 workers with 2 GPUs each: 6 needed, 1 found (CUDA_VISIBLE_DEVICES is 'GPU-a'); use fewer",
-        ),
+        ("GPU-a", 2, "3 workers with 2 GPUs each: 6 needed, 1 found (CUDA_VISIBLE_DEVICES is 'GPU-a'); use fewer"),
         ("", 1, "3 workers with 1 GPU each: 3 needed, 0 found"),
     ],
 )
@@ -61,25 +56,23 @@ def test_workers_of_nodes_need_a_gpu_each_where_there_are_any(
     dlrover: RunCli, monkeypatch: pytest.MonkeyPatch, visible: str, options: list[object], message: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    code, _, errors = dlrover("run", *options, "script.py")
-    assert code == 2
-    assert message in errors
+    assert message in dlrover.refused("run", *options, "script.py")
 
 
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({}, "nodes run on this machine, where these mean nothing: --partition, --image"),
+        ({}, "nodes run on this machine, where these are ignored: --partition, --image"),
         (
             {"SLURM_JOB_ID": "7", "KUBERNETES_SERVICE_HOST": "h"},
-            "nodes run on Slurm, where these mean nothing: --image; `--target local` keeps them on this host",
+            "nodes run on Slurm, where these are ignored: --image; `--target local` keeps them on this host",
         ),
         (
             {"KUBERNETES_SERVICE_HOST": "h", "KUBECONFIG": "script.py"},
-            "nodes run on Kubernetes, where these mean nothing: --partition; `--target local` keeps them on this host",
+            "nodes run on Kubernetes, where these are ignored: --partition; `--target local` keeps them on this host",
         ),
         # Without a service account nodes cannot be requested.
-        ({"KUBERNETES_SERVICE_HOST": "h"}, "nodes run on this machine, where these mean nothing: --partition, --image"),
+        ({"KUBERNETES_SERVICE_HOST": "h"}, "nodes run on this machine, where these are ignored: --partition, --image"),
     ],
 )
 def test_nodes_run_beside_their_controller_by_default(
@@ -100,17 +93,13 @@ def test_a_job_that_has_ended_in_a_shared_etcd_is_not_run_again(
     dlrover: RunCli, client: EtcdClient, etcd: EmbeddedEtcd, job: Keys
 ) -> None:
     client.put(job.job, encode(JobRecord("finished", True, 1, 3, "0")))
-    code, _, errors = dlrover("run", "--endpoint", etcd.endpoint, "--rdzv-id", job.run_id, "script.py")
-    assert code == 2
-    assert "has finished" in errors
+    assert "has finished" in dlrover.refused("run", "--endpoint", etcd.endpoint, "--rdzv-id", job.run_id, "script.py")
 
 
 def test_a_folder_of_an_earlier_job_is_not_written_into(dlrover: RunCli) -> None:
     Path("runs/job").mkdir(parents=True)
     Path("runs/job/events.jsonl").write_text("precious\n")
-    code, _, errors = dlrover("run", "--rdzv-id", "job", "script.py")
-    assert code == 2
-    assert "holds an earlier job's files" in errors
+    assert "holds an earlier job's files" in dlrover.refused("run", "--rdzv-id", "job", "script.py")
     assert Path("runs/job/events.jsonl").read_text() == "precious\n"
 
 
@@ -157,9 +146,9 @@ def test_job_whose_etcd_was_on_another_host_is_not_resumed_here(dlrover: RunCli)
     folder = Path("runs/job")
     (folder / "etcd").mkdir(parents=True)
     JobPlace("job", "192.0.2.1:2379").write(folder, "slurm", "mark")
-    code, _, errors = dlrover("run", "--target", "slurm", "--rdzv-id", "job", "script.py")
-    assert code == 2
-    assert "used an etcd on 192.0.2.1, and its nodes still look for it there: resume the job on that host" in errors
+    assert "used an etcd on 192.0.2.1, and its nodes still look for it there: resume the job on that host" in dlrover.refused(
+        "run", "--target", "slurm", "--rdzv-id", "job", "script.py"
+    )
     assert (folder / "etcd").exists()
 
 
@@ -194,22 +183,23 @@ def test_jobs_on_slurm_do_not_share_a_folder_of_output(
 def test_run_refuses_a_job_that_others_have_started(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
-    code, _, errors = dlrover("run", "--endpoint", etcd.endpoint, "--rdzv-id", job.run_id, "--workers", "1:2", str(script))
-    assert (code, "is training already" in errors) == (2, True)
+    assert "is training already" in dlrover.refused(
+        "run", "--endpoint", etcd.endpoint, "--rdzv-id", job.run_id, "--workers", "1:2", str(script)
+    )
 
 
 def test_run_refuses_a_user_without_an_endpoint(dlrover: RunCli) -> None:
     Path("password").write_text("secret")
-    code, _, errors = dlrover("run", "--user", "me", "--password-file", "password", "script.py")
-    assert code == 2
-    assert "--user, --password-file: only with --endpoint" in errors
+    assert "--user, --password-file: only with --endpoint" in dlrover.refused(
+        "run", "--user", "me", "--password-file", "password", "script.py"
+    )
 
 
 def test_run_refuses_more_workers_than_a_machine_can_bear(dlrover: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    code, _, errors = dlrover("run", "--workers", "10000:20000", "script.py")
-    assert code == 2
-    assert "this machine has 8 cores, which is enough for 32 workers at most" in errors
+    assert "this machine has 8 cores, enough for 32 workers at most" in dlrover.refused(
+        "run", "--workers", "10000:20000", "script.py"
+    )
 
 
 def test_run_caps_the_most_workers_of_a_machine(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
@@ -281,7 +271,5 @@ def test_nodes_learn_the_pool_of_their_own_job(given: list[str], pool: str, monk
 
 
 def test_a_budget_without_prices_is_refused_before_anything_is_started(dlrover: RunCli) -> None:
-    code, _, errors = dlrover("run", "--budget", "5", "script.py")
-    assert code == EXIT_USAGE
-    assert "needs prices" in errors
+    assert "needs prices" in dlrover.refused("run", "--budget", "5", "script.py")
     assert not Path("runs").exists()

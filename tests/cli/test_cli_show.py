@@ -26,31 +26,29 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 from lightning_dlrover.report.status import JobPlace, JobSummary, list_jobs
-from tests.support.run_cli import RunCli
+from tests.support.run_cli import RunCli, left_folder
 
 
 def test_escape_sequences_of_others_reach_no_terminal(
-    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys
+    dlrover: RunCli, at: tuple[str, ...], client: EtcdClient, job: Keys
 ) -> None:
     client.put(f"{job.events}9-other", encode(EventRecord("round", 1.0, "\x1b]52;c;cm0gLXJm\x07 nice \x1b[2J")))
-    code, text, _ = dlrover("status", "--endpoint", etcd.endpoint, job.run_id)
-    assert code == 0
+    text = dlrover.output("status", *at)
     assert "\\x1b]52;c;cm0gLXJm\\x07 nice \\x1b[2J" in text
     assert "\x1b" not in text
 
 
 def test_status_shows_the_plan_of_a_pool_by_the_name_of_the_pool(
-    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys
+    dlrover: RunCli, at: tuple[str, ...], client: EtcdClient, job: Keys
 ) -> None:
     client.put(job.plan, encode(PlanRecord(2, "brain", "pool ads: 3 -> 2 workers", True)))
-    assert "plan: 2 workers, by pool ads: 3 -> 2 workers\n" in dlrover("status", "--endpoint", etcd.endpoint, job.run_id)[1]
-    status = json.loads(dlrover("status", "--json", "--endpoint", etcd.endpoint, job.run_id)[1])
+    assert "plan: 2 workers, by pool ads: 3 -> 2 workers\n" in dlrover("status", *at)[1]
+    status = json.loads(dlrover("status", "--json", *at)[1])
     assert status["plan"]["source"] == "pool"
 
 
-def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
-    code, text, _ = dlrover("status", "--endpoint", etcd.endpoint, job.run_id)
-    assert code == 0
+def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, at: tuple[str, ...]) -> None:
+    text = dlrover.output("status", *at)
     for part in (
         "training, 1 to 3 workers",
         "round 4 (grow): w-a joined",
@@ -59,7 +57,7 @@ def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, etcd:
         "host:101",
     ):
         assert part in text
-    code, text, _ = dlrover("status", "--json", "--endpoint", etcd.endpoint, job.run_id)
+    text = dlrover.output("status", "--json", *at)
     status = json.loads(text)
     assert (status["phase"], status["round"]["number"]) == ("training", 4)
     assert [(w["worker_id"], w["rank"], w["state"]) for w in status["workers"]] == [
@@ -67,6 +65,18 @@ def test_status_shows_the_job_for_people_and_for_programs(dlrover: RunCli, etcd:
         ("w-a", 1, "active"),
         ("w-c", None, "standby"),
     ]
+
+
+def test_status_shows_shares_by_speed_of_the_current_round(
+    dlrover: RunCli, etcd: EmbeddedEtcd, client: EtcdClient, job: Keys
+) -> None:
+    for number, samples in ((3, [9, 1]), (4, [70, 26])):
+        client.put(
+            f"{job.events}{number}-shares",
+            encode(EventRecord("shares", 1.0, "", {"round": number, "step": 1, "samples": samples})),
+        )
+    text = dlrover("status", "--endpoint", etcd.endpoint, job.run_id)[1]
+    assert [line.split(":")[1].split()[0] for line in text.splitlines() if "share by speed" in line] == ["70", "26"]
 
 
 def test_list_shows_the_jobs_of_a_folder_or_of_an_etcd(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
@@ -95,11 +105,8 @@ ENDS = {
 
 @pytest.mark.parametrize("how", ENDS)
 def test_list_report_and_json_of_an_ended_job_tell_the_same_end(dlrover: RunCli, how: str) -> None:
-    folder = Path("runs/job")
-    folder.mkdir(parents=True)
-    JobPlace("job", "unix:/nowhere/etcd.sock:0").write(folder)
-    events = [record_of(RoundFormed(1, ["w"], "start"), "begins", 1.0), *ENDS[how]]
-    (folder / "events.jsonl").write_bytes(b"".join(encode(event) + b"\n" for event in events))
+    begins = record_of(RoundFormed(1, ["w"], "start"), "begins", 1.0)
+    left_folder(begins, *ENDS[how], endpoint="unix:/nowhere/etcd.sock:0")
     assert dlrover("list")[1].splitlines()[1].split()[:2] == ["job", how]
     assert f"({how})" in dlrover("report", "job")[1].splitlines()[1]
     code, text, _ = dlrover("status", "job", "--json")
@@ -107,8 +114,7 @@ def test_list_report_and_json_of_an_ended_job_tell_the_same_end(dlrover: RunCli,
 
 
 def test_status_without_a_name_takes_the_only_job_that_runs(dlrover: RunCli, etcd: EmbeddedEtcd, job: Keys) -> None:
-    code, _, errors = dlrover("status")
-    assert (code, "no job runs in folder runs: name the job" in errors) == (2, True)
+    assert "no job runs in folder runs: name the job" in dlrover.refused("status")
     folder = Path("runs") / job.run_id
     with run_folder(folder, job.run_id, etcd.endpoint, "local"):
         JobPlace(job.run_id, etcd.endpoint, job.prefix).write(folder)
@@ -125,8 +131,7 @@ def test_status_is_watched_until_the_job_ends(
         client.put(job.job, encode(JobRecord("finished", True, 1, 3, "0")))
 
     monkeypatch.setattr("lightning_dlrover.cli.show.time.sleep", end)
-    code, text, _ = dlrover("status", job.run_id, "--watch", "--endpoint", etcd.endpoint)
-    assert code == 0
+    text = dlrover.output("status", job.run_id, "--watch", "--endpoint", etcd.endpoint)
     assert [line.split()[2] for line in text.splitlines() if line.startswith("job ")] == ["training,", "finished,"]
 
 

@@ -15,6 +15,7 @@ from lightning_dlrover.cli.main import main
 from lightning_dlrover.lab import plugin
 from lightning_dlrover.lab.simulate.baselines import ELASTIC_POLICIES
 from tests.support.measured_clusters import write_speeds, write_trace
+from tests.support.run_cli import RunCli
 from tests.support.waiting import eventually
 
 
@@ -63,14 +64,11 @@ def test_an_oracle_and_one_cost_need_no_curve(tmp_path: Path) -> None:
         ("short,5,toy,1", "week.csv:8: the line has 4 of 5 fields"),
     ],
 )
-def test_a_bad_trace_is_refused_with_file_and_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], row: str, message: str
-) -> None:
+def test_a_bad_trace_is_refused_with_file_and_line(tmp_path: Path, dlrover: RunCli, row: str, message: str) -> None:
     arguments = command(tmp_path)
     with (tmp_path / "week.csv").open("a") as trace:
         trace.write(row + "\n")
-    assert main(arguments) == 2
-    assert message in capsys.readouterr().err
+    assert message in dlrover.refused(*arguments)
     assert not (tmp_path / "out").exists()
 
 
@@ -88,43 +86,31 @@ def test_a_bad_trace_is_refused_with_file_and_line(
         ("--policy", "best", "invalid choice: 'best'"),
     ],
 )
-def test_wrong_options_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str, message: str
-) -> None:
-    with pytest.raises(SystemExit) as exited:
-        main([*command(tmp_path), f"{option}={value}"])
-    assert exited.value.code == 2
-    assert message in capsys.readouterr().err
+def test_wrong_options_are_refused(tmp_path: Path, dlrover: RunCli, option: str, value: str, message: str) -> None:
+    assert message in dlrover.refused(*[*command(tmp_path), f"{option}={value}"])
 
 
 @pytest.mark.parametrize(
     "samples, message", [("toy,64\ngpt,5", "has no speeds of gpt, only of toy"), ("toy,1e30", "samples is 1e30, and the")]
 )
-def test_work_that_no_simulation_can_use_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], samples: str, message: str
-) -> None:
+def test_work_that_no_simulation_can_use_is_refused(tmp_path: Path, dlrover: RunCli, samples: str, message: str) -> None:
     arguments = command(tmp_path)
     (tmp_path / "work.csv").write_text(f"application,samples\n{samples}\n")
-    assert main(arguments) == 2
-    assert message in capsys.readouterr().err
+    assert message in dlrover.refused(*arguments)
 
 
 @pytest.mark.parametrize("content, message", [(b"\xe8\x00", "is not UTF-8"), (None, "cannot be used: No such file")])
-def test_trace_that_cannot_be_read_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, message: str
-) -> None:
+def test_trace_that_cannot_be_read_is_named(tmp_path: Path, dlrover: RunCli, content: bytes | None, message: str) -> None:
     arguments = command(tmp_path)
     trace = tmp_path / "week.csv"
     trace.unlink() if content is None else trace.write_bytes(content)
-    assert main(arguments) == 2
-    assert f"{trace} {message}" in capsys.readouterr().err
+    assert f"{trace} {message}" in dlrover.refused(*arguments)
 
 
-def test_folder_that_cannot_be_made_is_named_with_its_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_that_cannot_be_made_is_named_with_its_option(tmp_path: Path, dlrover: RunCli) -> None:
     (tmp_path / "file").write_text("")
     for out in ("/proc/x", str(tmp_path / "file")):
-        assert main([*command(tmp_path), "--out", out]) == 2
-        errors = capsys.readouterr().err
+        errors = dlrover.refused(*[*command(tmp_path), "--out", out])
         assert f"--out {out} cannot be written: " in errors
         assert "; choose another --out" in errors
 

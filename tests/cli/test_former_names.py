@@ -27,12 +27,7 @@ COLOCATE, SIMULATE = ("colocate", "jobs.yaml"), ("simulate", "trace.csv", "--spe
     ],
 )
 def test_former_option_is_todays_with_one_line_about_it(
-    command: tuple[str, ...],
-    former: list[str],
-    today: list[str],
-    name: str,
-    value: object,
-    capsys: pytest.CaptureFixture[str],
+    command: tuple[str, ...], former: list[str], today: list[str], name: str, value: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [command[0], *former, *command[1:]]
     options = build_parser(given).parse_args(given)

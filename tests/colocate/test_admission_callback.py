@@ -1,4 +1,4 @@
-"""A Trainer beside other jobs of a dispatcher: it waits before its first step, and takes the threads that it is granted."""
+"""A Trainer next to other jobs of a dispatcher: it waits before its first step, and takes the threads that it is granted."""
 
 from __future__ import annotations
 
@@ -86,6 +86,6 @@ def test_trainer_of_a_measured_kind_estimates_nothing(tmp_path: Path, monkeypatc
     assert [report.estimate_bytes for report in seen] == [0]
 
 
-def test_trainer_that_runs_by_itself_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_that_runs_by_itself_waits_for_no_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(variables.SEAT, raising=False)
     assert fit().global_step == NUM_STEPS

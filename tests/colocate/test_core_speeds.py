@@ -41,13 +41,13 @@ def test_another_thread_is_granted_only_while_cores_are_idle(cores: list[float],
     assert all(share == 1 or share < each + 1 for share, each in zip(shares, cores, strict=True))
 
 
-def test_job_beside_others_that_wait_keeps_its_threads() -> None:
+def test_job_among_others_that_wait_keeps_its_threads() -> None:
     assert thread_shares([1.9, 0.25, 0.25], 2.0) == [2, 1, 1]
     assert thread_shares([1.9, 1.5], 2.0) == [1, 1]
     assert thread_shares([0.3], 2.0) == [2]
 
 
-def test_light_job_keeps_its_speed_beside_two_heavy_ones() -> None:
+def test_light_job_keeps_its_speed_next_to_two_heavy_ones() -> None:
     heavy, light = CoreUse("heavy", 1.0), CoreUse("light", 0.2, 0.8)
     found = expected([heavy, heavy, light], [1, 1, 1], 2.0)
     assert found.speeds[2] == pytest.approx(1.0)

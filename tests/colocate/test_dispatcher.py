@@ -7,7 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,29 +38,32 @@ def results(folder: Path) -> dict[str, list[str]]:
     return found
 
 
+def run(folder: Path, *jobs: JobSpec, **options: Any) -> dict[str, list[str]]:
+    """Run jobs to their ends; return the results of each job's attempts."""
+    with Journal(folder) as journal:
+        dispatcher(folder, journal, jobs, **options).run()
+    return results(folder)
+
+
 def reason(folder: Path, job: str) -> str:
     return next(record.reason for record in reversed(read_records(folder)) if isinstance(record, Ended) and record.job == job)
 
 
 def test_jobs_that_crash_or_do_not_start_harm_no_other(tmp_path: Path) -> None:
-    with Journal(tmp_path) as journal:
-        jobs = [
-            seated("good", 50, 20),
-            python("crash", "raise RuntimeError('boom')"),
-            python("killed", "import os; os.kill(os.getpid(), 9)"),
-            seated("other", 50, 20),
-        ]
-        dispatcher(tmp_path, journal, jobs).run()
-    assert results(tmp_path) == {"good": ["done"], "other": ["done"], "crash": ["failed"], "killed": ["failed"]}
+    jobs = [
+        seated("good", 50, 20),
+        python("crash", "raise RuntimeError('boom')"),
+        python("killed", "import os; os.kill(os.getpid(), 9)"),
+        seated("other", 50, 20),
+    ]
+    assert run(tmp_path, *jobs) == {"good": ["done"], "other": ["done"], "crash": ["failed"], "killed": ["failed"]}
     assert reason(tmp_path, "crash").endswith("RuntimeError: boom")
     assert reason(tmp_path, "killed") == "killed by SIGKILL"
 
 
 def test_job_without_progress_fails_as_hanging(tmp_path: Path) -> None:
-    with Journal(tmp_path) as journal:
-        jobs = [python("hangs", "import time; time.sleep(1000)"), seated("good", 50, 20)]
-        dispatcher(tmp_path, journal, jobs, rules=Rules(probe_s=0.2, grace_s=1.0, hang_s=1.5)).run()
-    assert results(tmp_path) == {"good": ["done"], "hangs": ["failed"]}
+    jobs = [python("hangs", "import time; time.sleep(1000)"), seated("good", 50, 20)]
+    assert run(tmp_path, *jobs, rules=Rules(probe_s=0.2, grace_s=1.0, hang_s=1.5)) == {"good": ["done"], "hangs": ["failed"]}
     assert "no step and no use of a core for 2 s" in reason(tmp_path, "hangs")
 
 
@@ -72,7 +78,7 @@ def test_jobs_whose_steps_take_half_a_second_are_measured_alone(tmp_path: Path) 
 def test_job_waits_at_its_first_step_until_its_memory_is_free(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         jobs = [seated("first", 2000, 20, steps=30), seated("second", 1500, 20, steps=30)]
-        made = dispatcher(tmp_path, journal, jobs, places=[place(3200)])
+        made = dispatcher(tmp_path, journal, jobs, devices=[place(3200)])
 
         def charges() -> int:
             return sum(job.charges["host"] for job in made.running.values())
@@ -93,7 +99,7 @@ def test_job_that_has_not_seen_its_grant_yet_keeps_it(tmp_path: Path) -> None:
     until = tmp_path / "until"
     with Journal(tmp_path) as journal:
         jobs = [seated(name, mib, 20, steps=100_000, until=until) for name, mib in (("one", 2000), ("other", 1500))]
-        made = dispatcher(tmp_path, journal, jobs, places=[place(3200)])
+        made = dispatcher(tmp_path, journal, jobs, devices=[place(3200)])
 
         def phases() -> list[str]:
             return sorted(job.phase for job in made.running.values())
@@ -126,30 +132,22 @@ def test_grant_that_cannot_be_written_is_given_at_the_next_look(tmp_path: Path, 
         write_answer(folder, answer)
 
     monkeypatch.setattr(dispatcher_module, "write_answer", fail_first)
-    with Journal(tmp_path) as journal:
-        dispatcher(tmp_path, journal, [seated("job", 50, 20)]).run()
-    assert results(tmp_path) == {"job": ["done"]}
+    assert run(tmp_path, seated("job", 50, 20)) == {"job": ["done"]}
 
 
 def test_ends_and_requests_for_memory_are_noticed_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_dlrover.colocate.dispatcher.LOOK_S", 1000.0)
-    with Journal(tmp_path) as journal:
-        jobs = [seated(f"job-{number}", 50, 20, steps=3) for number in range(3)]
-        dispatcher(tmp_path, journal, jobs, policy="sequential").run()
-    assert results(tmp_path) == {job.name: ["done"] for job in jobs}
+    jobs = [seated(f"job-{number}", 50, 20, steps=3) for number in range(3)]
+    assert run(tmp_path, *jobs, policy="sequential") == {job.name: ["done"] for job in jobs}
 
 
 def test_jobs_end_where_processes_have_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "pidfd_open")
-    with Journal(tmp_path) as journal:
-        dispatcher(tmp_path, journal, [python("one", "pass"), python("other", "pass")]).run()
-    assert results(tmp_path) == {"one": ["done"], "other": ["done"]}
+    assert run(tmp_path, python("one", "pass"), python("other", "pass")) == {"one": ["done"], "other": ["done"]}
 
 
 def test_job_that_needs_more_than_the_device_fails_before_its_first_step(tmp_path: Path) -> None:
-    with Journal(tmp_path) as journal:
-        dispatcher(tmp_path, journal, [seated("large", 5000, 10)], places=[place(2048)]).run()
-    assert results(tmp_path) == {"large": ["failed"]}
+    assert run(tmp_path, seated("large", 5000, 10), devices=[place(2048)]) == {"large": ["failed"]}
     assert "and the device has 2,048 MiB" in reason(tmp_path, "large")
 
 
@@ -157,7 +155,7 @@ def test_job_that_lies_about_its_memory_goes_back_and_the_others_finish(tmp_path
     until = tmp_path / "until"
     with Journal(tmp_path) as journal:
         honest = seated("honest", 1200, 100, steps=100_000, step_s=0.05, until=until)
-        made = dispatcher(tmp_path, journal, [honest, seated("liar", 60, 1500, steps=60, step_s=0.05)], places=[place(2600)])
+        made = dispatcher(tmp_path, journal, [honest, seated("liar", 60, 1500, steps=60, step_s=0.05)], devices=[place(2600)])
 
         def is_held_back() -> bool:
             liar = made.running.get("liar")
@@ -196,8 +194,8 @@ def test_second_run_of_a_kind_is_expected_to_need_what_the_first_has_needed(tmp_
 
 
 def test_job_of_a_measured_kind_needs_no_estimate(tmp_path: Path) -> None:
-    asks = "print('estimate' if not seat.needs_no_estimate else 'known', flush=True)\nseat.ask("
-    program = SEATED.replace("seat.ask(", asks)
+    asks = "print('estimate' if not client.needs_no_estimate else 'known', flush=True)\nclient.ask("
+    program = SEATED.replace("client.ask(", asks)
     jobs = [JobSpec(name, (sys.executable, "-c", program, "50", "20", "50", "0.04"), "/") for name in ("first", "second")]
     with Journal(tmp_path) as journal:
         for job in jobs:
@@ -206,23 +204,32 @@ def test_job_of_a_measured_kind_needs_no_estimate(tmp_path: Path) -> None:
     assert outputs == ["estimate", "known"]
 
 
-def test_queue_goes_on_after_its_dispatcher_was_killed(tmp_path: Path) -> None:
-    program = f"""
+@contextmanager
+def killed_dispatcher(folder: Path, program: str) -> Iterator[None]:
+    """Run a program with a `journal` of a folder in a process of its own, and kill it at the end of the block."""
+    prologue = f"""
 from pathlib import Path
 from tests.support.colocated_jobs import dispatcher, python, seated
 from lightning_dlrover.colocate.journal import Journal
-folder = Path({str(tmp_path)!r})
-jobs = [seated("quick", 50, 10, steps=5), seated("long", 50, 10, steps=100_000)]
-jobs.append(python("orphan", "import time; time.sleep(1000)"))
-with Journal(folder) as journal:
-    dispatcher(folder, journal, jobs).run()
+folder = Path({str(folder)!r})
+journal = Journal(folder).__enter__()
 """
-    parent = subprocess.Popen([sys.executable, "-c", program])
+    parent = subprocess.Popen([sys.executable, "-c", prologue + program])
     try:
-        eventually(lambda: (tmp_path / FILE_NAME).exists() and "quick" in results(tmp_path), "the end of the first job")
+        yield
     finally:
         parent.kill()
         parent.wait(10)
+
+
+def test_queue_continues_after_its_dispatcher_was_killed(tmp_path: Path) -> None:
+    program = """
+jobs = [seated("quick", 50, 10, steps=5), seated("long", 50, 10, steps=100_000)]
+jobs.append(python("orphan", "import time; time.sleep(1000)"))
+dispatcher(folder, journal, jobs).run()
+"""
+    with killed_dispatcher(tmp_path, program):
+        eventually(lambda: (tmp_path / FILE_NAME).exists() and "quick" in results(tmp_path), "the end of the first job")
     with Journal(tmp_path) as journal:
         made = dispatcher(tmp_path, journal, [])
         assert {job.name for job in made.waiting()} == {"long", "orphan"}
@@ -275,38 +282,24 @@ def test_changed_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_odd_job_harms_no_other(tmp_path: Path, job: JobSpec, message: str) -> None:
-    with Journal(tmp_path) as journal:
-        dispatcher(tmp_path, journal, [job, seated("good", 50, 20)]).run()
-    assert results(tmp_path) == {"good": ["done"], "odd": ["failed" if message else "done"]}
+    assert run(tmp_path, job, seated("good", 50, 20)) == {"good": ["done"], "odd": ["failed" if message else "done"]}
     assert message in reason(tmp_path, "odd")
 
 
 def test_jobs_start_on_a_device_smaller_than_the_usual_allowance(tmp_path: Path) -> None:
-    with Journal(tmp_path) as journal:
-        dispatcher(tmp_path, journal, [seated("a", 50, 20), seated("b", 50, 20)], places=[place(700)]).run()
-    assert results(tmp_path) == {"a": ["done"], "b": ["done"]}
+    assert run(tmp_path, seated("a", 50, 20), seated("b", 50, 20), devices=[place(700)]) == {"a": ["done"], "b": ["done"]}
 
 
 def test_job_that_ended_after_its_dispatcher_was_killed_is_done(tmp_path: Path) -> None:
     marker = tmp_path / "runs"
     program = f"""
-from pathlib import Path
-from tests.support.colocated_jobs import dispatcher, python
-from lightning_dlrover.colocate.journal import Journal
-folder = Path({str(tmp_path)!r})
+import time
 ends_in_its_grace = "import time; time.sleep(0.3); open({str(marker)!r}, 'a').write('x')"
-with Journal(folder) as journal:
-    made = dispatcher(folder, journal, [python("short", ends_in_its_grace)])
-    made.look()
-    import time
-    time.sleep(60)
+dispatcher(folder, journal, [python("short", ends_in_its_grace)]).look()
+time.sleep(60)
 """
-    parent = subprocess.Popen([sys.executable, "-c", program])
-    try:
+    with killed_dispatcher(tmp_path, program):
         eventually(lambda: (tmp_path / "jobs/short/1/result.json").exists(), "the job's end")
-    finally:
-        parent.kill()
-        parent.wait(10)
     with Journal(tmp_path) as journal:
         dispatcher(tmp_path, journal, []).run()
     assert results(tmp_path) == {"short": ["done"]}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,10 @@ def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     return made
 
 
-def ends(folder: Path) -> dict[str, list[Ended]]:
+def ends(folder: Path, *jobs: JobSpec, **options: Any) -> dict[str, list[Ended]]:
+    """Run jobs on the GPU, if there are any; return all ends of each job."""
+    if jobs:
+        run_queue(jobs, folder, **{"devices": ["gpu:0"], "rules": RULES, **options})
     found: dict[str, list[Ended]] = {}
     for record in read_records(folder):
         if isinstance(record, Ended):
@@ -64,8 +68,7 @@ def test_jobs_that_do_not_fit_on_the_gpu_together_train_one_after_the_other(
 def test_job_that_lies_about_its_gpu_memory_makes_no_other_wait(used_mib: int, nvml: FakeNvml, tmp_path: Path) -> None:
     honest = on_gpu(seated("honest", 50, 20, steps=150), nvml.folder, 1400, 1400)
     liar = on_gpu(seated("liar", 50, 20, steps=100), nvml.folder, 300, used_mib)
-    run_queue([honest, liar], tmp_path / "out", policy="fifo", devices=["gpu:0"], rules=RULES)
-    found = ends(tmp_path / "out")
+    found = ends(tmp_path / "out", honest, liar, policy="fifo")
     assert [end.result for end in found["honest"]] == ["done"]
     assert found["liar"][-1].result == "done"
     was_paused = any(span.phase == "paused" for end in found["liar"] for span in end.spans)
@@ -80,8 +83,7 @@ def test_job_of_unknown_peak_has_the_gpu_for_its_first_steps_and_then_its_peak(n
         charges.extend((job.num_steps, job.charges["gpu"]) for job in dispatcher.running.values() if job.phase == "running")
 
     job = on_gpu(seated("job", 50, 20, steps=200), nvml.folder, 0, 1000)
-    run_queue([job], tmp_path / "out", policy="fifo", devices=["gpu:0"], rules=RULES, shown=see)
-    (end,) = ends(tmp_path / "out")["job"]
+    (end,) = ends(tmp_path / "out", job, policy="fifo", shown=see)["job"]
     assert (end.result, end.gpu_peak_bytes) == ("done", 1000 * MIB)
     assert {charge for steps, charge in charges if steps == 0} == {int(0.9 * 4096 * MIB)}
     assert {charge for steps, charge in charges if steps > 50} == {1250 * MIB}
@@ -95,12 +97,10 @@ def test_next_dispatcher_of_a_queue_has_the_gpu_memory_of_its_former_jobs(nvml: 
     with subprocess.Popen([sys.executable, "-c", holds, str(nvml.folder / "0")], env=environment) as former:
         try:
             eventually(lambda: nvml.nvmlDeviceGetMemoryInfo(0).used, "a former job's memory")
-            run_queue(
-                [on_gpu(seated("job", 50, 20), nvml.folder, 2000, 1900)], tmp_path / "out", devices=["gpu:0"], rules=RULES
-            )
+            found = ends(tmp_path / "out", on_gpu(seated("job", 50, 20), nvml.folder, 2000, 1900))
         finally:
             former.kill()
-    assert [end.result for end in ends(tmp_path / "out")["job"]] == ["done"]
+    assert [end.result for end in found["job"]] == ["done"]
 
 
 def test_jobs_on_a_gpu_and_on_cores_share_a_queue_and_see_their_own_devices(nvml: FakeNvml, tmp_path: Path) -> None:
@@ -120,10 +120,9 @@ def test_jobs_on_a_gpu_and_on_cores_share_a_queue_and_see_their_own_devices(nvml
 
 def test_jobs_of_any_device_run_on_the_gpu_and_on_cores(nvml: FakeNvml, tmp_path: Path) -> None:
     jobs = [seated(f"job-{number}", 50, 20, steps=50) for number in range(4)]
-    run_queue(jobs, tmp_path / "out", policy="fifo", devices=["gpu:0", "cpu"], max_parallel=1, rules=RULES)
+    found = ends(tmp_path / "out", *jobs, policy="fifo", devices=["gpu:0", "cpu"], max_parallel=1)
     records = read_records(tmp_path / "out")
     assert {record.device for record in records if isinstance(record, Started)} == {"cpu", "gpu:0"}
-    found = ends(tmp_path / "out")
     assert {end.where for of_job in found.values() for end in of_job} == {"cpu", "gpu"}
     assert [of_job[-1].result for of_job in found.values()] == ["done"] * 4
 
@@ -139,8 +138,7 @@ def test_device_that_no_job_asks_for_takes_no_cores(nvml: FakeNvml, tmp_path: Pa
 def test_command_hangs_only_if_its_gpu_is_idle_too(busy: int, result: str, nvml: FakeNvml, tmp_path: Path) -> None:
     nvml.busy = busy
     waits = f"import os, time; open({str(nvml.folder / '0')!r} + f'/{{os.getpid()}}', 'w').write('1000'); time.sleep(2.5)"
-    run_queue([python("job", waits)], tmp_path / "out", devices=["gpu:0"], rules=Rules(probe_s=0.2, grace_s=1.0, hang_s=1.0))
-    (end,) = ends(tmp_path / "out")["job"]
+    (end,) = ends(tmp_path / "out", python("job", waits), rules=replace(RULES, hang_s=1.0))["job"]
     assert end.result == result
     assert ("it hangs" in end.reason) == (result == "failed")
 

@@ -65,11 +65,11 @@ def test_job_that_fits_is_admitted_with_its_need() -> None:
     assert memory_actions(HOST, [tenant("a", "asks", need=2)]) == [Admit("a", {"host": 2 * GIB})]
 
 
-def test_job_that_does_not_fit_beside_others_waits() -> None:
+def test_job_that_does_not_fit_next_to_others_waits() -> None:
     assert memory_actions(HOST, [tenant("a", charge=3), tenant("b", "asks", charge=0.5, need=2)]) == []
 
 
-def test_job_larger_than_the_device_fails_in_words() -> None:
+def test_job_larger_than_the_device_fails_with_both_sizes() -> None:
     (action,) = memory_actions(HOST, [tenant("a", "asks", need=5)])
     assert isinstance(action, End)
     assert action.result == "failed"
@@ -109,12 +109,12 @@ def test_job_that_endangers_others_goes_back_to_the_queue() -> None:
     assert (action.job, action.result) == ("liar", "evicted")
 
 
-def test_paused_job_goes_on_once_there_is_room() -> None:
+def test_paused_job_resumes_once_there_is_room() -> None:
     paused = tenant("liar", "paused", charge=1.5, resident=1.5, is_short=True)
     assert memory_actions(HOST, [paused]) == [Charge("liar", "host", int(1.875 * GIB)), Resume("liar")]
 
 
-def test_large_paused_job_goes_on_once_it_is_alone() -> None:
+def test_large_paused_job_resumes_once_it_is_alone() -> None:
     paused = tenant("liar", "paused", charge=3.8, resident=3.8, is_short=True)
     assert memory_actions(HOST, [paused]) == [Charge("liar", "host", 4 * GIB), Resume("liar")]
 
@@ -143,7 +143,7 @@ def test_job_of_unknown_peak_gets_all_of_the_gpu_that_is_free() -> None:
     assert memory_actions(BOTH, [asks, tenant("b", gpu=holding(3.45, 0.1))]) == []
 
 
-def test_job_that_is_too_large_for_the_gpu_fails_in_words() -> None:
+def test_job_that_is_too_large_for_the_gpu_fails_with_both_sizes() -> None:
     (action,) = memory_actions(BOTH, [tenant("a", "asks", need=1, gpu=holding(0.5, 0.5, need=5))])
     assert isinstance(action, End)
     assert "needs 5,120 MiB of GPU memory, and the device has 4,096 MiB" in action.reason
@@ -185,7 +185,7 @@ parts = st.tuples(sizes, sizes, sizes, st.booleans())
     ),
     st.booleans(),
 )
-def test_charges_never_exceed_the_device_and_some_job_can_go_on(
+def test_charges_never_exceed_the_device_and_some_job_can_continue(
     drawn: list[tuple[Phase, tuple[float, float, float, bool], tuple[float, float, float, bool], int]], on_gpu: bool
 ) -> None:
     memories: Sizes = BOTH if on_gpu else HOST

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlrover.colocate.peak_memory import (
-    NAMES,
     ChildError,
     LoaderShape,
     MemoryEstimate,
@@ -19,7 +18,6 @@ from lightning_dlrover.colocate.peak_memory import (
     run_in_child,
     step_of,
 )
-from lightning_dlrover.private_names import missing_names
 from lightning_dlrover.tuning.memory import MemoryMargin
 
 MIB = 1 << 20
@@ -44,10 +42,6 @@ def estimated(module: nn.Module, batch: Any, *optimizers: torch.optim.Optimizer,
 
 def ids(size: int = 2048) -> Tensor:
     return torch.randint(0, 50_000, (size,))
-
-
-def test_installed_torch_has_every_private_name() -> None:
-    assert missing_names(NAMES) == []
 
 
 def test_parts_of_a_dense_table_with_adam_have_their_exact_sizes() -> None:

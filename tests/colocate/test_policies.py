@@ -36,8 +36,6 @@ def jobs(draw: st.DrawFn, prefix: str = "job") -> Job:
         submitted_s=draw(st.floats(0, 100)),
         priority=draw(st.integers(0, 2)),
         weight=draw(st.floats(0.5, 4)),
-        num_devices=draw(st.sampled_from([1, 1, 1, 2])),
-        exclusive=draw(st.booleans()) and draw(st.booleans()),
     )
 
 
@@ -58,10 +56,7 @@ def check_hard_limits(state: State, allocation: dict[str, tuple[str, ...]]) -> N
         there = [job for job, d in workers if d == device]
         assert sum(job.profiles[device.kind].memory_bytes for job in there) <= device.memory_bytes
         assert len(there) <= device.places
-        assert len({job.name for job in there}) <= 1 or not any(job.exclusive for job in there)
-    for name, names in allocation.items():
-        assert len(names) == by_name[name].num_devices
-        assert len({devices[device].kind for device in names}) == 1
+    assert all(len(names) == 1 for names in allocation.values())
 
 
 @settings(max_examples=50, deadline=None)
@@ -127,7 +122,7 @@ def test_no_job_waits_beyond_the_bound_in_a_flood_of_others(name: str, seed: int
     rng = random.Random(seed)
     max_wait_s, longest_s, devices = 50.0, 20.0, cluster(2, 3)
     policy = make_policy(name, PolicySettings(max_wait_s=max_wait_s))
-    victims = [job("large", 1.0, 16.0), job("wide", 1.0, 9.0, num_devices=2), job("both", 0.9, 10.0)]
+    victims = [job("large", 1.0, 16.0), job("heavy", 1.0, 9.0), job("both", 0.9, 10.0)]
     waiting: list[Job] = list(victims)
     running: list[tuple[float, Running]] = []
     started_s: dict[str, float] = {}
@@ -156,7 +151,7 @@ def test_fifo_fills_all_places_in_order() -> None:
     assert Counter(started.values()) == {("gpu0",): 3, ("gpu1",): 3}
 
 
-def test_rmixer_puts_another_type_beside_the_most_frequent_one() -> None:
+def test_rmixer_puts_another_type_next_to_the_most_frequent_one() -> None:
     heavy = [job(f"compute-{i}", 0.9, 5.0) for i in range(3)]
     large = [job(f"memory-{i}", 0.1, 6.0) for i in range(3)]
     policy = make_policy("rmixer", PolicySettings(most_together=2))
@@ -185,7 +180,7 @@ def test_jobs_that_can_never_start_are_explained_and_hold_nobody_up() -> None:
     assert "tpu" in str(why_never(alien, devices))
     for name in set(POLICIES) - {"sequential", "fifo"}:
         started = make_policy(name, PolicySettings(max_wait_s=1.0))(
-            State(99.0, devices, (too_large, too_wide, alien, job("fine", submitted_s=98.5)))
+            State(99.0, devices, (too_large, alien, job("fine", submitted_s=98.5)))
         )
         assert set(started) == {"fine"}, name
 

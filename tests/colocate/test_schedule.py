@@ -14,6 +14,7 @@ from lightning_dlrover.colocate.tenants import (
     Action,
     End,
     Holding,
+    LocalDevice,
     Memory,
     Pause,
     Resume,
@@ -36,8 +37,15 @@ class Pretended:
     """A queue of jobs that start, ask, run and end by arithmetic, under a real scheduler and real rules of memory."""
 
     def __init__(
-        self, policy: str, jobs: Sequence[tuple[str, int, int, float]], wait_s: float = 1000.0, knows: bool = False
+        self,
+        policy: str,
+        jobs: Sequence[tuple[str, int, int, float]],
+        wait_s: float = 1000.0,
+        knows: bool = False,
+        device: LocalDevice = PLACE,
+        report: bool = True,
     ) -> None:
+        self.device, self.report = device, report
         self.knowledge = Knowledge()
         self.scheduler = Scheduler(policy, self.knowledge, wait_s=wait_s)
         self.now = 0.0
@@ -48,7 +56,7 @@ class Pretended:
         self.needs = {f"j{number}": (mib * MIB, run_s) for number, (_, _, mib, run_s) in enumerate(jobs)}
         self.tenants: dict[str, Tenant] = {}
         self.ran_s: dict[str, float] = dict.fromkeys(self.waiting, 0.0)
-        self.most_running = 0
+        self.most_running = self.most_active = 0
         if knows:
             for kind in {kind for kind, _, _, _ in jobs}:
                 self.learn(kind)
@@ -61,7 +69,10 @@ class Pretended:
         for tenant in list(self.tenants.values()):
             need, run_s = self.needs[tenant.name]
             if tenant.phase == "starting" and self.now - tenant.since_s >= 3:
-                self.put(tenant, "asks", holdings=host(tenant, 300 * MIB, need))
+                if self.report:
+                    self.put(tenant, "asks", holdings=host(tenant, 300 * MIB, need))
+                else:
+                    self.put(tenant, "running", holdings=host(tenant, need, need), is_admitted=True)
             elif tenant.phase == "running":
                 self.ran_s[tenant.name] += 1.0
                 self.put(tenant, "running", since_s=tenant.since_s, holdings=host(tenant, need, need))
@@ -75,10 +86,13 @@ class Pretended:
             and self.ran_s[running[0].name] >= 2
         ):
             self.learn(running[0].kind)
-        for action in memory_actions(PLACE.sizes, list(self.tenants.values())):
+        for action in memory_actions(self.device.sizes, list(self.tenants.values())):
             self.act(action)
-        for action in self.scheduler.actions(self.now, [PLACE], list(self.waiting.values()), list(self.tenants.values())):
+        waiting, tenants = list(self.waiting.values()), list(self.tenants.values())
+        for action in self.scheduler.actions(self.now, [self.device], waiting, tenants):
             self.act(action)
+        num_active = sum(tenant.phase in ("starting", "running") for tenant in self.tenants.values())
+        self.most_active = max(self.most_active, num_active)
 
     def act(self, action: Action) -> None:
         if isinstance(action, Start):
@@ -110,7 +124,7 @@ class Pretended:
         while self.waiting or self.tenants:
             assert self.now < most_s, (self.waiting, self.tenants)
             self.step()
-            assert len(self.tenants) <= PLACE.most_jobs + AHEAD
+            assert len(self.tenants) <= self.device.most_jobs + AHEAD
 
 
 job = st.tuples(
@@ -127,7 +141,16 @@ job = st.tuples(
 def test_every_queue_comes_to_its_end(policy: str, jobs: list[tuple[str, int, int, float]], knows: bool) -> None:
     queue = Pretended(policy, jobs, knows=knows)
     queue.finish(most_s=60.0 + sum(run_s + 20 for _, _, _, run_s in jobs))
-    assert queue.most_running <= PLACE.most_jobs
+    assert queue.most_running <= queue.most_active <= PLACE.most_jobs
+
+
+@pytest.mark.parametrize("most_jobs", [1, 2])
+@pytest.mark.parametrize("report", [True, False])
+def test_starting_jobs_count_towards_the_maximum_of_a_device(most_jobs: int, report: bool) -> None:
+    jobs = [("compute", 0, 400, 8.0), ("input", 0, 400, 8.0), ("memory", 0, 400, 8.0)] * 2
+    queue = Pretended("complementary", jobs, device=place(8000, most_jobs, num_cores=16.0), report=report)
+    queue.finish(200.0)
+    assert queue.most_active == most_jobs
 
 
 def test_sequential_runs_one_job_at_a_time() -> None:

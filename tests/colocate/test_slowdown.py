@@ -96,7 +96,7 @@ def test_a_few_observations_move_predictions_towards_them() -> None:
     assert after[0][0] < after[2][0] < before  # some of it carries over to other batch sizes
 
 
-def test_equal_observations_predict_alike_however_they_are_asked() -> None:
+def test_equal_observations_give_equal_predictions_in_any_order() -> None:
     some = jobs()
     known = observed([(some[i], some[(3 * i + 1) % 12]) for i in range(12)])
     groups = [(some[i], some[j]) for i in range(4) for j in range(4)]

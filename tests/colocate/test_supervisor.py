@@ -103,7 +103,7 @@ def test_paused_job_uses_no_core_and_goes_on(keep: Keep) -> None:
     job.pause()
     eventually(lambda: state() == "T", "a stopped process")
     job.resume()
-    eventually(lambda: state() != "T", "a process that goes on")
+    eventually(lambda: state() != "T", "a process that continues")
     job.end(1.0)
     assert ended(job).signal == signal.SIGTERM
 

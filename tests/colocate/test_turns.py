@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 
 from lightning_dlrover.colocate.packing import with_bounded_wait
@@ -28,14 +26,18 @@ def job(
     )
 
 
-def chosen(*jobs: Job, now_s: float = 0.0, are_last: bool = False) -> Mapping[str, tuple[str, ...]]:
-    policy = with_bounded_wait(turns(PolicySettings(CoreSpeeds(), most_together=8), are_last), WAIT_S)
-    return policy(State(now_s, (CPU,), jobs))
+def chosen(
+    *jobs: Job, now_s: float = 0.0, are_last: bool = False, num_starting: int = 0, speeds: CoreSpeeds | None = None
+) -> set[str]:
+    """Return the names of the jobs that run next to some that start."""
+    policy = with_bounded_wait(turns(PolicySettings(speeds or CoreSpeeds(), most_together=8), are_last), WAIT_S)
+    starting = tuple(Running(job(f"start-{number}", 1.0), ("cpu",), 0.0) for number in range(num_starting))
+    return set(policy(State(now_s, (CPU,), jobs, starting))) - {each.job.name for each in starting}
 
 
-def test_jobs_that_wait_for_data_run_beside_those_that_compute() -> None:
+def test_jobs_that_wait_for_data_run_with_those_that_compute() -> None:
     waiting = [job(f"input-{number}", 0.25, 0.8) for number in range(3)]
-    names = set(chosen(job("compute-0", 1.0), *waiting, job("compute-1", 1.0), job("compute-2", 1.0)))
+    names = chosen(job("compute-0", 1.0), *waiting, job("compute-1", 1.0), job("compute-2", 1.0))
     assert {"input-0", "input-1", "input-2"} <= names
     assert names & {"compute-0", "compute-1", "compute-2"}
 
@@ -59,19 +61,15 @@ def test_jobs_run_on_a_core_each_and_one_more_where_they_wait_at_times() -> None
 @pytest.mark.parametrize(("num_starting", "cores"), [(1, 1.2), (2, 0.2), (3, 0.0)])
 def test_jobs_that_start_leave_fewer_cores_to_the_others(num_starting: int, cores: float) -> None:
     waiting = [job("compute-0", 1.0), job("input-0", 0.1, 0.9), job("compute-1", 1.0), job("input-1", 0.1, 0.9)]
-    starting = tuple(Running(job(f"start-{number}", 1.0), ("cpu",), 0.0) for number in range(num_starting))
-    policy = with_bounded_wait(turns(PolicySettings(CoreSpeeds(), most_together=8)), WAIT_S)
-    found = set(policy(State(0.0, (CPU,), tuple(waiting), starting))) - {each.job.name for each in starting}
+    found = chosen(*waiting, num_starting=num_starting)
     used = sum(each.profiles["cpu"].use["cores"] for each in waiting if each.name in found)
     assert used <= cores + 1e-9
     assert bool(found) == (cores > 0.1)
 
 
-def test_jobs_are_added_until_the_cores_are_busy_beside_one_that_starts() -> None:
+def test_jobs_are_added_until_the_cores_are_busy_next_to_one_that_starts() -> None:
     waiting = (job("mixed-0", 0.75, 0.3), job("compute-0", 1.0), job("compute-1", 1.0))
-    starting = (Running(job("start-0", 1.0), ("cpu",), 0.0),)
-    policy = with_bounded_wait(turns(PolicySettings(CoreSpeeds(), most_together=8)), WAIT_S)
-    found = set(policy(State(0.0, (CPU,), waiting, starting)))
+    found = chosen(*waiting, num_starting=1)
     assert 2.0 <= 1.0 + sum(each.profiles["cpu"].use["cores"] for each in waiting if each.name in found) <= 3.0
 
 
@@ -82,8 +80,8 @@ def test_last_jobs_all_run_where_they_nearly_fit(number: int, together: int) -> 
 
 def test_last_jobs_take_turns() -> None:
     jobs = [job(f"compute-{number}", 1.0, paused_s=paused_s) for number, paused_s in enumerate((9.0, 10.0, 8.0, 10.0))]
-    assert set(chosen(*jobs, now_s=10.0, are_last=True)) == {"compute-0", "compute-2"}
-    assert set(chosen(*jobs, now_s=10.0)) == {"compute-0", "compute-1"}
+    assert chosen(*jobs, now_s=10.0, are_last=True) == {"compute-0", "compute-2"}
+    assert chosen(*jobs, now_s=10.0) == {"compute-0", "compute-1"}
 
 
 def test_last_job_of_a_low_priority_waits_where_others_keep_the_cores_busy() -> None:
@@ -96,14 +94,13 @@ def test_last_job_of_a_low_priority_waits_where_others_keep_the_cores_busy() -> 
 def test_job_that_would_take_more_from_the_others_than_it_makes_is_left_out() -> None:
     jobs = [job("compute-0", 1.0), job("compute-1", 1.0), job("greedy-0", 1.0)]
     seen = [Observation(CPU, (jobs[0], jobs[2]), (0.3, 0.9)), Observation(CPU, (jobs[0], jobs[1]), (1.0, 1.0))] * 20
-    policy = with_bounded_wait(turns(PolicySettings(CoreSpeeds.fit(seen), most_together=8)), WAIT_S)
-    assert set(policy(State(0.0, (CPU,), tuple(jobs)))) == {"compute-0", "compute-1"}
+    assert chosen(*jobs, speeds=CoreSpeeds.fit(seen)) == {"compute-0", "compute-1"}
 
 
-def test_higher_priority_runs_and_lower_ones_only_beside_it() -> None:
+def test_higher_priority_runs_and_lower_ones_only_next_to_it() -> None:
     low = [job(f"compute-{number}", 1.0) for number in range(4)]
     high = [job(f"other-{number}", 1.0, priority=1) for number in range(4)]
-    assert set(chosen(*low, *high)) < {each.name for each in high}
+    assert chosen(*low, *high) < {each.name for each in high}
     assert "other-0" in chosen(*low, high[0])
 
 

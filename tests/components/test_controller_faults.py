@@ -39,6 +39,7 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 from tests.support.fake_target import FakeTarget
+from tests.support.stored import entry_at, stored
 from tests.support.waiting import TooLateError, run_until
 
 QUICK = FailurePolicy(
@@ -133,7 +134,7 @@ class Job:
         """Remove the records of a killed controller, as the expiry of its lease would."""
         if self.controller is not None:
             self.controller._mirror.close()
-            self.controller._office.lease.close()
+            self.controller._tenure.lease.close()
         if self.client is not None:
             self.client.close()
         self.hand.delete(self.keys.controller)
@@ -151,7 +152,24 @@ class Job:
         except TooLateError as error:
             raise AssertionError(f"{error}: {self.target.nodes}, {self.members}") from None
 
-    # --- nodes ---------------------------------------------------------------------------------------------------------
+    def training(self, num_workers: int = 1) -> Job:
+        """Plan this many workers, and wait until they train; return the job."""
+        if num_workers > 1:
+            self.plan(num_workers)
+        self.run_until(f"{num_workers} workers", self.trains_with(num_workers))
+        return self
+
+    def run_to_its_end(self) -> FinishJob:
+        self.run_until("the end", lambda: self.end is not None)
+        assert self.end is not None
+        return self.end
+
+    def disown(self) -> Controller:
+        """Let the controller's lease expire in etcd without its knowledge. The next step starts a successor."""
+        former, self.controller = self.controller, None
+        assert former is not None
+        former._tenure.lease.revoke()
+        return former
 
     def live(self) -> None:
         """Act as the workers: register, form rounds as the plan requires, leave."""
@@ -201,10 +219,8 @@ class Job:
 
     def stop(self, why: str) -> None:
         """Stop the job as `dlrover cancel` does."""
-        entry = self.hand.get(self.keys.nodes)
-        assert entry is not None
-        nodes = decode(NodesRecord, entry.value, entry.key)
-        self.hand.put(self.keys.nodes, encode(dataclasses.replace(nodes, stop=why)))
+        nodes = dataclasses.replace(stored(self.hand, NodesRecord, self.keys.nodes), stop=why)
+        self.hand.put(self.keys.nodes, encode(nodes))
 
     def drain(self, node: str, once_replaced: bool) -> None:
         self.hand.put(f"{self.keys.drains}worker-{node}", encode(DrainRecord(f"worker-{node}", "", once_replaced)))
@@ -223,8 +239,7 @@ class Job:
 def add_drain_replace_and_lose(job: Job) -> None:
     """A job's whole life, after which no node is left."""
     job.run_until("a worker", job.trains_with(1))
-    job.plan(2)
-    job.run_until("the second worker", job.trains_with(2))
+    job.training(2)
     drained = job.members[1]
     job.drain(drained, once_replaced=False)
     job.run_until("another one in place of the drained", job.trains_with(2, without=drained))
@@ -247,9 +262,7 @@ def add_drain_replace_and_lose(job: Job) -> None:
     job.run_until("one worker", job.trains_with(1))
     job.hand.put(job.keys.job, encode(JobRecord("finished", True, 1, 3, "0")))
     job.leave(job.members[0])
-    job.run_until("the end", lambda: job.end is not None)
-    assert job.end is not None
-    assert job.end.exit_code == 0
+    assert job.run_to_its_end().exit_code == 0
     assert job.controller is not None
     job.controller.close()
     assert job.target.living == []
@@ -258,8 +271,7 @@ def add_drain_replace_and_lose(job: Job) -> None:
 def cancel_what_is_not_wanted(job: Job) -> None:
     """A job with nodes that do not end by themselves. Afterwards no node may be left."""
     job.policy = dataclasses.replace(QUICK, exit_s=0.4, surplus_s=0.4, come_s=1.0)
-    job.plan(2)
-    job.run_until("two workers", job.trains_with(2))
+    job.training(2)
     wanted_back = job.members[0]
     job.target.wanted_back = {wanted_back}
     job.run_until("another one in place of the one that is wanted back", job.trains_with(2, without=wanted_back))
@@ -275,8 +287,7 @@ def cancel_what_is_not_wanted(job: Job) -> None:
     job.target.submit("node90")
     job.run_until("the end of the one that nobody has asked for", job.trains_with(2, without="node90"))
     job.stop("enough")
-    job.run_until("the end", lambda: job.end is not None)
-    assert job.end == FinishJob(1, "enough")
+    assert job.run_to_its_end() == FinishJob(1, "enough")
     assert job.target.living == []
 
 
@@ -327,9 +338,7 @@ def test_a_scheduler_may_give_no_answer_before_and_after_every_request(
 
 
 def test_next_controller_takes_over_the_nodes_of_a_killed_one(make_job: MakeJob) -> None:
-    job = make_job()
-    job.plan(2)
-    job.run_until("two workers", job.trains_with(2))
+    job = make_job().training(2)
     job.bury()
     for _ in range(20):
         job.live()
@@ -362,8 +371,7 @@ def test_a_node_that_comes_after_it_was_given_up_is_ended(make_job: MakeJob) -> 
 
 
 def test_a_node_that_was_to_end_when_the_controller_was_killed_ends(make_job: MakeJob) -> None:
-    job = make_job()
-    job.run_until("a worker", job.trains_with(1))
+    job = make_job().training()
     job.target.answers = False
     assert job.controller is not None
     job.controller._cancellations.cancel(["node1"])
@@ -375,8 +383,7 @@ def test_a_node_that_was_to_end_when_the_controller_was_killed_ends(make_job: Ma
 
 
 def test_reclaimed_node_is_replaced_before_it_leaves(make_job: MakeJob) -> None:
-    job = make_job()
-    job.run_until("a worker", job.trains_with(1))
+    job = make_job().training()
     job.target.wanted_back = {"node1"}
     rounds = job.round_number
     job.run_until("another one in its place", job.trains_with(1, without="node1"))
@@ -388,9 +395,7 @@ def test_reclaimed_node_is_replaced_before_it_leaves(make_job: MakeJob) -> None:
 @pytest.mark.parametrize("change", ["replace", "shrink", "finish"])
 def test_no_node_is_added_for_one_whose_planned_end_etcd_shows_late(make_job: MakeJob, change: str) -> None:
     """The scheduler reports the node's end while the controller's mirror still shows the worker, the plan and the job."""
-    job = make_job()
-    job.plan(2)
-    job.run_until("two workers", job.trains_with(2))
+    job = make_job().training(2)
     if change == "replace":
         job.drain("node1", once_replaced=True)
         job.run_until("a third node", lambda: len(job.target.living) == 3)
@@ -414,17 +419,14 @@ def test_no_node_is_added_for_one_whose_planned_end_etcd_shows_late(make_job: Ma
     assert len(job.target.nodes) == num_nodes
     may_apply.set()
     if change == "finish":
-        job.run_until("the end", lambda: job.end is not None)
-        assert job.end == FinishJob(0, "the job has finished", is_trained=True)
+        assert job.run_to_its_end() == FinishJob(0, "the job has finished", is_trained=True)
     else:
         job.run_until("calm", job.trains_with(1 if change == "shrink" else 2, without="node1" if change == "replace" else ""))
     assert len(job.target.nodes) == num_nodes
 
 
 def test_nodes_are_left_as_they_are_while_the_scheduler_does_not_answer(make_job: MakeJob) -> None:
-    job = make_job()
-    job.plan(2)
-    job.run_until("two workers", job.trains_with(2))
+    job = make_job().training(2)
     job.target.answers = False
     for _ in range(20):
         job.step()
@@ -435,8 +437,7 @@ def test_nodes_are_left_as_they_are_while_the_scheduler_does_not_answer(make_job
 
 
 def test_full_scheduler_is_asked_again_while_others_train(make_job: MakeJob) -> None:
-    job = make_job()
-    job.run_until("a worker", job.trains_with(1))
+    job = make_job().training()
     job.target.refuses = "quota exceeded"
     job.plan(2)
     for _ in range(30):
@@ -489,20 +490,15 @@ def ignore_malformed_handle(job: Job, handle: str, state: Literal["asked", "star
     job.hand.put(job.keys.each_node + "../node2", encode(record))
     ended = dataclasses.replace(record, state="ended", outcome="failed", ended_at=time.time())
     job.hand.put(job.keys.each_node + "node3", encode(ended))
-    job.plan(2)
-    job.run_until("two workers", job.trains_with(2))
+    job.training(2)
     if state != "ended":
         assert job.members[0] == "node1"
 
 
 def test_replaced_controller_leaves_the_nodes_alone(make_job: MakeJob) -> None:
-    job = make_job()
-    job.run_until("a worker", job.trains_with(1))
-    former = job.controller
-    assert former is not None
-    former._office.lease.revoke()
-    former._office.lease.lost.set()
-    job.controller = None
+    job = make_job().training()
+    former = job.disown()
+    former._tenure.lease.lost.set()
     job.run_until("the next controller's first step", lambda: job.controller is not None)
     job.plan(3)
     former._act([], SIZE)
@@ -514,15 +510,10 @@ def test_replaced_controller_leaves_the_nodes_alone(make_job: MakeJob) -> None:
 
 
 def test_resumed_old_controller_ends_no_node_of_its_successor(make_job: MakeJob) -> None:
-    job = make_job()
-    job.run_until("a worker", job.trains_with(1))
-    former = job.controller
-    assert former is not None
-    former._office.lease.revoke()  # expires in etcd without the controller's knowledge
-    job.controller = None
-    job.plan(2)
-    job.run_until("two workers", job.trains_with(2))
-    assert not former._office.lease.lost.is_set()
+    job = make_job().training()
+    former = job.disown()
+    job.training(2)
+    assert not former._tenure.lease.lost.is_set()
     for _ in range(3):
         former.step()  # detects a node that it has not requested
         time.sleep(0.05)
@@ -533,45 +524,34 @@ def test_resumed_old_controller_ends_no_node_of_its_successor(make_job: MakeJob)
 
 
 def test_resumed_old_controller_does_not_fail_its_successors_job(make_job: MakeJob) -> None:
-    job = make_job()
-    job.run_until("a worker", job.trains_with(1))
-    former = job.controller
-    assert former is not None
-    former._office.lease.revoke()  # expires in etcd without the controller's knowledge
-    job.controller = None
+    job = make_job().training()
+    former = job.disown()
     job.run_until("the next controller's first step", lambda: job.controller is not None)
     assert former._act([FinishJob(1, "all nodes seemed to have failed")], SIZE) is None
-    entry = job.hand.get(job.keys.job)
-    assert entry is not None
-    assert decode(JobRecord, entry.value, entry.key).phase == "training"
+    assert stored(job.hand, JobRecord, job.keys.job).phase == "training"
     assert job.hand.get_prefix(job.keys.events)[1] == []
     former.close()
     assert job.controller is not None
-    assert job.controller._act([FinishJob(1, "all nodes have failed")], SIZE) == FinishJob(1, "all nodes have failed")  # type: ignore[unreachable]
-    entry = job.hand.get(job.keys.job)
-    assert entry is not None
-    assert decode(JobRecord, entry.value, entry.key).phase == "failed"
+    assert job.controller._act([FinishJob(1, "all nodes have failed")], SIZE) == FinishJob(1, "all nodes have failed")
+    assert stored(job.hand, JobRecord, job.keys.job).phase == "failed"
 
 
 @pytest.mark.parametrize("lost", [("txn",), ("get",), ("get", "revoke")])
 def test_controller_acts_again_after_lost_answers_about_its_key(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, lost: tuple[str, ...]
 ) -> None:
-    job = make_job()
-    job.run_until("a worker", job.trains_with(1))
+    job = make_job().training()
     controller, client = job.controller, job.client
     assert controller is not None
     assert client is not None
-    controller._office.lease.revoke()
-    controller._office.lease.lost.set()
+    controller._tenure.lease.revoke()
+    controller._tenure.lease.lost.set()
     for name in lost:
         lose_one_answer(client, name, job.keys.controller, monkeypatch)
-    job.plan(2)
-    job.run_until("the second worker", job.trains_with(2))
+    job.training(2)
     assert controller is job.controller
-    entry = job.hand.get(job.keys.controller)
-    assert entry is not None
-    assert entry.lease_id == controller._office.lease.id
+    entry = entry_at(job.hand, job.keys.controller)
+    assert entry.lease_id == controller._tenure.lease.id
 
 
 def lose_one_answer(client: EtcdClient, name: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,8 +572,7 @@ def lose_one_answer(client: EtcdClient, name: str, key: str, monkeypatch: pytest
 
 
 def test_job_does_not_change_its_target_while_nodes_may_live(make_job: MakeJob) -> None:
-    job = make_job()
-    job.run_until("a worker", job.trains_with(1))
+    job = make_job().training()
     job.bury()
     other = job.target.successor()
     other.name = "other"
@@ -603,19 +582,15 @@ def test_job_does_not_change_its_target_while_nodes_may_live(make_job: MakeJob) 
 
 
 def test_cancelled_job_ends_with_all_its_nodes(make_job: MakeJob) -> None:
-    job = make_job()
-    job.plan(2)
-    job.run_until("two workers", job.trains_with(2))
+    job = make_job().training(2)
     job.stop("enough")
-    job.run_until("the end", lambda: job.end is not None)
-    assert job.end == FinishJob(1, "enough")
+    assert job.run_to_its_end() == FinishJob(1, "enough")
     assert job.target.living == []
 
 
 def test_a_job_has_not_failed_before_its_nodes_have_ended(make_job: MakeJob) -> None:
     """In a failed job no worker can hand over and leave."""
-    job = make_job()
-    job.run_until("a worker", job.trains_with(1))
+    job = make_job().training()
     job.target.ends_at_once = False
     job.stop("enough")
     job.run_until("the node's cancellation", lambda: job.records()["node1"].cancelled)
@@ -623,4 +598,4 @@ def test_a_job_has_not_failed_before_its_nodes_have_ended(make_job: MakeJob) -> 
         job.step()
     assert job.end is None
     job.leave("node1")
-    job.run_until("the end", lambda: job.end is not None)
+    job.run_to_its_end()

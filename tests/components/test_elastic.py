@@ -71,7 +71,7 @@ def test_torchx_names_an_option_that_is_missing(tmp_path: Path) -> None:
 
 def test_a_job_on_slurm_is_one_small_slurm_job_called_as_its_number() -> None:
     with get_runner() as runner:
-        given = (
+        given = [
             "--script",
             "train.py",
             "--partition",
@@ -84,7 +84,7 @@ def test_a_job_on_slurm_is_one_small_slurm_job_called_as_its_number() -> None:
             "8",
             "--gpu",
             "1",
-        )
+        ]
         script = dryrun(runner, "train", "slurm", *given, "--", "a b", "$HOME", partition="login")
     assert "--partition=login" in script
     assert "--cpus-per-task=1" in script
@@ -112,21 +112,11 @@ def test_job_on_kubernetes_is_one_pod_that_may_start_others() -> None:
     name = manifest["metadata"]["name"]
     assert container["command"][3:5] == ["run", ESCAPED]
     build_parser().parse_args(["run", *map(unquote, container["command"][5:])])  # `dlrover run` accepts each option
-    assert {
-        f"--rdzv-id={name}",
-        "--image=trainer:1",
-        "--cpus=4",
-        "--mem=8192M",
-        "--namespace=training",
-        "--service-account=trainer",
-        "--node-selector=pool=gpu",
-        "--node-selector=zone=a",
-        "--env=LEVEL=1",
-        "--env=LIST=a,b",
-        "--mount=runs:/runs",
-        "--mount=data:/data:ro",
-        "--run-dir=/runs",
-    } <= {*container["command"]}
+    resources = "--image=trainer:1 --cpus=4 --mem=8192M --namespace=training --service-account=trainer --run-dir=/runs"
+    repeated = (
+        "--node-selector=pool=gpu --node-selector=zone=a --env=LEVEL=1 --env=LIST=a,b --mount=runs:/runs --mount=data:/data:ro"
+    )
+    assert {f"--rdzv-id={name}", *resources.split(), *repeated.split()} <= {*container["command"]}
     claims = [volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
     assert claims == ["runs", "data"]
 
@@ -144,14 +134,10 @@ def installed(tmp_path: Path) -> dict[str, str]:
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {__version__}\n")
     groups = {"console_scripts": project["scripts"], **project["entry-points"]}
-    lines = [
-        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items()) for group, points in groups.items()
-    ]
+    lines = [line for group, points in groups.items() for line in (f"[{group}]", *(f"{k} = {v}" for k, v in points.items()))]
     (folder / "entry_points.txt").write_text("\n".join(lines))
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(folder.parent), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
-    }
+    paths = [str(folder.parent), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 LISTING = """

@@ -82,13 +82,14 @@ def test_loader_worker_reads_the_same_as_this_process(world: int) -> None:
 
 
 def test_last_batch_is_known_to_be_the_last_when_it_is_handed_out() -> None:
-    ends: list[int] = []
-    loader = make(Opaque(16), settings=IterableSettings(at_end=lambda: ends.append(loader.cursor)))
+    fetcher = SimpleNamespace(prefetch_batches=1, fetched=1, length=None)
+    loader = make(Opaque(16), settings=IterableSettings(fit_loop=SimpleNamespace(_data_fetcher=fetcher)))
+    assert fetcher.prefetch_batches == 0
     next(loader)
-    assert ends == []
+    assert fetcher.length is None
     assert loader.num_epoch_batches == UNKNOWN // 8
     next(loader)
-    assert ends == [2]
+    assert fetcher.length == 2
 
 
 def test_length_is_unknown_unless_the_dataset_has_one() -> None:
@@ -140,7 +141,7 @@ def test_state_with_classes_of_the_users_is_not_handed_on(caplog: pytest.LogCapt
 
     old = make(WithObjects(100))
     shares(old, 6)
-    assert old.state().snapshot is None
+    assert old.state().iterable["snapshot"] is None  # type: ignore[index]
     assert "the state of WithObjects is not handed on" in caplog.text
 
 
@@ -515,11 +516,15 @@ def test_epoch_ends_before_a_length_that_is_too_large() -> None:
         def __len__(self) -> int:
             return 100
 
-    ends: list[int] = []
-    loader = make(Sized(20), settings=IterableSettings(at_end=lambda: ends.append(loader.cursor)))
+    fetcher: Any = SimpleNamespace(prefetch_batches=1, fetched=2, length=None)
+    loader = make(Sized(20), settings=IterableSettings(fit_loop=SimpleNamespace(_data_fetcher=fetcher)))
     loader.keep_step(len(loader), cycles=True)
-    assert shares(loader) == chunks(20)
-    assert ends == [3]
+    lengths = []
+    for expected in chunks(20):
+        assert shares(loader, 1) == [expected]
+        lengths.append(fetcher.length)
+    assert lengths == [None, None, 3]
+    assert shares(loader) == []
     assert loader.num_epoch_batches == 3
 
 

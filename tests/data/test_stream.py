@@ -183,7 +183,7 @@ def test_state_of_another_script_is_refused() -> None:
     listed = ElasticLoader(DataLoader(torch.arange(9), batch_size=3), 3, training=True)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedLoaderError, match="layout of a stream for this loader, which reads a Tensor here"):
         listed.load_state(streamed.state())
-    with pytest.raises(UnsupportedLoaderError, match="order of 9 samples for this loader, which reads a stream here"):
+    with pytest.raises(UnsupportedLoaderError, match="order of 9 samples for this loader, which reads a Stream here"):
         streamed.load_state(LoaderState(0, 0, 3, torch.arange(9)))
 
 

@@ -56,7 +56,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "python, carried", [("3.12", {"first", "second", "fourth"}), ("3.10", {"first", "second", "third", "fourth"})]
 )
-def test_wheels_are_what_the_target_python_needs_beside_a_bare_machine(
+def test_wheels_are_those_that_a_bare_machine_with_the_target_python_lacks(
     index: Path, tmp_path: Path, python: str, carried: set[str]
 ) -> None:
     make_wheel(index, "first", "second[more]>=1", "torch>=2", 'third; python_version < "3.11"', 'unused; extra == "other"')

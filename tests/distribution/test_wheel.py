@@ -136,7 +136,7 @@ def test_installation_changes_nothing_but_adds_the_package(environment: Environm
     assert listed["torch"] == importlib.metadata.version("torch")
 
 
-def test_requirements_bring_no_cuda_beside_a_cpu_build_of_torch(built: Distributions) -> None:
+def test_requirements_bring_no_cuda_if_torch_is_a_cpu_build(built: Distributions) -> None:
     if "+cpu" not in importlib.metadata.version("torch"):
         pytest.skip("the tests run with a CUDA build of torch")
     assert [name for name in required_distributions(built.requirements) if CUDA.search(name)] == []

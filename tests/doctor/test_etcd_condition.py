@@ -144,6 +144,7 @@ def test_old_etcd_is_named_with_the_release_to_use(version: str, host: str, text
     assert ("upgrade to 3." in release.next_move) is bool(text)
 
 
+@pytest.mark.slow
 def test_endpoint_without_etcd_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -175,7 +176,7 @@ def test_secured_etcd_is_read_with_its_files_and_refusals_are_named(tmp_path: Pa
     assert {each.check for each in findings if each.verdict != "ok"} <= {"etcd release"}
     assert condition.quota_bytes == 2 << 30
     assert condition.clock is not None
-    for found, text in ((refused[0], "permission denied"), (nobody[0], "wants a user"), (plain[0], "asks for TLS")):
+    for found, text in ((refused[0], "permission denied"), (nobody[0], "authentication enabled"), (plain[0], "requires TLS")):
         assert found.verdict == "error"
         assert text in found.text
 

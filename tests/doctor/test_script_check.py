@@ -213,7 +213,7 @@ def test_refusals_of_another_package_s_trainer_are_named(tmp_path: Path, monkeyp
         ("strategy", "Trainer(strategy='auto') is not DLRoverStrategy", "strategy=DLRoverStrategy()"),
         ("training data", "batch_sampler Own decides which samples form a batch", "give the DataLoader a batch_size"),
         ("training_step", "dataloader_iter) fetches its batches itself", "training_step(self, batch, batch_idx)"),
-        ("optimizers", "ZeroRedundancyOptimizer spreads its state", "Use the optimizer that it wraps"),
+        ("optimizers", "ZeroRedundancyOptimizer spreads its state", "Use the wrapped optimizer"),
     ):
         found = named(findings, check, text)
         assert found.verdict == "error"
@@ -257,7 +257,7 @@ def test_sharded_tables_leave_no_snapshot(tmp_path: Path) -> None:
     assert set(users_folder().glob(folders)) == before
 
 
-def test_refused_argument_is_told_from_an_error_of_the_script(tmp_path: Path) -> None:
+def test_refused_argument_is_distinguished_from_an_error_of_the_script(tmp_path: Path) -> None:
     def note(raise_it: Callable[[], object]) -> dict[str, Any]:
         file = tmp_path / f"{raise_it.__name__}.jsonl"
         try:
@@ -268,7 +268,7 @@ def test_refused_argument_is_told_from_an_error_of_the_script(tmp_path: Path) ->
         return last
 
     def refused() -> None:
-        check_arguments(0, 0.1, timedelta(1), None, None, None, True, True, 60.0, None, "end")
+        check_arguments(0, 0.1, timedelta(1), None, None, None, True, True, 60.0, None, "equal", "end")
 
     def wrong() -> None:
         raise ValueError("no data")

@@ -60,7 +60,7 @@ class Manual(ToyModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.record_share(batch, batch_idx)
-        self.recorder.pace(self.step_s)
+        self.pace(batch_idx)
         for number, optimizer in enumerate(self.optimizers()):
             self.recorder.moment("forward" if number == 0 else "second_forward")
             loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
@@ -85,7 +85,7 @@ class Gan(ToyModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.record_share(batch, batch_idx)
-        self.recorder.pace(self.step_s)
+        self.pace(batch_idx)
         generator, critic = self.optimizers()  # type: ignore[attr-defined]
         x, y, _ = batch
         self.recorder.moment("forward")
@@ -169,6 +169,7 @@ class BufferedManual(Buffered):
     """Steps once in three batches by hand."""
 
     automatic_optimization = False
+    window = 3
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.manual_backward(super().training_step(batch, batch_idx))
@@ -542,10 +543,11 @@ class Toggling(ToyModel):
     """Freezes one half while it trains the other, and steps once in three batches: typical of GANs and manual accumulation."""
 
     automatic_optimization = False
+    window = 3
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.record_share(batch, batch_idx)
-        self.recorder.pace(self.step_s)
+        self.pace(batch_idx)
         for number, optimizer in enumerate(self.optimizers()):
             self.toggle_optimizer(optimizer)
             self.recorder.moment(f"toggled_{number}")
@@ -582,11 +584,12 @@ class ManualWindows(Accumulating):
     """Steps once in three batches. A reduction may be aborted on one worker after another worker has its result."""
 
     automatic_optimization = False
+    window = 3
     was_aborted = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.record_share(batch, batch_idx)
-        self.recorder.pace(self.step_s)
+        self.pace(batch_idx)
         optimizer: Any = self.optimizers()
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.manual_backward(loss / 3)
@@ -693,7 +696,7 @@ class SeveralLoaders(ToyModel):
         self._share = {**self.where(), "epoch": self.trainer.current_epoch, "batch": batch_idx}
         self.recorder.write("share", **self._share, ids=[])
         self.recorder.moment("forward")
-        self.recorder.pace(self.step_s)
+        self.pace(batch_idx)
         loss = nn.functional.mse_loss(self.net(long[0]), long[1])
         self._loss, self._weight = float(loss.detach()), len(long[2])
         return loss

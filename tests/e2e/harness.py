@@ -31,7 +31,7 @@ from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import DrainRecord, EventRecord, Keys, RoundRecord, StacksRecord, decode, encode
 from lightning_dlrover.rdzv.membership.worker_records import read_stacks
 from tests.e2e.iterables import order_of
-from tests.e2e.toy_job import SEED, Place, Script, ToySettings, run_worker, streamed, train_toy
+from tests.e2e.toy_job import PATIENCE_S, SEED, Place, Script, ToySettings, run_worker, streamed, train_toy
 from tests.support.processes import JsonLines, environment
 from tests.support.waiting import eventually
 from tests.support.warm_tree import PADDING
@@ -45,9 +45,6 @@ DEADLINE_S = 60.0
 
 POLL_S = 0.02
 """Seconds between looks at a job. Each reads the records of all its workers."""
-
-PATIENCE_S = 0.3
-"""Seconds in which an idle machine makes most changes of a job's workers."""
 
 _PROCESSES = threading.Lock()  # multiprocessing polls all processes whenever it starts one, and its polling is not thread-safe
 
@@ -202,6 +199,14 @@ class Job:
             Worker(place, script or self._script, self._settings if settings is None else settings, self._environment)
         )
         return self.workers[-1]
+
+    def grow_to(self, num_workers: int, after_step: int = 3) -> None:
+        """Start workers one by one: the second after some steps of the first, the next ones after a step of all before."""
+        self.start()
+        self.wait_for_step(after_step)
+        for size in range(2, num_workers + 1):
+            self.start()
+            self.wait_for_world(size)
 
     def records(self, kind: str = "") -> list[Record]:
         return [r for worker in self.workers for r in worker.records(kind)]
@@ -393,7 +398,7 @@ def violations(job: Job, settings: ToySettings) -> list[str]:
             for batch in window.batches:
                 length = min(settings.batch_size, settings.num_rows - batch * settings.batch_size)
                 for rank, r in sorted(shares[epoch, batch, number].items()):
-                    start, stop = share(length, rank, r["world"])
+                    start, stop = share(length, rank, r["world"], r["speeds"])
                     trained += r["ids"][: stop - start]
             first = window.batches[0] * settings.batch_size
             if trained[first:] != order[first : first + len(trained) - first]:
@@ -417,9 +422,11 @@ def _bad_split(
     name = f"epoch {epoch} batch {batch} round {number}"
     if sorted(found) != list(range(world)):
         yield f"{name}: shares of ranks {sorted(found)} in a world of {world}"
+    if len(speeds := {tuple(r["speeds"]) for r in found.values()}) > 1:
+        yield f"{name}: its workers divided it by the speeds {speeds}"
     length = min(settings.batch_size, settings.num_rows - batch * settings.batch_size)
     for rank, r in found.items():
-        start, stop = share(length, rank, world)
+        start, stop = share(length, rank, world, r["speeds"])
         if r["world"] != world or len(r["ids"]) != max(1, stop - start):
             yield f"{name}: rank {rank} had {len(r['ids'])} of {length} samples in a world of {r['world']}"
 

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from torch.utils.data import DataLoader
 
 from lightning_dlrover import DLRoverStrategy
 from lightning_dlrover.data import kafka, stream
+from lightning_dlrover.data.kafka_source import Kafka
 from lightning_dlrover.data.lane_plan import share
 from tests.e2e.harness import Job, Record
 from tests.e2e.toy_job import SEED, L, Recorder, Rows, ToyModel, make_trainer
 from tests.support.kafka_brokers import NUM_PARTITIONS, Broker
 
 MAX_ROWS = 2000
+ENDS_AFTER_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,25 @@ class KafkaModel(ToyModel):
         self.recorder.moment("window_end")
 
 
+class Awaited(Kafka):
+    """Ends soon after its last message once the test has no more of them to send."""
+
+    folder: Path
+
+    @property
+    def dry_s(self) -> float:
+        return ENDS_AFTER_S if all_sent(self.folder).exists() else self.__dict__["dry_s"]
+
+    @dry_s.setter
+    def dry_s(self, dry_s: float) -> None:
+        self.__dict__["dry_s"] = dry_s
+
+
+def all_sent(folder: Path) -> Path:
+    """File in a job's folder that exists once the test has produced all messages."""
+    return folder / "all_sent"
+
+
 def train_kafka(recorder: Recorder, settings: KafkaSettings) -> None:
     L.seed_everything(SEED, verbose=False)
     callbacks = []
@@ -79,7 +101,8 @@ def train_kafka(recorder: Recorder, settings: KafkaSettings) -> None:
         enable_checkpointing=bool(settings.checkpoint_every),
     )
     window = {"stop": "latest"} if settings.window_rows is None else {"stop": None, "window_rows": settings.window_rows}
-    source = kafka(settings.topic, settings.servers, value=json.loads, dry_s=settings.dry_s, **window)
+    source: Any = kafka(settings.topic, settings.servers, value=json.loads, dry_s=settings.dry_s, **window)
+    source.__class__, source.folder = Awaited, Path(recorder.place.folder)
     rows = stream(source, transform=_as_sample, shuffle_rows=settings.shuffle_rows, seed=SEED)
     recorder.write("looked", rows=len(rows))  # a worker that looks later finds more, and must train the others' rows
     loader = DataLoader(rows, settings.batch_size, num_workers=settings.loader_workers)

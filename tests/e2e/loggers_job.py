@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dlrover import DLRoverStrategy
-from tests.e2e.toy_job import Recorder, Rows, ToyModel, ToySettings, make_trainer
-
-
-class Logged(ToyModel):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss)
-        return loss
+from tests.e2e.feature_jobs import Logged
+from tests.e2e.toy_job import Recorder, Rows, ToySettings, make_trainer
 
 
 def train_and_log(recorder: Recorder, settings: ToySettings) -> None:

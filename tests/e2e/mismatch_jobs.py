@@ -258,11 +258,20 @@ class Communicating(ToyModel):
 def train_correctly(recorder: Recorder, way: Way) -> None:
     """Workers with watchers that look often, and so often see old counts of each other."""
     desync.TICK_S, desync.QUIET_S = 0.002, 0.005
+    _fit(Communicating(recorder, 0.01), way, epochs=1)
+
+
+def _fit(model: ToyModel, way: Way, epochs: int) -> None:
     L.seed_everything(SEED, verbose=False)
-    strategy = DLRoverStrategy(global_batch_size=8, check_interval_s=CHECK_INTERVAL_S)
-    trainer = make_trainer(recorder.place.folder, strategy=strategy, max_epochs=1, limit_val_batches=0)
-    trainer.fit(Communicating(recorder, 0.01), DataLoader(Rows(way.num_rows), 8))
-    recorder.write("after_fit", step=trainer.global_step)
+    trainer = make_trainer(
+        model.recorder.place.folder,
+        strategy=DLRoverStrategy(global_batch_size=8, check_interval_s=CHECK_INTERVAL_S),
+        max_epochs=epochs,
+        limit_val_batches=None if way.num_val_rows else 0,
+    )
+    val_loader = DataLoader(Rows(way.num_val_rows), 8) if way.num_val_rows else None
+    trainer.fit(model, DataLoader(Rows(way.num_rows), 8), val_loader)
+    model.recorder.write("after_fit", step=trainer.global_step)
 
 
 # --- decisions of one worker --------------------------------------------------------------------------------------------------
@@ -310,14 +319,10 @@ STOP_STEP = 7
 
 def train_to_stop(recorder: Recorder, way: Way) -> None:
     """Workers that stop early."""
-    L.seed_everything(SEED, verbose=False)
-    strategy = DLRoverStrategy(global_batch_size=8, check_interval_s=CHECK_INTERVAL_S)
-    trainer = make_trainer(recorder.place.folder, strategy=strategy, max_epochs=100, limit_val_batches=0)
     model = Stopping(recorder, 0.01)
     model.who, _, model.hook = way.name.partition("_")
     model.breaks = way.breaks
-    trainer.fit(model, DataLoader(Rows(way.num_rows), 8))
-    recorder.write("after_fit", step=trainer.global_step)
+    _fit(model, way, epochs=100)
 
 
 class Severed(ToyModel):
@@ -338,28 +343,15 @@ class Severed(ToyModel):
 
 def train_severed(recorder: Recorder, way: Way) -> None:
     """A worker with reductions that are aborted once."""
-    L.seed_everything(SEED, verbose=False)
-    strategy = DLRoverStrategy(global_batch_size=8, check_interval_s=CHECK_INTERVAL_S)
-    trainer = make_trainer(recorder.place.folder, strategy=strategy, max_epochs=1, limit_val_batches=0)
-    trainer.fit(Severed(recorder, 0.01), DataLoader(Rows(way.num_rows), 8))
-    recorder.write("after_fit", step=trainer.global_step)
+    _fit(Severed(recorder, 0.01), way, epochs=1)
 
 
 def train_to_mismatch(recorder: Recorder, way: Way) -> None:
     """The script."""
-    L.seed_everything(SEED, verbose=False)
-    trainer = make_trainer(
-        recorder.place.folder,
-        strategy=DLRoverStrategy(global_batch_size=8, check_interval_s=CHECK_INTERVAL_S),
-        max_epochs=2,
-        limit_val_batches=None if way.num_val_rows else 0,
-    )
     model = Deviating(recorder, 0.01)
     model.way = way.name
-    val_loader = DataLoader(Rows(way.num_val_rows), 8) if way.num_val_rows else None
     try:
-        trainer.fit(model, DataLoader(Rows(way.num_rows), 8), val_loader)
+        _fit(model, way, epochs=2)
     except MismatchError as error:
         recorder.write("mismatch", text=str(error))
         raise
-    recorder.write("after_fit", step=trainer.global_step)

@@ -15,6 +15,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.optim import RowWiseAdagrad
 
 from lightning_dlrover import DLRoverStrategy, SnapshotConfig
+from tests.support.quiet_trainer import quiet_trainer
 
 NUM_ROWS = 64
 
@@ -40,16 +41,7 @@ class TableModel(L.LightningModule):
 def main() -> None:
     torch.set_num_threads(1)
     snapshots = SnapshotConfig(interval_s=0.1, disk=Path(sys.argv[1]), disk_interval_s=0.1)
-    trainer = L.Trainer(
-        strategy=DLRoverStrategy(snapshots=snapshots),
-        accelerator="cpu",
-        max_epochs=-1,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-    )
+    trainer = quiet_trainer(strategy=DLRoverStrategy(snapshots=snapshots), max_epochs=-1)
     trainer.fit(TableModel(), DataLoader(TensorDataset(torch.randint(NUM_ROWS, (4096,))), batch_size=8))
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.e2e.arguments_job import BATCH_SIZE, NUM_ROWS, Arguments, search_and_train, train_with_devices
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.harness import Job, Record
 
 STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE
-
-MakeJob = Callable[..., Job]
 
 
 def assert_all_agree(job: Job, num_epochs: int) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.records import JobRecord, Keys, RoundRecord, decode, encode
-from tests.e2e.harness import Job, violations
+from tests.e2e.forked_jobs import MakeJob
+from tests.e2e.harness import violations
 from tests.e2e.toy_job import ToySettings
-
-MakeJob = Callable[..., Job]
 
 LONG = ToySettings(max_epochs=8, step_s=0.02)
 

@@ -15,7 +15,7 @@ from lightning_dlrover.colocate.running import WatchedJob
 from tests.support.colocated_jobs import MIB, dispatcher, place, seated
 from tests.support.waiting import eventually, run_until
 
-SCRIPT = Path(__file__).with_name("growing_script.py")
+SCRIPT = Path(__file__).with_name("tiny_script.py")
 FASTER_WITH_TWO = ("--global-batch", "8", "--sample-s", "0.03", "--step-s", "0.002", "--only-resizes")
 OTHER_MIB, ALL_MIB = 1500, 4500
 TIMEOUT_S = 120.0
@@ -36,7 +36,7 @@ def test_elastic_job_that_outgrows_its_part_gives_a_worker_up_and_goes_on(tmp_pa
     until = tmp_path / "until"
     other = seated("other", OTHER_MIB, 20, steps=1_000_000, step_s=0.1)
     with Journal(tmp_path) as journal:
-        made = dispatcher(tmp_path, journal, [other, elastic(tmp_path, until)], places=[place(ALL_MIB)])
+        made = dispatcher(tmp_path, journal, [other, elastic(tmp_path, until)], devices=[place(ALL_MIB)])
 
         def step() -> None:
             made.look()

@@ -6,90 +6,58 @@ By default a spread of writes and actions is tested; DLROVER_ALL_FAULTS=1 in the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from tests.e2e.failpoints import Scenario, run_with_failpoint
-from tests.e2e.harness import Job
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.history import History, history_violations
 from tests.e2e.test_plain_loop import assert_everyone_counted_the_same
 from tests.support.disturbed_writes import ACTIONS, Failpoint
 from tests.support.nccl_stand_in import NAME
 
-MakeJob = Callable[..., Job]
-
 LEASE_TTL_S = 2
 NUM_AT_ONCE = 6  # jobs at once, which mostly wait
 
-CONVENER = [
-    ("LeaseGrant", 1),
-    ("LeaseKeepAlive", 1),
-    ("LeaseRevoke", 1),
-    ("delete addresses/own", 1),
-    ("delete drains/other", 1),
-    ("delete drains/own", 1),
-    ("delete plan", 1),
-    ("delete workers/own", 1),
-    ("put convener", 1),
-    ("put events", 1),
-    ("put events", 2),
-    ("put job:finished", 1),
-    ("put job:starting", 1),
-    ("put job:training", 1),
-    ("put notice", 1),
-    ("put notice", 2),
-    ("put round:grow", 1),
-    ("put round:grow", 2),
-    ("put round:loss", 1),
-    ("put round:shrink", 1),
-    ("put round:start", 1),
-    ("put workers/own:active", 1),
-    ("put workers/own:active", 2),
-    ("put workers/own:active", 3),
-    ("put workers/own:active", 4),
-    ("put workers/own:active", 5),
-    ("put workers/own:reforming", 1),
-    ("put workers/own:starting", 1),
-]
+
+def _writes(text: str) -> list[tuple[str, int]]:
+    """Return each write of a list and its number among those of its name: `put events *2` are two."""
+    found = [part.strip().partition(" *") for part in text.split(",")]
+    return [(name, nth) for name, _, times in found for nth in range(1, int(times or 1) + 1)]
+
+
+CONVENER = _writes(
+    """
+    LeaseGrant, LeaseKeepAlive, LeaseRevoke, delete addresses/own, delete drains/other, delete drains/own,
+    delete plan, delete workers/own, put convener, put events *2, put job:finished, put job:starting,
+    put job:training, put notice *2, put round:grow *2, put round:loss, put round:shrink, put round:start,
+    put workers/own:active *5, put workers/own:reforming, put workers/own:starting
+    """
+)
 """Writes of the first worker of an undisturbed scenario. It coordinates all along."""
 
 OTHERS = {
-    "second": [  # trains from the start, and is asked to leave
-        ("LeaseGrant", 1),
-        ("LeaseRevoke", 1),
-        ("delete addresses/own", 1),
-        ("delete drains/own", 1),
-        ("delete workers/own", 1),
-        ("put drains/own", 1),
-        ("put workers/own:active", 1),
-        ("put workers/own:active", 2),
-        ("put workers/own:starting", 1),
-    ],
-    "third": [  # joins, and is killed
-        ("LeaseGrant", 1),
-        ("put workers/own:active", 1),
-        ("put workers/own:active", 2),
-        ("put workers/own:active", 3),
-        ("put workers/own:ready", 1),
-        ("put workers/own:standby", 1),
-    ],
-    "fourth": [  # joins, and survives the loss
-        ("LeaseGrant", 1),
-        ("LeaseRevoke", 1),
-        ("delete addresses/own", 1),
-        ("delete drains/other", 1),
-        ("delete drains/own", 1),
-        ("delete plan", 1),
-        ("delete workers/own", 1),
-        ("put workers/own:active", 1),
-        ("put workers/own:active", 2),
-        ("put workers/own:ready", 1),
-        ("put workers/own:reforming", 1),
-        ("put workers/own:standby", 1),
-    ],
+    "second": _writes(  # trains from the start, and is asked to leave
+        """
+        LeaseGrant, LeaseRevoke, delete addresses/own, delete drains/own, delete workers/own, put drains/own,
+        put workers/own:active *2, put workers/own:starting
+        """
+    ),
+    "third": _writes(  # joins, and is killed
+        """
+        LeaseGrant, put workers/own:active *3, put workers/own:ready, put workers/own:standby
+        """
+    ),
+    "fourth": _writes(  # joins, and survives the loss
+        """
+        LeaseGrant, LeaseRevoke, delete addresses/own, delete drains/other, delete drains/own, delete plan,
+        delete workers/own, put workers/own:active *2, put workers/own:ready, put workers/own:reforming,
+        put workers/own:standby
+        """
+    ),
 }
 
 EITHER = {

@@ -205,7 +205,7 @@ def test_worker_stopped_beyond_its_lease_stays_out_when_it_resumes(start: Callab
     rounds = watched.num_rounds
     stopped.go_on()
     assert stopped.wait() == 1
-    assert "no longer part of the job" in stopped.output or "goes on without worker" in stopped.output
+    assert "no longer part of the job" in stopped.output or "continues without worker" in stopped.output
     watched.go_on_for(30)
     assert watched.num_rounds == rounds
     assert sorted(watched.end()) == [0, 0, 1]

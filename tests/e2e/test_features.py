@@ -36,11 +36,10 @@ from tests.e2e.feature_jobs import (
     run_two_trainers,
     run_with_surroundings,
 )
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.harness import Job, Record, Worker
 
 STEPS_PER_EPOCH = NUM_ROWS // BATCH_SIZE
-
-MakeJob = Callable[..., Job]
 
 
 def by_step(job: Job) -> dict[tuple[int, int], list[Record]]:
@@ -73,10 +72,8 @@ def rank_0_of(job: Job) -> Worker:
 def grown_and_killed(make_job: MakeJob, feature: Feature, *moments: str) -> Job:
     """A job that grows to three workers, loses one at each moment of a step, growing again between, and drains rank 0."""
     job = make_job(feature, script=run_feature)
-    first = job.start()
-    job.wait_for_step(3)
-    job.start()
-    job.wait_for_world(2)
+    job.grow_to(2)
+    first = job.workers[0]
     for number, moment in enumerate(moments or ("forward",), start=1):
         job.start()
         job.wait_for_world(3)
@@ -90,17 +87,29 @@ def grown_and_killed(make_job: MakeJob, feature: Feature, *moments: str) -> Job:
     return job
 
 
-# Two jobs for five features: a batch sampler, the strategy by its name; bf16, batch norm, an incomplete batch to drop.
-@pytest.mark.parametrize("name", ["batch_sampler", "bf16"])
+GROWN: dict[str, tuple[int, list[str], int]] = {
+    # Two jobs for five features: a batch sampler, the strategy by its name; bf16, batch norm, an incomplete batch to drop.
+    "batch_sampler": (3, ["forward"], 3 * STEPS_PER_EPOCH),
+    "bf16": (3, ["forward"], 3 * STEPS_PER_EPOCH),
+    "clipping": (4, ["forward"], 4 * STEPS_PER_EPOCH // 2),
+    "manual": (4, ["forward", "second_forward"], 2 * 4 * STEPS_PER_EPOCH),
+    "gan": (3, ["forward"], 2 * 3 * STEPS_PER_EPOCH),
+    "unused": (3, ["forward"], 3 * STEPS_PER_EPOCH),
+    "rarely_unused": (3, ["forward"], 3 * STEPS_PER_EPOCH),
+    "toggling": (8, ["toggled_0", "toggled_1"], 2 * 8 * STEPS_PER_EPOCH // 3),
+    "walked": (3, ["forward", "backward"], 3 * STEPS_PER_EPOCH),
+    "newton": (3, ["forward", "backward"], 3 * STEPS_PER_EPOCH),
+}
+"""Epochs of a feature's job, moments at which a worker is lost, and optimizer steps."""
+
+
+@pytest.mark.parametrize("name", GROWN)
 def test_workers_agree_across_growth_loss_and_move_of_rank_0_with(name: str, make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature(name))
-    assert_all_agree(job, 3 * STEPS_PER_EPOCH)
-
-
-def test_accumulation_and_clipping_match_an_unresized_run(make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature("clipping", epochs=4))
-    assert_all_agree(job, 4 * STEPS_PER_EPOCH)
-    assert job.step == 4 * STEPS_PER_EPOCH // 2
+    epochs, moments, num_steps = GROWN[name]
+    job = grown_and_killed(make_job, Feature(name, epochs), *moments)
+    assert_all_agree(job, epochs * STEPS_PER_EPOCH)
+    assert job.step == num_steps
+    assert all(all(record["flags"]) for record in job.records("trainable"))  # of the one that freezes halves
 
 
 def test_a_scheduler_sets_the_rate_of_an_unresized_run_at_every_step(make_job: MakeJob) -> None:
@@ -110,18 +119,6 @@ def test_a_scheduler_sets_the_rate_of_an_unresized_run_at_every_step(make_job: M
     job = grown_and_killed(make_job, Feature("scheduler"))
     expected = {place: records[0]["lr"] for place, records in by_step(still).items()}
     assert {place: records[0]["lr"] for place, records in by_step(job).items()} == expected
-
-
-def test_step_of_manual_optimization_is_redone_when_workers_die_in_it(make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature("manual", epochs=4), "forward", "second_forward")
-    assert_all_agree(job, 4 * STEPS_PER_EPOCH)
-    assert job.step == 2 * 4 * STEPS_PER_EPOCH
-
-
-@pytest.mark.parametrize("name", ["gan", "unused", "rarely_unused"])
-def test_growth_keeps_models_that_leave_parameters_out(name: str, make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature(name))
-    assert_all_agree(job, 3 * STEPS_PER_EPOCH)
 
 
 @pytest.mark.parametrize("name", ["gan", "unused", "rarely_unused"])
@@ -138,12 +135,7 @@ def test_models_that_leave_parameters_out_start_with_two(name: str, make_job: Ma
 @pytest.mark.parametrize("name", ["means", "single_rows"])
 def test_logged_means_are_those_of_an_unresized_run_on_all_workers(name: str, make_job: MakeJob) -> None:
     job = make_job(Feature(name), script=run_feature)
-    job.start()
-    job.wait_for_step(3)
-    job.start()
-    job.wait_for_world(2)
-    job.start()
-    job.wait_for_world(3)
+    job.grow_to(3)
     assert job.finish() == [0, 0, 0], job.report()
     found = job.records("metrics")
     assert {record["world"] for record in found} >= {3}
@@ -181,12 +173,7 @@ def assert_same_metrics(job: Job, alone: Job) -> None:
 def test_script_for_one_device_means_the_same_with_three(make_job: MakeJob) -> None:
     alone = one_device_alone(make_job, epochs=5)
     job = make_job(Feature("one_device", epochs=5), script=run_feature)
-    job.start()
-    job.wait_for_step(3)
-    job.start()
-    job.wait_for_world(2)
-    job.start()
-    job.wait_for_world(3)
+    job.grow_to(3)
     with job.at_full_speed():
         job.wait_until(lambda: any(r["world"] == 3 for r in job.records("metrics")), "an epoch's metrics of three workers")
     job.workers[1].terminate()
@@ -202,10 +189,7 @@ def test_script_for_one_device_means_the_same_with_three(make_job: MakeJob) -> N
 
 def one_device_that_loses_its_joiner(make_job: MakeJob, moment: str) -> Job:
     job = make_job(Feature("one_device"), script=run_feature)
-    job.start()
-    job.wait_for_step(3)
-    job.start()
-    job.wait_for_world(2)
+    job.grow_to(2)
     job.workers[1].arm(moment)
     assert job.finish() == [0, -9], job.report()
     return job
@@ -313,10 +297,7 @@ def test_global_batch_does_not_depend_on_the_workers_that_a_pool_has_room_for(et
 
 def test_a_second_trainer_trains_with_the_workers_there_are(make_job: MakeJob) -> None:
     job = make_job(Feature("two"), script=run_two_trainers)
-    job.start()
-    job.wait_for_step(1)
-    job.start()
-    job.wait_for_world(2)
+    job.grow_to(2, after_step=1)
     assert job.finish() == [0, 0], job.report()
     trained = [(record["number"], record["step"], record["world"]) for record in job.records("trained")]
     assert sorted(trained) == [(number, STEPS_PER_EPOCH, 2) for number in (0, 0, 1, 1)]
@@ -343,7 +324,7 @@ def test_redone_steps_count_once(name: str, batch: int, make_job: MakeJob) -> No
 def test_values_of_lost_workers_count_once(name: str, make_job: MakeJob) -> None:
     """In whichever phase of a step they are lost, in epochs that others join and leave."""
     after = [] if name == "counted_manual" else ["reduced", "zero_grad"]
-    job = grown_and_killed(make_job, Feature(name, epochs=5), "forward", "backward", *after, "batch_end")
+    job = grown_and_killed(make_job, Feature(name, epochs=10), "forward", "backward", *after, "batch_end")
     expected = {"count": NUM_ROWS, "metric": NUM_ROWS, "held": NUM_ROWS, "mean_id": (NUM_ROWS - 1) / 2}
     found = job.records("metrics")
     assert {record["epoch"] for record in found} >= {0, 1, 2, 3}
@@ -390,7 +371,7 @@ def test_an_embedding_with_max_norm_is_named_at_the_start_and_ends_its_job(make_
 
 @pytest.mark.parametrize("name", ["buffered", "buffered_windows", "buffered_manual"])
 def test_buffers_see_each_batch_once(name: str, make_job: MakeJob) -> None:
-    job, _ = grown_to(make_job, Feature(name, epochs=2), 3)
+    job, _ = grown_to(make_job, Feature(name, epochs=4), 3)
     for size, moment in ((3, "backward_0"), (2, "backward_1")):  # a window's first batch and its second one
         job.wait_for_world(size)
         job.workers[size - 1].arm(moment)
@@ -400,12 +381,6 @@ def test_buffers_see_each_batch_once(name: str, make_job: MakeJob) -> None:
         number = record["epoch"] * STEPS_PER_EPOCH + record["batch"] + 1
         assert (record["tracked"], record["passes"]) == (number, number), record
         assert record["mean"] == pytest.approx([10 * (1 - 0.9**number)] * 8), record
-
-
-def test_frozen_halves_and_manual_windows_survive_losses(make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature("toggling", epochs=4), "toggled_0", "toggled_1")
-    assert_all_agree(job, 4 * STEPS_PER_EPOCH)
-    assert all(all(record["flags"]) for record in job.records("trainable"))
 
 
 def test_sets_without_a_sample_for_each_worker_end_alike(make_job: MakeJob) -> None:
@@ -501,12 +476,6 @@ def test_loss_while_a_window_is_computed_again_is_survived(make_job: MakeJob) ->
     expected = weights_alone(make_job, "gathering_windows", epochs=6)
     for record in job.records("weights"):
         assert record["values"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
-
-
-@pytest.mark.parametrize("name", ["walked", "newton"])
-def test_optimizers_that_evaluate_several_times_are_redone(name: str, make_job: MakeJob) -> None:
-    job = grown_and_killed(make_job, Feature(name), "forward", "backward")
-    assert_all_agree(job, 3 * STEPS_PER_EPOCH)
 
 
 def test_later_fits_survive_losses_and_end_right(make_job: MakeJob) -> None:
@@ -622,10 +591,7 @@ def test_drained_worker_leaves_before_the_first_round(make_job: MakeJob) -> None
 
 def test_early_stopping_ends_all_workers_in_the_same_epoch(make_job: MakeJob) -> None:
     job = make_job(Feature("early_stopping", epochs=50), script=run_feature)
-    job.start()
-    job.wait_for_step(3)
-    job.start()
-    job.wait_for_world(2)
+    job.grow_to(2)
     assert job.finish() == [0, 0], job.report()
     assert [record["step"] for record in job.records("after_fit")] == [2 * STEPS_PER_EPOCH] * 2
 
@@ -716,7 +682,7 @@ def test_joiner_with_other_data_is_refused_and_the_job_goes_on(make_job: MakeJob
     stranger = job.start(settings=Feature("1"))
     assert stranger.wait() == 1
     assert "this worker's data differ from the job's: the training data" in stranger.output
-    assert "The job goes on without it" in stranger.output
+    assert "The job continues without it" in stranger.output
     assert stranger.records("share") == []
     assert job.finish() == [0, 1]
     assert_all_agree(job, 5 * STEPS_PER_EPOCH)
@@ -732,7 +698,7 @@ def test_job_that_was_killed_names_the_way_to_other_data(make_job: MakeJob) -> N
     assert stranger.wait() == 1
     assert "All workers of job" in stranger.output
     assert "start a new job under another --rdzv-id" in stranger.output
-    assert "The job goes on without it" not in stranger.output
+    assert "The job continues without it" not in stranger.output
 
 
 def test_first_workers_with_other_data_are_refused(make_job: MakeJob) -> None:
@@ -772,7 +738,8 @@ def test_the_only_worker_asked_to_leave_ends_with_143_instead_of_hanging(make_jo
 
 
 def test_a_mistake_of_the_users_ends_its_workers_with_the_traceback(make_job: MakeJob) -> None:
-    job = make_job(Feature("failing"), script=run_feature)
+    # Both at once: a worker that comes once the other has failed ends with 0, as its job is over.
+    job = make_job(Feature("failing"), script=run_feature, min_workers=2)
     workers = [job.start(), job.start()]
     for worker in workers:
         assert worker.wait() == 1

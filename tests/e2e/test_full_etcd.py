@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -18,11 +17,12 @@ from tests.e2e.test_dlrover_run import SIZE, wait_for_workers
 from tests.e2e.test_faults import Watched, start
 from tests.support.dlrover_process import Dlrover, Run
 from tests.support.full_etcd import fill, make_room, small_etcd
+from tests.support.processes import JsonLines
 from tests.support.waiting import eventually
 
 __all__ = ["start"]
 
-SCRIPT = Path(__file__).with_name("counting_loop.py")
+SCRIPT = Path(__file__).with_name("tiny_loop.py")
 
 Small = tuple[EmbeddedEtcd, EtcdClient]
 
@@ -82,22 +82,20 @@ def worker_is_told(worker: Worker) -> None:
 
 
 class Records:
-    """Records of all workers that ran `counting_loop.py`."""
+    """Records of all workers of `tiny_loop.py`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir()
+    def __init__(self, file: Path) -> None:
+        self._lines: JsonLines[dict[str, Any]] = JsonLines(file, dict)
 
     def lines(self) -> list[dict[str, Any]]:
-        texts = [file.read_text() for file in self.folder.glob("*.jsonl")]
-        return [json.loads(line) for text in texts for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return [line for line in self._lines.read() if "step" in line]
 
     @property
     def step(self) -> int:
         return max((line["step"] for line in self.lines()), default=0)
 
     def finals(self) -> list[list[float]]:
-        return [json.loads(file.read_text()) for file in self.folder.glob("*.final")]
+        return [line["final"] for line in self._lines.read() if "final" in line]
 
     def assert_each_step_was_made_once(self) -> None:
         states = {line["step"]: line["state"] for line in self.lines()}
@@ -112,8 +110,9 @@ def test_run_outlasts_an_etcd_that_is_full_at_its_start_in_a_change_and_at_its_e
     dlrover: Dlrover, small: Small, tmp_path: Path
 ) -> None:
     server, others = small
-    records = Records(tmp_path / "records")
-    arguments = ("--endpoint", server.endpoint, "--workers", "2:3", "--lease-ttl", 20, *SIZE, SCRIPT, records.folder)
+    records, until = Records(tmp_path / "records"), tmp_path / "enough"
+    script = (SCRIPT, "--records", tmp_path / "records", "--until", until)
+    arguments = ("--endpoint", server.endpoint, "--workers", "2:3", "--lease-ttl", 20, *SIZE, *script)
 
     fill(others)
     refused = dlrover("run", "--rdzv-id", "job", *arguments)
@@ -145,7 +144,7 @@ def test_run_outlasts_an_etcd_that_is_full_at_its_start_in_a_change_and_at_its_e
     assert run.output.count("no node is started for now") == 1
 
     fill(others)
-    (records.folder / "enough").touch()
+    until.touch()
     run.wait_for(lambda: len(records.finals()) == 2 or None, "both workers to save their results")
     run.wait_for_output(r"waits for up to 600 s until etcd takes .*the end of the training", 30)
     assert run.process.poll() is None

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,21 @@ from lightning_dlrover.rdzv.job.records import EventRecord, Keys, WorkerRecord, 
 from lightning_dlrover.rdzv.transport.transfer import ROOT
 from tests.e2e.grouped_script import EPOCHS, NUM_STEPS
 from tests.e2e.toy_job import Place
-from tests.support.torchrun_agent import Agent
+from tests.support.torchrun_agent import Agent, StartAgent
 from tests.support.waiting import eventually
 from tests.support.warm_process import WarmProcess, run_script
 from tests.support.warm_tree import run_program
 
 SCRIPT = Path(__file__).with_name("grouped_script.py")
-LOOP = SCRIPT.with_name("grouped_loop.py")
+LOOP = SCRIPT.with_name("tiny_loop.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
-StartAgent = Callable[..., Agent]
+
+def options_of(script: Path, folder: Path) -> list[str]:
+    """Arguments with which a script takes 60 steps, slow ones from the 25th on, until a file `fast` exists in the folder."""
+    if script == SCRIPT:
+        return [str(folder)]
+    return [f"--steps={NUM_STEPS}", "--slow-from=24", f"--fast={folder / 'fast'}", f"--records={folder / 'trace'}"]
 
 
 def lines_of(folder: Path, key: str) -> list[dict[str, Any]]:
@@ -50,7 +55,7 @@ def start_group(fork_server: None, etcd: EmbeddedEtcd, run_id: str, tmp_path: Pa
         arguments = [
             *("-m", "torch.distributed.run"),
             *("--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}"),
-            *(f"--nnodes={nnodes}", "--nproc-per-node=2", "--max-restarts=3", str(script), str(tmp_path)),
+            *(f"--nnodes={nnodes}", "--nproc-per-node=2", "--max-restarts=3", str(script), *options_of(script, tmp_path)),
         ]
         agents.append(Agent(WarmProcess(run_program, arguments, ENVIRONMENT, log_path), log_path))
         return agents[-1]
@@ -169,7 +174,7 @@ def test_both_agents_groups_go_on_at_the_step_reached(
     assert later == list(range(last + 1 if steps else min(later), NUM_STEPS + 1))
     assert later[0] <= last + 1
     if script == LOOP:
-        assert all(line["count"] == line["step"] for line in lines)
+        assert all(line["state"][0] == line["step"] for line in lines)
     else:
         must_equal(tmp_path, request.getfixturevalue("undisturbed"))
     assert not any(folder.exists() for folder in mine)
@@ -225,4 +230,4 @@ def test_group_without_the_state_waits_for_the_agent_that_keeps_it(
     lines = lines_of(tmp_path, "step")
     last = max(line["step"] for line in lines if line["pid"] in former)
     assert sorted({line["step"] for line in lines if line["pid"] not in former}) == list(range(last + 1, NUM_STEPS + 1))
-    assert all(line["count"] == line["step"] for line in lines)
+    assert all(line["state"][0] == line["step"] for line in lines)

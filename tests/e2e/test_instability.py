@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import EventRecord
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.harness import Job, Worker
 from tests.e2e.unstable_jobs import UnstableSettings, train_unstable
-
-MakeJob = Callable[..., Job]
 
 
 def train(job: Job, num_workers: int) -> None:

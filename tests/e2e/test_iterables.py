@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,11 +10,10 @@ from torch.utils.data import DataLoader
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from tests.e2e.harness import Job, violations
+from tests.e2e.forked_jobs import MakeJob
+from tests.e2e.harness import violations
 from tests.e2e.iterables import Opaque, Stateful, order_of
 from tests.e2e.toy_job import SEED, L, Recorder, Rows, ToyModel, ToySettings, make_trainer
-
-MakeJob = Callable[..., Job]
 
 SETTINGS = ToySettings(num_rows=203, batch_size=8, max_epochs=2, step_s=0.03)  # 26 batches, the last one of 3 rows
 
@@ -171,7 +169,7 @@ def test_joiner_that_reads_other_rows_is_refused_and_the_job_goes_on(make_job: M
     joiner = job.start()
     assert joiner.wait() == 1, job.report()
     assert "gives workers different rows" in joiner.output
-    assert "The job goes on without this worker" in joiner.output
+    assert "The job continues without this worker" in joiner.output
     job.finish()
     assert first.exit_code == 0, job.report()
     assert len(first.records("after_fit")) == 1

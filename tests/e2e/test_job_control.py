@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.dlrover_process import Dlrover
 
-SCRIPT = Path(__file__).with_name("unlucky_script.py")
+SCRIPT = Path(__file__).with_name("tiny_script.py")
 
 
 @pytest.mark.long
@@ -25,7 +25,8 @@ SCRIPT = Path(__file__).with_name("unlucky_script.py")
 def test_worker_killed_before_the_first_batch_is_replaced(dlrover: Dlrover, tmp_path: Path, hook: str) -> None:
     bad, until = tmp_path / "bad", tmp_path / "until"
     bad.touch()
-    run = dlrover.start("--workers", "2:2", "--lease-ttl", "7s", "--join-timeout", "1h", SCRIPT, hook, bad, until)
+    limits = ("--workers", "2:2", "--lease-ttl", "7s", "--join-timeout", "1h")
+    run = dlrover.start(*limits, SCRIPT, "--fateful-hook", hook, "--bad", bad, "--until", until)
     run.wait_for_output(r"\[loss\] |\[round\] round [2-9]|node[34]", timeout_s=120)
     assert not bad.exists()
 
@@ -35,8 +36,7 @@ def test_worker_killed_before_the_first_batch_is_replaced(dlrover: Dlrover, tmp_
         return status["phase"] == "training" and len(active) == 2
 
     run.wait_for(two_train, "two workers that train", timeout_s=120)
-    until.touch()
-    assert run.wait_for_exit(60) == 0, run.output
+    run.finish(until)
     assert "failed before the first step" not in run.output
 
 
@@ -44,7 +44,7 @@ def test_worker_killed_before_the_first_batch_is_replaced(dlrover: Dlrover, tmp_
 @pytest.mark.timeout(400)
 def test_growth_by_nodes_that_always_fail_ends_until_it_is_asked_for(dlrover: Dlrover, tmp_path: Path) -> None:
     bad, until = tmp_path / "bad", tmp_path / "until"
-    run = dlrover.start("--workers", "1:2", SCRIPT, "on_train_start", bad, until)
+    run = dlrover.start("--workers", "1:2", SCRIPT, "--fateful-hook", "on_train_start", "--bad", bad, "--until", until)
     run.wait_for_output(r"\[round\] round 1: 1 worker,", timeout_s=90)
     run.wait_for(lambda: run.status()["phase"] == "training", "training")
     bad.mkdir()
@@ -58,5 +58,4 @@ def test_growth_by_nodes_that_always_fail_ends_until_it_is_asked_for(dlrover: Dl
     run.wait_for(
         lambda: len([w for w in run.status()["workers"] if w["state"] == "active"]) == 2, "the second worker", timeout_s=90
     )
-    until.touch()
-    assert run.wait_for_exit(60) == 0, run.output
+    run.finish(until)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,11 +15,10 @@ pytest.importorskip("confluent_kafka", reason="needs confluent-kafka, of the ext
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.harness import Job
-from tests.e2e.kafka_job import KafkaSettings, batches, places, produce, reference, train_kafka, violations
+from tests.e2e.kafka_job import KafkaSettings, all_sent, batches, places, produce, reference, train_kafka, violations
 from tests.support.kafka_brokers import NUM_PARTITIONS, MockCluster, Tansu
-
-MakeJob = Callable[..., Job]
 
 
 @pytest.fixture
@@ -29,6 +28,7 @@ def broker() -> Iterator[MockCluster]:
 
 
 def check(job: Job, settings: KafkaSettings, num_rows: int, epochs: int = 1) -> None:
+    all_sent(job.folder).touch()
     assert all(code == 0 or worker.killed for worker, code in zip(job.workers, job.finish(), strict=True)), job.report()
     assert violations(job, settings, range(num_rows), epochs) == []
     final = [record["weights"] for record in job.records("after_fit")]
@@ -45,10 +45,8 @@ def test_topic_that_grows_is_trained_once_while_workers_come_and_go(
     produce(broker, 100)
     settings = KafkaSettings(broker.servers, loader_workers=loader_workers, dry_s=4.0)
     job = make_job(settings, script=train_kafka)
-    first = job.start()
-    job.wait_for_step(3)
-    job.start()
-    job.wait_for_world(2)
+    job.grow_to(2)
+    first = job.workers[0]
     produce(broker, 230, start=100)
     job.start()
     job.wait_for_world(3)
@@ -173,6 +171,7 @@ def test_later_fit_goes_on_after_a_dry_end_and_ends_well_without_a_message(make_
     with job.at_full_speed():
         job.wait_until(lambda: job.records("fitted"), "the end of the first fit")
     produce(broker, 130, start=60)
+    all_sent(job.folder).touch()
     assert job.finish() == [0, 0], job.report()
     assert violations(job, settings, range(130)) == []
     assert len(job.records("fitted")) == 6

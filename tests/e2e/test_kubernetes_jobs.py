@@ -82,8 +82,7 @@ def test_kubernetes_job_survives_loss_of_controller_and_pods(
     wait_for_workers(run, 3, without=(evicted, killed))
     assert dlrover("drain", run_id, drained).returncode == 0
     run.wait_for(lambda: left_planned(run, drained), "the drained worker's planned leave")
-    until.touch()
-    assert run.wait_for_exit(60) == 0, run.output
+    run.finish(until)
     assert cluster.nodes() == []
     dlrover.wait_for_end()
 
@@ -140,9 +139,8 @@ def test_a_controller_in_a_pod_needs_no_etcd_and_gives_its_nodes_a_password_that
         with contextlib.suppress(psutil.Error):
             public += f"{process.cmdline()} {process.environ()}"
     assert password not in public
-    until.touch()
-    assert run.wait_for_exit(60) == 0, run.output
-    assert "nodes run on Kubernetes, where these mean nothing: --partition" in run.output
+    run.finish(until)
+    assert "nodes run on Kubernetes, where these are ignored: --partition" in run.output
     assert run.events[-1].kind == "finished"
     written = "".join(f.read_text(errors="replace") for f in run.folder.rglob("*") if f.is_file())
     assert password not in run.output + written
@@ -230,8 +228,7 @@ def test_controller_killed_while_it_creates_a_node_duplicates_none(
             run = dlrover.start(*options, SCRIPT, "--until", until, run_id=run_id)
             workers = wait_for_workers(run, wanted, without=gone)
             eventually(partial(has_nodes, cluster, wanted), f"{wanted} nodes ({step}, killed {when})", 60)
-    until.touch()
-    assert run.wait_for_exit(60) == 0, run.output
+    run.finish(until)
     assert cluster.nodes() == []
     dlrover.wait_for_end()
 

@@ -13,10 +13,9 @@ import pytest
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.records import Keys, PlanRecord, encode
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.harness import Job, violations
 from tests.e2e.toy_job import ToySettings
-
-MakeJob = Callable[..., Job]
 
 TOY = ToySettings(num_rows=203, max_epochs=2, step_s=0.05)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Job
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.toy_job import ToySettings
 
 pytest.importorskip("tensorboardX", reason="TensorBoardLogger needs it")
@@ -17,8 +17,6 @@ pytest.importorskip("tensorboardX", reason="TensorBoardLogger needs it")
 from tensorboardX.proto.event_pb2 import Event
 
 from tests.e2e.loggers_job import train_and_log
-
-MakeJob = Callable[..., Job]
 
 SETTINGS = ToySettings(num_rows=240, batch_size=4, max_epochs=3, step_s=0.05)
 NUM_STEPS = SETTINGS.num_steps // 2  # two workers start, with batches of 4 each

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.e2e.harness import Job
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.mismatch_jobs import (
     CHECK_INTERVAL_S,
     STEP,
@@ -19,13 +17,10 @@ from tests.e2e.mismatch_jobs import (
     train_to_stop,
 )
 
-MakeJob = Callable[..., Job]
-
 LIMIT_S = 2.0
 """Longest time from the deviation to the error on each worker, beside the interval of votes."""
 
 GRADIENTS = "the reduction of gradients"
-IN_STEP = "in a training step"
 
 
 def mismatch(make_job: MakeJob, way: Way, num_workers: int = 2) -> str:

@@ -60,8 +60,7 @@ def test_no_other_user_reads_or_writes_a_local_job(open_dlrover: Dlrover, tmp_pa
     # A user's own commands need no option.
     status = json.loads(open_dlrover("status", "--json", "job").stdout)
     assert (status["phase"], len(status["workers"])) == ("training", 2)
-    until.touch()
-    assert run.wait_for_exit(60) == 0, run.output  # strange connections to the workers' ports have not disturbed it
+    run.finish(until)  # strange connections to the workers' ports have not disturbed it
 
 
 def assert_ports_are_those_of_workers(found: Attempts) -> None:

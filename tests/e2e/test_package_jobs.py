@@ -5,15 +5,14 @@ from __future__ import annotations
 import csv
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.harness import Job, violations
 from tests.e2e.packages_job import PackageSettings, gate, train_with
-
-MakeJob = Callable[..., Job]
 
 SETTINGS = PackageSettings(num_rows=240, max_epochs=4, step_s=0.05, num_val_rows=24)
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.harness import Job
 from tests.e2e.plain_loop import PlainSettings, run_plain_loop
-
-MakeJob = Callable[..., Job]
 
 
 def assert_everyone_counted_the_same(job: Job, num_steps: int) -> None:
@@ -77,9 +74,6 @@ def test_worker_with_sigterm_exits_0_and_runs_nothing_after_the_loop(make_job: M
 
 def test_loop_may_end_early_on_all_workers_and_joiners_learn_of_it(make_job: MakeJob) -> None:
     job = make_job(PlainSettings(num_steps=10_000, last_step=399), script=run_plain_loop)
-    job.start()
-    job.wait_for_step(3)
-    job.start()
-    job.wait_for_world(2)
+    job.grow_to(2)
     assert job.finish() == [0, 0]
     assert_everyone_counted_the_same(job, 400)

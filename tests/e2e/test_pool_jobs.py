@@ -120,8 +120,7 @@ def test_killed_brain_is_replaced_in_the_middle_of_a_change(cluster: Cluster, tm
     second_brain.wait_for_output("this process decides")
     cluster.wait_for_workers(second, 1)
     assert second.wait_for_exit(60) == 0, second.output
-    until.touch()
-    assert first.wait_for_exit(60) == 0, first.output
+    first.finish(until)
     cluster.assert_nothing_left()
 
 
@@ -249,6 +248,5 @@ def test_job_set_by_hand_keeps_its_size_and_the_queue_shows_who_waits_and_why(cl
     assert [(job["job"], job["workers"], job["place"]) for job in listed["jobs"]] == [("a", 2, 0), ("b", 0, 1)]
     assert cluster.dlrover("scale", "a", 1).returncode == 0
     assert waiting.wait_for_exit(60) == 0, waiting.output
-    until.touch()
-    assert first.wait_for_exit(60) == 0, first.output
+    first.finish(until)
     cluster.assert_nothing_left()

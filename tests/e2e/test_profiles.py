@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 pytest.importorskip("torchrec", reason="one of the two models has sharded tables")
@@ -11,10 +9,9 @@ pytest.importorskip("torchrec", reason="one of the two models has sharded tables
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.records import Keys, decode
 from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.harness import Job
 from tests.e2e.profiled_job import DENSE_FLOPS, LOOKUPS, TABLE_BYTES, Profiled, train_profiled
-
-MakeJob = Callable[..., Job]
 
 MIB = 1 << 20
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.harness import Job, Record
 from tests.e2e.parts_jobs import NUM_ROWS, PartsRun, run_in_parts, write_files
-
-MakeJob = Callable[..., Job]
 
 STEP_S = 0.05
 
@@ -106,7 +103,7 @@ def test_limited_shares_log_and_return_what_whole_ones_do(make_job: MakeJob) -> 
         (PartsRun("plain", room=(-1,)), "1 samples at once, as one of 1 workers, and one sample does not fit"),
         (PartsRun("plain", room=(3,), max_share="whole"), "DLRoverStrategy(max_share='whole') rules out parts"),
         (PartsRun("manual", room=(3,)), "8 samples at once, as one of 1 workers, and manual optimization cannot be"),
-        (PartsRun("opaque", max_share=3), "but batch is of type Opaque, so its samples cannot be told apart"),
+        (PartsRun("opaque", max_share=3), "but batch is of type Opaque, so its samples cannot be separated"),
         (PartsRun("manual", max_share=3), "max_share=3 of DLRoverStrategy limits the samples of one pass, but manual"),
     ],
 )

@@ -108,8 +108,7 @@ def test_slurm_job_survives_loss_of_its_controller_and_a_drain(dlrover: Dlrover,
 
     assert dlrover("drain", "job", last[0]["worker_id"]).returncode == 0
     run.wait_for(lambda: left_planned(run, last[0]["worker_id"]), "a planned leave")
-    until.touch()
-    assert run.wait_for_exit(60) == 0, run.output
+    run.finish(until)
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
     dlrover.wait_for_end()
     # Python's own folders do not count.
@@ -175,8 +174,7 @@ def test_slurm_job_of_two_worker_nodes_loses_a_worker_a_node_and_gives_one_back(
     assert {worker["node"] for worker in wait_for_workers(run, 4, without=lost)} == {"node2", "node3"}
     assert dlrover("scale", "job", 2).returncode == 0
     run.wait_for(lambda: len(slurm.jobs()) == 1, "the end of a node")
-    until.touch()
-    assert run.wait_for_exit(60) == 0, run.output
+    run.finish(until)
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
     dlrover.wait_for_end()
 
@@ -270,7 +268,7 @@ def check_that_it_says_so(dlrover: Dlrover, slurm: SlurmCluster) -> None:
     said = run.wait_for_output(r"node1, job \d+, has failed: .*out of memory: exceeded memory limit \((\d+) > 62914560\)")
     assert int(said[1]) > 62914560
     assert "\nSlurm: " in (run.folder / "logs/node1/stderr.log").read_text()
-    run.wait_for_output(r"node1 was killed for want of memory .* nodes have 70 MiB from now on")
+    run.wait_for_output(r"node1 was killed for lack of memory .* nodes have 70 MiB from now on")
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.wait_for_exit(90) == 128 + signal.SIGTERM, run.output  # it may have been requesting the next node
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
@@ -282,8 +280,7 @@ def losses(run: Run) -> list[str]:
 
 def finish(run: Run, slurm: SlurmCluster, until: Path) -> None:
     """Finish a job; assert that no node is left, none was refused, and none came without a request."""
-    until.touch()
-    assert run.wait_for_exit(60) == 0, run.output
+    run.finish(until)
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
     assert not re.search("could not be started|no request for it exists", run.output), run.output
 
@@ -346,8 +343,7 @@ def test_requeued_nodes_and_nodes_of_dead_hosts_are_replaced_for_good(
             slurm("scancel", urgent)
         eventually(lambda: len(slurm.jobs()) == 2, f"two nodes after {cause}: {slurm.jobs()}", 60)
     assert run.output.count("no request for it exists") >= 3, run.output  # Slurm would have restarted these
-    until.touch()
-    assert run.wait_for_exit(60) == 0, run.output
+    run.finish(until)
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
     assert sorted(path.name for path in (run.folder / "logs").iterdir()) == [f"node{n}" for n in range(1, 7)]
 
@@ -415,8 +411,7 @@ def test_controller_killed_while_it_submits_duplicates_no_node(
             if step == "add" and wanted == 3:
                 assert dlrover("scale", run_id, 2).returncode == 0
                 workers = wait_for_workers(run, 2)
-    until.touch()
-    assert run.wait_for_exit(60) == 0, run.output
+    run.finish(until)
     assert slurm.jobs() == {}
 
 
@@ -487,8 +482,7 @@ def test_failing_or_hanging_commands_duplicate_no_node(
         names = [name for name, _ in slurm.jobs().values()]
         assert len(set(names)) == len(names), names
         gone = workers[-1]["worker_id"]
-    until.touch()
-    assert run.wait_for_exit(120) == 0, run.output
+    run.finish(until, 120)
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs", 60)
     dlrover.wait_for_end()
     assert losses(run) == []

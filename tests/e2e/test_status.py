@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import Keys
-from tests.e2e.harness import DEADLINE_S, Job
+from tests.e2e.forked_jobs import MakeJob
+from tests.e2e.harness import DEADLINE_S
 from tests.e2e.plain_loop import PlainSettings, run_plain_loop
 from tests.support.waiting import eventually
 from tests.support.warm_process import WarmProcess
 from tests.support.warm_tree import run_program
-
-MakeJob = Callable[..., Job]
 
 
 def status(capsys: object, endpoint: str, run_id: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import pytest
 
 from lightning_dlrover.cli.main import main
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.harness import Job, violations
 from tests.e2e.toy_job import ToySettings
 from tests.support.spoiled_files import spoil_row_group
-
-MakeJob = Callable[..., Job]
 
 
 def asked(capsys: pytest.CaptureFixture[str], etcd: EmbeddedEtcd, job: Job, *options: str) -> dict[str, Any]:

@@ -8,12 +8,11 @@ from collections.abc import Callable
 import pytest
 from lightning.pytorch import callbacks
 
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.harness import Job, Record
 from tests.e2e.stand_in_jobs import OverStandIn, run_over_stand_in
 from tests.e2e.table_of_features import FEATURES, STEPS_PER_EPOCH, Run, run_feature_of_table
 from tests.support.nccl_stand_in import NAME
-
-MakeJob = Callable[..., Job]
 
 STEP_S = 0.05
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ import pytest
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.membership.member import EXIT_ALL_DRAINED
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.harness import Job, Worker
 from tests.support.dlrover_process import Dlrover
 
@@ -33,7 +34,6 @@ from tests.e2e.table_job import (
 )
 from tests.e2e.table_verdict import assembled, judge, lose_shared_memory_of, shared_memory_of, steps_that_count, undisturbed
 
-MakeJob = Callable[..., Job]
 T = TypeVar("T")
 
 SETTINGS = TableSettings(num_rows=112, step_s=0.13)  # few steps, slow enough for several changes on a busy machine
@@ -41,7 +41,6 @@ FEW_STEPS = 8
 """More steps than jobs make, slow as they are, in three intervals of snapshots."""
 LEASE_TTL_S = 3
 """Seconds for which the workers of a job that was killed as a whole keep the next ones waiting."""
-COLUMNS_CUT = ("column_wise", "table_column_wise", "row_wise")
 ALL = bool(os.environ.get("DLROVER_ALL_FAULTS"))
 
 
@@ -70,11 +69,7 @@ def new_job(make_job: MakeJob) -> Iterator[MakeJob]:
 
 def started(job: Job, workers: int) -> list[Worker]:
     """Start `workers` workers, which join one after the other."""
-    job.start()
-    job.wait_for_step(1)
-    for size in range(2, workers + 1):
-        job.start()
-        job.wait_for_world(size)
+    job.grow_to(workers, after_step=1)
     return list(job.workers)
 
 

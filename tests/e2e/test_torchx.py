@@ -33,11 +33,10 @@ def test_a_job_that_torchx_has_started_is_resized_and_finishes(dlrover: Dlrover,
     # The same command must also work for a cluster.
     run = local_job(dlrover, SCRIPT, "--until", until, options=("--partition", "main", "--options=--objective fastest"))
     wait_for_first_round(run)
-    assert "nodes run on this machine, where these mean nothing: --partition" in run.output
+    assert "nodes run on this machine, where these are ignored: --partition" in run.output
     assert dlrover("scale", "job", 2).returncode == 0
     wait_for_workers(run, 2)
-    until.touch()
-    assert run.wait_for_exit(60) == 0, run.output
+    run.finish(until)
     assert "finished: SUCCEEDED" in run.output
     assert {"round", "scale", "finished"} <= {event.kind for event in run.events}
     dlrover.assert_all_ended()

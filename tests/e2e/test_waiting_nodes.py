@@ -64,8 +64,7 @@ def test_node_and_worker_outwait_their_timeouts_for_the_second_node(
     cluster.max_jobs = 1000
     two = wait_for_workers(run, 2, without=(second["worker_id"],))
     assert first["worker_id"] in {worker["worker_id"] for worker in two}
-    until.touch()
-    assert run.wait_for_exit(60) == 0, run.output
+    run.finish(until)
     eventually(lambda: not dlrover.processes(), "the end of all processes")
 
 
@@ -81,6 +80,6 @@ def test_node_without_a_controller_gives_up_after_its_join_timeout(
     eventually(lambda: cluster.nodes() == [], "the end of the node", 30)
     # The run folder has only output from the controller's life.
     logs = dlrover("logs", run_id, "--endpoint", etcd.endpoint, "--run-dir", tmp_path / "elsewhere").stdout
-    why = "only 1 of at least 2 nodes came: start more or lower --nnodes. To wait longer, set --rdzv-conf join_timeout=SECONDS"
+    why = "only 1 of at least 2 nodes joined: start more, or lower --nnodes. To wait longer, set --rdzv-conf join_timeout="
     assert re.search(rf"no room in a round within join_timeout={TIMEOUT_S:g} s; {re.escape(why)}", logs), logs
     eventually(lambda: not dlrover.processes(), "the end of all processes")

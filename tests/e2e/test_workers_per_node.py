@@ -129,7 +129,7 @@ def test_node_with_a_failed_worker_is_replaced_as_a_whole_in_a_job_that_needs_al
     run = dlrover.start(*options, records.parent / "loop.py", records)
     first = gpus(run, records, 4)
     (records / "broken").touch()
-    run.wait_for_output(r"\[node1\] .*this node is given back as a whole")
+    run.wait_for_output(r"\[node1\] .*this node is released as a whole")
     (records / "broken").unlink()
     mended = gpus(run, records, 4, without=(first["GPU-a"]["worker_id"], first["GPU-b"]["worker_id"]))
     assert {gpu: mended[gpu]["pid"] for gpu in ("GPU-c", "GPU-d")} == {gpu: first[gpu]["pid"] for gpu in ("GPU-c", "GPU-d")}

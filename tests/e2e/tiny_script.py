@@ -1,12 +1,15 @@
 """A small script with Lightning. It trains until a file appears or for some steps.
 
 Steps sleep, and compute next to nothing: their time depends neither on other processes nor on the machine. With `--sample-s`
-it grows with a worker's share of the global batch, so that more workers are faster.
+it grows with a worker's share of the global batch, so that more workers are faster. Options let it fail, or die, in a hook.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 
+BALLAST = Path("ballast")
+"""A file in the working directory with the MiB that each worker shall take, a few more in each step."""
+
+MIB_PER_STEP = 10
+
 
 class TinyModel(L.LightningModule):
     def __init__(self, until: Path | None, step_s: float, sample_s: float, fail_at: int) -> None:
@@ -25,6 +33,7 @@ class TinyModel(L.LightningModule):
         self.net = nn.Linear(8, 1)
         self.until = until
         self.step_s, self.sample_s, self.fail_at = step_s, sample_s, fail_at
+        self.ballast: list[bytes] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if self.trainer.global_step == self.fail_at:
@@ -36,9 +45,20 @@ class TinyModel(L.LightningModule):
         if self.until is not None:
             # As with `EarlyStopping`, all workers stop after the same step.
             self.trainer.should_stop = self.trainer.strategy.reduce_boolean_decision(self.until.exists(), all=False)
+        if BALLAST.exists() and len(self.ballast) * MIB_PER_STEP < int(BALLAST.read_text()):
+            self.ballast.append(b"x" * (MIB_PER_STEP << 20))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+def meet_fate(bad: Path) -> None:
+    """Kill the only worker that arrives while the file `bad` exists; fail if `bad` is a folder."""
+    if bad.is_dir():
+        raise OSError(f"process {os.getpid()} finds no device")
+    with contextlib.suppress(FileNotFoundError):
+        bad.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
@@ -53,13 +73,15 @@ def main() -> None:
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--fail-after-fit", action="store_true")
     parser.add_argument("--loader-workers", type=int, default=0)
+    parser.add_argument("--fateful-hook", help="where a worker is killed, or fails, before its first batch; see `meet_fate`")
+    parser.add_argument("--bad", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     L.seed_everything(1, verbose=False)
     tuning: dict[str, Any] = {"tune": ["num_workers"]} if given.only_resizes else {}
     trainer = L.Trainer(
         strategy=DLRoverStrategy(global_batch_size=given.global_batch),
-        callbacks=[DLRoverCallback(window_s=given.window_s, plan_every_s=1.0, **tuning)],
+        callbacks=[] if given.fateful_hook else [DLRoverCallback(window_s=given.window_s, plan_every_s=1.0, **tuning)],
         accelerator="cpu",
         max_epochs=-1,
         max_steps=given.steps,
@@ -70,7 +92,8 @@ def main() -> None:
         enable_progress_bar=False,
     )
     loader = DataLoader(TensorDataset(torch.randn(4096, 8)), batch_size=8, shuffle=True, num_workers=given.loader_workers)
-    trainer.fit(TinyModel(given.until, given.step_s, given.sample_s, given.fail_at), loader)
+    hooks = {given.fateful_hook: lambda *_, **__: meet_fate(given.bad)} if given.fateful_hook else {}
+    trainer.fit(type("Model", (TinyModel,), hooks)(given.until, given.step_s, given.sample_s, given.fail_at), loader)
     if trainer.is_global_zero:
         print(f"trained for {trainer.global_step} steps", flush=True)
     if given.fail_after_fit:

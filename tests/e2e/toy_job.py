@@ -106,8 +106,14 @@ class Place:
         }
 
 
+PATIENCE_S = 0.3
+"""Seconds in which an idle machine makes most changes of a job's workers."""
+
 DAWDLE_S = 0.6
-"""Seconds of a step while a test waits for a change of workers. Some changes take a dozen steps, so more would cost as many."""
+"""Longest time in seconds of a step while a test waits for a change of workers. Some changes take a dozen steps."""
+
+DAWDLE_SHARE = 0.3
+"""Share of the time waited so far that such a step takes: an idle machine makes a change within a few quick steps."""
 
 
 class Recorder:
@@ -118,16 +124,25 @@ class Recorder:
         self._fd = os.open(place.records, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         # Looked for several times in each step, and building a path costs more than the look.
         self._armed, self._dawdle, self._hurry = str(place.armed), str(place.dawdle), str(place.hurry)
+        self._paced: object = None  # newest optimizer step
 
     def write(self, kind: str, **values: Any) -> None:
         os.write(self._fd, (json.dumps({"kind": kind, "at": time.time(), **values}) + "\n").encode())
 
-    def pace(self, seconds: float) -> None:
-        """Make a step slow, so that the test has time for its changes. Steps are fast once the test lets the job hurry."""
-        if os.path.exists(self._dawdle):
-            time.sleep(max(seconds, DAWDLE_S))
-        elif seconds and not os.path.exists(self._hurry):
-            time.sleep(seconds)
+    def pace(self, seconds: float, step: object = None) -> None:
+        """Make a step slow, so that the test has time for its changes. Steps are fast once the test lets the job hurry.
+
+        Args:
+            step: names the optimizer step. Only its first batch, and the first evaluation of that, is slower for a test.
+        """
+        try:
+            waited_s = PATIENCE_S + time.time() - os.stat(self._dawdle).st_mtime
+        except FileNotFoundError:
+            if seconds and not os.path.exists(self._hurry):
+                time.sleep(seconds)
+            return
+        is_first, self._paced = step is None or step != self._paced, step
+        time.sleep(max(seconds, min(DAWDLE_S, DAWDLE_SHARE * waited_s)) if is_first else seconds)
 
     def moment(self, name: str) -> None:
         """Die here if the test has armed this worker for the moment `name`."""
@@ -216,6 +231,7 @@ class ToySettings:
     shuffle: bool = True
     max_epochs: int = 2
     step_s: float = 0.01  # until the test lets the job hurry
+    slow: str = ""  # name of a worker that needs three times as long, until the test lets the job hurry
     loader_workers: int = 0
     accumulate: int = 1
     num_val_rows: int = 0
@@ -252,6 +268,8 @@ class ToySettings:
 class ToySteps(_MixedIn):
     """Records every share, every finished batch and every validation batch."""
 
+    window = 0  # batches of an optimizer step in manual optimization
+
     def __init__(self, recorder: Recorder, step_s: float = 0.0, slow_start_s: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(7)
@@ -274,7 +292,8 @@ class ToySteps(_MixedIn):
         return {"round": number, "rank": self.trainer.global_rank, "world": self.trainer.world_size, "pid": os.getpid()}
 
     def record_share(self, batch: Any, batch_idx: int) -> None:
-        self._share = {**self.where(), "epoch": self.trainer.current_epoch, "batch": batch_idx}
+        speeds = self.live.position.speeds if self.live else ()
+        self._share = {**self.where(), "speeds": speeds, "epoch": self.trainer.current_epoch, "batch": batch_idx}
         self.recorder.write("share", **self._share, ids=batch[2].tolist())
 
     def on_fit_start(self) -> None:
@@ -284,11 +303,16 @@ class ToySteps(_MixedIn):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.record_share(batch, batch_idx)
         self.recorder.moment("forward")
-        self.recorder.pace(self.step_s)
+        equal_share = self.live.loaders.first.global_batch_size / self.trainer.world_size if self.live else len(batch[2])
+        self.pace(batch_idx, self.step_s * len(batch[2]) / equal_share)
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self._loss = float(loss.detach())
         self._weight = len(batch[2])
         return loss
+
+    def pace(self, batch_idx: int, step_s: float | None = None) -> None:
+        step = self.trainer.current_epoch, batch_idx // (self.window or self.trainer.accumulate_grad_batches)
+        self.recorder.pace(self.step_s if step_s is None else step_s, step)
 
     def on_before_backward(self, loss: Tensor) -> None:
         self.recorder.moment("backward")
@@ -393,7 +417,9 @@ def train_toy(recorder: Recorder, settings: ToySettings, model: type[ToyModel] =
     shuffle = settings.shuffle and not settings.streams and not settings.iterable
     loader = DataLoader(train, settings.batch_size, shuffle=shuffle, num_workers=settings.loader_workers)
     val_loader = DataLoader(val, settings.batch_size) if settings.num_val_rows else None
-    trainer.fit(model(recorder, settings.step_s, settings.slow_start_s), loader, val_loader, ckpt_path=settings.resumes or None)
+    slowness = 3.0 if recorder.place.agent_id == settings.slow else 1.0
+    made = model(recorder, settings.step_s * slowness, settings.slow_start_s)
+    trainer.fit(made, loader, val_loader, ckpt_path=settings.resumes or None)
     recorder.write("after_fit", step=trainer.global_step)
 
 

@@ -68,7 +68,7 @@ def test_killed_run_leaves_no_process_and_a_second_one_finishes_it(tmp_path: Pat
     assert visits
     assert {visit.problem for visit in visits} == {""}
     for visit in visits:
-        assert 0.5 < sum(visit.part_s.values()) / statistics.median(visit.blocks) < 2.0  # other programs may run beside
+        assert 0.5 < sum(visit.part_s.values()) / statistics.median(visit.blocks) < 2.0  # other programs may run, too
         assert visit.peak_memory_bytes > 2**26
     assert (out / "report.html").read_text().count("<svg") >= 1
     assert (out / "devices.csv").exists()
@@ -98,7 +98,7 @@ def _runs(process: psutil.Process) -> bool:
         (["--out", "garbage"], f"{FILE_NAME}, line 1"),
     ],
 )
-def test_wrong_input_is_refused_in_words_before_anything_is_measured(
+def test_wrong_input_is_refused_with_the_reason_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], words: str
 ) -> None:
     if "cuda" in options and os.path.exists("/dev/nvidia0"):

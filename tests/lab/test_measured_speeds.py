@@ -67,8 +67,8 @@ def test_a_folder_without_measurements_is_refused(tmp_path: Path) -> None:
     "row, message",
     [
         ("1a,4,0.1,0", r"toy-placements.csv:17: placement='1a'"),
-        ("1,4,0,0", r"toy-placements.csv:17: step_time=0.0 is no time"),
-        ("1,4,fast,0", r"toy-placements.csv:17: step_time='fast' is no number"),
+        ("1,4,0,0", r"toy-placements.csv:17: step_time=0.0 is not a time"),
+        ("1,4,fast,0", r"toy-placements.csv:17: step_time='fast' is not a number"),
         ("1,4", r"toy-placements.csv:17 has another number of fields"),
     ],
 )
@@ -82,7 +82,7 @@ def test_a_bad_row_is_refused_with_file_and_line(tmp_path: Path, row: str, messa
 def test_a_placements_file_without_placements_is_refused(tmp_path: Path) -> None:
     write_speeds(tmp_path)
     (tmp_path / "toy-placements.csv").write_text("num_nodes,num_replicas,local_bsz,step_time\n1,1,4,0.1\n")
-    with pytest.raises(TraceError, match=r"toy-placements.csv:1 has no column placement"):
+    with pytest.raises(TraceError, match=r"toy-placements.csv, row 1, has no placement"):
         read_applications(tmp_path)
 
 

@@ -40,7 +40,7 @@ def test_half_a_last_line_is_removed_and_the_rest_continues(tmp_path: Path, cut:
     assert read_store(tmp_path).visits == [VISIT, VISIT]
 
 
-def test_half_a_header_is_written_anew(tmp_path: Path) -> None:
+def test_half_a_header_is_written_again(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b'{"kind":"hea')
     with Store(tmp_path, MACHINE) as store:
         assert store.found.header.machine == MACHINE

@@ -5,12 +5,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 
 from lightning_dlrover.lab.characterize.findings import Evidence, findings
 from lightning_dlrover.lab.characterize.measure import EnergyMeter
 from lightning_dlrover.lab.characterize.page import compare_text, write_comparison, write_page
-from lightning_dlrover.lab.characterize.points import WORKLOADS, Limit, Machine, Point, Study, Visit, all_studies, descriptor
+from lightning_dlrover.lab.characterize.points import (
+    WORKLOADS,
+    Limit,
+    Machine,
+    Point,
+    Study,
+    Visit,
+    all_studies,
+    descriptor,
+    half_widths,
+    sensitivity,
+)
 from lightning_dlrover.lab.characterize.results import (
     Header,
     Measurements,
@@ -261,11 +273,44 @@ def test_history_holds_possible_windows_from_which_a_job_starts_at_the_best(tmp_
 
 
 def test_energy_counter_may_wrap_around_and_may_be_missing(tmp_path: Path) -> None:
-    assert EnergyMeter.of_machine(cuda=False, powercap=tmp_path).joules() is None
+    assert EnergyMeter(cuda=False, powercap=tmp_path).joules() is None
     zone = tmp_path / "intel-rapl:0"
     zone.mkdir()
     (zone / "max_energy_range_uj").write_text("1000000\n")
     (zone / "energy_uj").write_text("900000\n")
-    meter = EnergyMeter.of_machine(cuda=False, powercap=tmp_path)
+    meter = EnergyMeter(cuda=False, powercap=tmp_path)
     (zone / "energy_uj").write_text("400000\n")
     assert meter.joules() == pytest.approx(0.5)
+
+
+def test_interval_takes_two_visits_of_some_point() -> None:
+    assert half_widths([[(0.0, 0.0)], [(1.0, 0.0)]]) is None
+
+
+@pytest.mark.parametrize("num_visits", [2, 3, 4])
+def test_nine_tenths_of_second_runs_lie_within_the_interval(num_visits: int) -> None:
+    rng = np.random.default_rng(num_visits)
+    deviations = 0.05 * rng.uniform(0.5, 2.0, size=2000)  # points differ in how much they vary
+    one, other = (deviations[:, None] * rng.standard_normal((2000, num_visits)) for _ in range(2))
+    widths = half_widths([[(value, 0.0) for value in visits] for visits in one.tolist()])
+    assert widths is not None
+    inside = np.abs(one.mean(axis=1) - other.mean(axis=1)) <= widths
+    assert 0.87 <= inside.mean() <= 0.96
+    assert np.median(widths) < 6 * 0.05 / np.sqrt(num_visits)
+
+
+def test_changes_that_the_reference_program_shows_are_no_part_of_the_interval() -> None:
+    rng = np.random.default_rng(0)
+    speeds = 0.3 * rng.standard_normal((50, 3))
+    points = [[(0.5 * x + 0.01 * rng.standard_normal(), x) for x in visits] for visits in speeds.tolist()]
+    assert sensitivity(points) == pytest.approx(0.5, abs=0.02)
+    widths = half_widths(points)
+    unexplained = half_widths([[(y, 0.0) for y, _ in visits] for visits in points])
+    assert widths is not None
+    assert unexplained is not None
+    assert max(widths) < 0.1 < min(unexplained)
+
+
+def test_noise_of_the_reference_program_on_a_quiet_machine_explains_nothing() -> None:
+    assert sensitivity([[(0.0, 0.0), (0.005, 0.005)]]) < 0.05
+    assert sensitivity([[(0.0, 0.0)]]) == 0.0

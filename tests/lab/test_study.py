@@ -1,4 +1,4 @@
-"""A study simulates every combination once, and takes those on record from there."""
+"""A study simulates every combination once, and reuses stored ones."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_no_policy_of_a_study_puts_a_long_wait_before_its_own_order() -> None:
     assert set(registered_policy("srtf", 0)(State(1e6, devices, (late, short)))) == {"short"}
 
 
-def test_simulations_on_record_are_not_repeated(tmp_path: Path) -> None:
+def test_stored_simulations_are_not_repeated(tmp_path: Path) -> None:
     inputs, traces = inputs_of(tmp_path)
     asked = asked_of(traces)
     new: list[Simulated] = []

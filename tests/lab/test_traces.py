@@ -1,4 +1,4 @@
-"""Files of measured windows are read completely, or refused with name and line. Contradictions are reported."""
+"""Files of windows, jobs and work are read completely, or refused with name and line. Contradictions are reported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ from pathlib import Path
 import pytest
 
 from lightning_dlrover.cli.main import main
-from lightning_dlrover.lab.simulate.traces import TraceError, read_trace
+from lightning_dlrover.lab.simulate.traces import (
+    RESTART_S,
+    SAMPLES,
+    SHAKE_S,
+    USUAL_BATCHES,
+    Submission,
+    TraceError,
+    WorkloadError,
+    read_submissions,
+    read_trace,
+    read_work,
+    shaken,
+)
 from lightning_dlrover.tuning import configuration_of
 from tests.support.windows import window, written
 
@@ -53,10 +65,10 @@ def test_profiles_of_our_own_are_read_back_as_they_were(tmp_path: Path, form: st
         ("placement,step_time\n1,0.1\n", r":2 has no local_batch \(local_bsz\)"),
         ("local_bsz,step_time\n32,0.1\n", r":2 has no num_workers \(num_replicas or placement\)"),
         ("placement,local_bsz,step_time\n1,32,0.1\n1,64,-0.1\n", r":3: step_time='-0.1' must be finite and not negative"),
-        ("placement,local_bsz,step_time\n1,32,0\n", r":2: step_time=0.0 is no time of a step"),
+        ("placement,local_bsz,step_time\n1,32,0\n", r":2: step_time=0.0 is not a time"),
         ("placement,local_bsz,step_time\n1,32,nan\n", r":2: step_time='nan' must be finite"),
         ("placement,local_bsz,step_time\n1,32,45000\n", r":2: step_time=45000 would be hours; .*milliseconds"),
-        ("placement,local_bsz,step_time\n1,32,fast\n", r":2: step_time='fast' is no number"),
+        ("placement,local_bsz,step_time\n1,32,fast\n", r":2: step_time='fast' is not a number"),
         ("placement,local_bsz,step_time\n1-2,32,0.1\n", r":2: placement='1-2' is not one digit"),
         ("placement,local_bsz,step_time\n102,32,0.1\n", r":2: placement='102' is not one digit"),
         ("placement,local_bsz,step_time\n1,32.5,0.1\n", r":2: local_bsz='32.5' must be a whole number"),
@@ -73,7 +85,7 @@ def test_a_broken_file_is_refused_with_the_line_and_the_cause(tmp_path: Path, te
 
 
 def test_a_line_that_is_no_profile_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"trace\.jsonl:1 is no JSON object"):
+    with pytest.raises(TraceError, match=r"trace\.jsonl:1 is not a JSON object"):
         read_trace(written(tmp_path, "hello\n", "trace.jsonl"))
 
 
@@ -107,3 +119,102 @@ def test_command_names_the_fault_of_a_file(tmp_path: Path, capsys: pytest.Captur
     assert "b.csv:2 has no num_workers" in capsys.readouterr().err
     assert main(["lab", "evaluate", "--train", str(tmp_path / "none.csv"), "--test", str(good)]) == 2
     assert "cannot read" in capsys.readouterr().err
+
+
+def test_all_tables_hold_the_same_applications() -> None:
+    assert set(SAMPLES) == set(RESTART_S) == set(USUAL_BATCHES)
+
+
+def test_work_is_read_by_application(tmp_path: Path) -> None:
+    path = tmp_path / "work.csv"
+    path.write_text("application,samples\nncf,1e6\nbert,5\n")
+    assert read_work(path) == {"ncf": 1_000_000, "bert": 5}
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("model,samples\nncf,1\n", r"work.csv:1: no column application"),
+        ("application,samples\nncf,1\nbert,-1\n", r"work.csv:3: samples is '-1'"),
+        ("application,samples\nncf,many\n", r"work.csv:2: samples is 'many'"),
+        ("application,samples\n,5\n", r"work.csv:2: the application has no name"),
+    ],
+)
+def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "work.csv"
+    path.write_text(text)
+    with pytest.raises(WorkloadError, match=message):
+        read_work(path)
+
+
+HEAD = "time,name,application,num_replicas,batch_size"
+KNOWN = ("ncf", "bert")
+
+
+def read(*rows: str, head: str = HEAD) -> list[Submission]:
+    return read_submissions([head, *rows], "week.csv", KNOWN, 64)
+
+
+def test_submissions_are_read_in_order_of_time() -> None:
+    jobs = read("7.5,b,bert,4,48", "0,a,ncf,1,32768")
+    assert jobs == [Submission("a", "ncf", 0.0, 1, 32768), Submission("b", "bert", 7.5, 4, 48)]
+
+
+def test_jobs_without_a_name_are_named_after_their_line() -> None:
+    jobs = read("0,ncf,1,10", "1,ncf,2,10", head="time,application,num_replicas,batch_size")
+    assert [job.name for job in jobs] == ["ncf-2", "ncf-3"]
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ("-3,a,ncf,1,10", r"week.csv:3: the job comes at -3 s"),
+        ("3,a,gpt,1,10", r"week.csv:3: model 'gpt' is unknown; known are bert, ncf"),
+        ("3,a,ncf,65,10", r"week.csv:3: the job asks for 65 devices, the cluster has 64"),
+        ("3,a,ncf,0,10", r"week.csv:3: num_replicas is 0"),
+        ("3,a,ncf,1,1.5", r"week.csv:3: batch_size is 1.5"),
+        ("soon,a,ncf,1,10", r"week.csv:3: time is 'soon', which is not a finite number"),
+        ("nan,a,ncf,1,10", r"week.csv:3: time is 'nan'"),
+        ("3,a,ncf", r"week.csv:3: the line has 3 of 5 fields"),
+        ("3,first,ncf,1,10", r"week.csv:3: the name 'first' is that of line 2, too"),
+    ],
+)
+def test_jobs_that_cannot_be_are_refused_with_their_line(row: str, message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        read("0,first,ncf,1,10", row)
+
+
+def test_a_trace_of_another_form_is_refused_with_the_columns() -> None:
+    with pytest.raises(WorkloadError, match=r"week.csv:1: no column application, num_replicas, batch_size; .* job_id"):
+        read("0,1", head="time,steps")
+
+
+FLOW = "job_id,submission_time,duration,num_gpu"
+
+
+def test_a_trace_of_durations_is_told_apart_by_its_columns() -> None:
+    jobs = read("9,5,300,4", ",2,60,1", head=FLOW)
+    assert jobs == [Submission("job-3", "", 2.0, 1, 0, 60.0), Submission("9", "", 5.0, 4, 0, 300.0)]
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ("a,-1,5,1", r"week.csv:2: the job comes at -1 s"),
+        ("a,1,0,1", r"week.csv:2: duration is 0 s"),
+        ("a,1,5,65", r"week.csv:2: the job asks for 65 devices"),
+        ("a,1,5,none", r"week.csv:2: num_gpu is 'none'"),
+    ],
+)
+def test_durations_that_cannot_be_are_refused_with_their_line(row: str, message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        read(row, head=FLOW)
+
+
+def test_shaking_moves_each_arrival_a_little_and_seed_0_moves_none() -> None:
+    jobs = read(*(f"{100 * n},j{n},ncf,1,10" for n in range(20)))
+    moved = {job.name: job.at_s for job in shaken(jobs, 1)}
+    assert all(0 < abs(moved[job.name] - job.at_s) <= SHAKE_S or job.at_s == 0 for job in jobs)
+    assert min(moved.values()) >= 0
+    assert shaken(jobs, 0) == jobs
+    assert shaken(jobs, 1) == shaken(jobs, 1) != shaken(jobs, 2)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_dlrover.data import DataError, stream
 from lightning_dlrover.live.loader import ElasticLoader
-from tests.live.test_sampler import Numbers
+from tests.support.loaders import Numbers
 
 NUM_ROWS, BATCH, DONE = 600, 8, 20
 

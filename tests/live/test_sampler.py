@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn, _set_sampler_epoch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -43,20 +41,10 @@ from lightning_dlrover.checks import UnsupportedLoaderError
 from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.loader_workers import open_handle
-from lightning_dlrover.live.order import FitPosition, Unconnected, epoch_order
+from lightning_dlrover.live.order import FitPosition, epoch_order
 from lightning_dlrover.live.train_loaders import TrainLoaders
+from tests.support.loaders import Numbers, elastic, indices, over, rest_of, workers_of
 from tests.support.waiting import eventually
-
-
-class Numbers(Dataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class Backwards(Sampler[int]):
@@ -83,6 +71,7 @@ class Materialised:
     """Peers that take the order which a function returns."""
 
     owned_sockets = ()
+    speeds = ()
 
     def __init__(self, rank: int, materialise: Callable[[Any], Any], size: int = 2) -> None:
         self.place = rank, size
@@ -91,34 +80,6 @@ class Materialised:
     def of_rank_zero(self, mine: T) -> T:
         order: T = self._materialise(mine)
         return order
-
-
-def elastic(
-    length: int = 20, global_batch_size: int = 8, training: bool = True, place: tuple[int, int] = (0, 1), **loader: Any
-) -> ElasticLoader:
-    loader = {"batch_size": global_batch_size, **loader}
-    made = ElasticLoader(DataLoader(Numbers(length), **loader), global_batch_size, training, peers=Unconnected(place))
-    iter(made)
-    return made
-
-
-def indices(batch: Tensor) -> list[int]:
-    return [int(i) for i in batch]
-
-
-def rest_of(loader: ElasticLoader) -> list[list[int]]:
-    """Remaining batches of the loader; a `for` loop would begin anew."""
-    batches = []
-    with suppress(StopIteration):
-        while True:
-            batches.append(indices(next(loader)))
-    return batches
-
-
-def epoch_of(world_size: int, **kwargs: Any) -> list[list[int]]:
-    """Global batches of an epoch, assembled from those of all ranks."""
-    ranks = [elastic(place=(rank, world_size), **kwargs) for rank in range(world_size)]
-    return [[i for loader in ranks for i in indices(next(loader))] for _ in range(len(ranks[0]))]
 
 
 # --- for any world ------------------------------------------------------------------------------------------------------------
@@ -134,16 +95,21 @@ def test_shares_follow_each_other_and_differ_by_at_most_one(num_samples: int, wo
     assert max(lengths) - min(lengths) <= 1
 
 
+@given(st.integers(0, 500), st.lists(st.integers(1, 2000), min_size=1, max_size=70))
+def test_shares_by_speed_follow_each_other_and_differ_from_exact_ones_by_less_than_one(num: int, speeds: list[int]) -> None:
+    shares = [share(num, rank, len(speeds), speeds) for rank in range(len(speeds))]
+    assert (shares[0][0], shares[-1][1]) == (0, num)
+    assert all(before[1] == after[0] for before, after in pairwise(shares))
+    exact = [num * speed / sum(speeds) for speed in speeds]
+    assert all(abs(stop - start - wanted) <= 1 for (start, stop), wanted in zip(shares, exact, strict=True))
+
+
 @given(st.integers(1, 300), st.integers(0, 50), st.integers(0, 50))
 def test_the_order_of_an_epoch_follows_from_seed_and_epoch_alone(num_samples: int, seed: int, epoch: int) -> None:
     order = epoch_order(num_samples, True, seed, epoch)
     assert torch.equal(order, epoch_order(num_samples, True, seed, epoch))
     assert sorted(order.tolist()) == list(range(num_samples))
     assert epoch_order(num_samples, False, seed, epoch).tolist() == list(range(num_samples))
-
-
-def test_epochs_differ_in_order() -> None:
-    assert not torch.equal(epoch_order(100, True, 0, 0), epoch_order(100, True, 0, 1))
 
 
 @settings(max_examples=60)
@@ -181,11 +147,13 @@ def test_global_batch_does_not_depend_on_the_number_of_workers(
 
 
 @settings(max_examples=30)
-@given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 6))
+@given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 6), st.lists(st.integers(1, 9), min_size=6, max_size=6))
 def test_weighted_losses_of_all_workers_average_to_the_loss_of_one(
-    length: int, global_batch_size: int, world_size: int
+    length: int, global_batch_size: int, world_size: int, speeds: list[int]
 ) -> None:
     ranks = [elastic(length, global_batch_size, place=(rank, world_size)) for rank in range(world_size)]
+    for loader in ranks if min(speeds) > 1 else ():
+        loader.divide(tuple(speeds[:world_size]))
     for number, batch in enumerate(elastic(length, global_batch_size)):
         losses = [next(loader).double().mean() * loader.split.loss_weight(number) for loader in ranks]
         assert float(sum(losses) / world_size) == pytest.approx(float(batch.double().mean()))
@@ -205,8 +173,8 @@ def test_validation_sees_every_sample_once(length: int, global_batch_size: int, 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_drop_last_drops_the_rest_of_the_global_batch(world_size: int) -> None:
-    batches = epoch_of(world_size, length=20, global_batch_size=8, drop_last=True)
-    assert [len(batch) for batch in batches] == [8, 8]
+    ranks = [rest_of(elastic(20, 8, drop_last=True, place=(rank, world_size))) for rank in range(world_size)]
+    assert [sum(map(len, parts)) for parts in zip(*ranks, strict=True)] == [8, 8]
     assert len(elastic(20, 8, drop_last=False)) == 3
 
 
@@ -220,13 +188,18 @@ def test_shuffling_is_kept_and_follows_the_epoch() -> None:
     assert sorted(first) == sorted(second) == list(range(50))
 
 
-def test_the_seed_of_lightnings_sampler_decides_the_order() -> None:
-    def first_batch(seed: int) -> list[int]:
-        sampler: Sampler[int] = DistributedSampler(Numbers(40), 1, 0, shuffle=True, seed=seed)
-        return indices(next(elastic(40, 40, sampler=sampler)))
-
-    assert first_batch(1) == first_batch(1)
-    assert first_batch(1) != first_batch(2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda seed: {"sampler": DistributedSampler(Numbers(40), 1, 0, shuffle=True, seed=seed)},
+        lambda seed: {"shuffle": True, "generator": torch.Generator().manual_seed(seed)},
+    ],
+    ids=["Lightning's sampler", "generator"],
+)
+def test_order_follows_the_seed_of_the_loader(options: Callable[[int], dict[str, Any]]) -> None:
+    first, again, other = (indices(next(elastic(40, 40, **options(seed)))) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
 
 
 def test_a_sampler_of_the_users_own_gives_the_order_and_learns_the_epoch() -> None:
@@ -262,12 +235,7 @@ def test_a_random_sampler_of_the_users_own_is_drawn_once_and_shared() -> None:
     sampler = WeightedRandomSampler([1.0] * 12, 12)
     parts = []
     for rank in range(2):
-        loader = ElasticLoader(
-            DataLoader(Numbers(12), 4, sampler=sampler),
-            4,
-            True,
-            peers=Materialised(rank, materialise),
-        )
+        loader = over(DataLoader(Numbers(12), 4, sampler=sampler), 4, peers=Materialised(rank, materialise))
         parts.append([indices(batch) for batch in loader])
     assert len(drawn) == 2
     together = [a + b for a, b in zip(*parts, strict=True)]
@@ -276,8 +244,7 @@ def test_a_random_sampler_of_the_users_own_is_drawn_once_and_shared() -> None:
 
 @pytest.mark.parametrize("sampler", [RandomSampler(Numbers(9), replacement=True), RandomSampler(Numbers(9), num_samples=5)])
 def test_random_samplers_with_a_number_of_their_own_keep_it(sampler: RandomSampler) -> None:
-    loader = elastic(9, 3, sampler=sampler)
-    assert sum(len(batch) for batch in loader) == len(sampler)
+    assert sum(map(len, elastic(9, 3, sampler=sampler))) == len(sampler)
 
 
 def test_a_joiner_goes_on_in_an_order_it_did_not_draw() -> None:
@@ -316,26 +283,19 @@ def test_random_sampler_is_drawn_again_for_each_lap() -> None:
 
 def test_batches_prepared_for_the_old_split_are_thrown_away() -> None:
     loader = elastic(40, 8, num_workers=2, prefetch_factor=4)
-    try:
-        assert indices(next(loader)) == list(range(8))
-        loader.reshard(1, 2)  # all batches of a world of one are now in the loader's queue
-        assert rest_of(loader) == [[8 * b + 4 + i for i in range(4)] for b in range(1, 5)]
-    finally:
-        loader.close()
+    assert indices(next(loader)) == list(range(8))
+    loader.reshard(1, 2)  # all batches of a world of one are now in the loader's queue
+    assert rest_of(loader) == [[8 * b + 4 + i for i in range(4)] for b in range(1, 5)]
 
 
 def test_next_batch_is_prepared_before_it_is_asked_for(tmp_path: Path) -> None:
     data = Prepared(40, tmp_path)
-    loader = ElasticLoader(DataLoader(data, 8, num_workers=1, prefetch_factor=1), 8, training=True)
-    iter(loader)
-    try:
-        next(loader)
-        loader.reshard(1, 2)
-        loader.prepare_next()
-        eventually(lambda: (12, data.by_process()[0][1]) in data.by_process(), "the next share's first sample")
-        assert rest_of(loader)[0] == [12, 13, 14, 15]
-    finally:
-        loader.close()
+    loader = over(DataLoader(data, 8, num_workers=1, prefetch_factor=1), 8)
+    next(loader)
+    loader.reshard(1, 2)
+    loader.prepare_next()
+    eventually(lambda: (12, data.by_process()[0][1]) in data.by_process(), "the next share's first sample")
+    assert rest_of(loader)[0] == [12, 13, 14, 15]
 
 
 def test_order_that_others_must_take_part_in_is_not_prepared() -> None:
@@ -346,94 +306,64 @@ def test_order_that_others_must_take_part_in_is_not_prepared() -> None:
         return order
 
     users = DataLoader(Numbers(12), 4, sampler=Backwards(12), num_workers=1, persistent_workers=True)
-    loader = ElasticLoader(users, 4, True, peers=Materialised(0, materialise, size=1))
-    iter(loader)
+    loader = over(users, 4, peers=Materialised(0, materialise, size=1))
     loader.workers.warm_up()
-    try:
-        loader.prepare_next()
-        assert not drawn
-        next(loader)
-        loader.prepare_next()
-        assert len(drawn) == 1
-        loader.set_epoch(1)  # the case of a joiner that has received no order
-        loader.prepare_next()
-        assert len(drawn) == 1
-    finally:
-        loader.close()
+    loader.prepare_next()
+    assert not drawn
+    next(loader)
+    loader.prepare_next()
+    assert len(drawn) == 1
+    loader.set_epoch(1)  # the case of a joiner that has received no order
+    loader.prepare_next()
+    assert len(drawn) == 1
 
 
 def test_prepared_batches_end_where_a_longer_epoch_does() -> None:
     loader = elastic(40, 8, num_workers=1)
-    try:
-        loader.keep_step(2, cycles=False)
-        next(loader)
-        loader.reshard(0, 1)
-        loader.prepare_next()
-        loader.keep_step(5, cycles=False)
-        assert len(rest_of(loader)) == 4
-    finally:
-        loader.close()
+    loader.keep_step(2, cycles=False)
+    next(loader)
+    loader.reshard(0, 1)
+    loader.prepare_next()
+    loader.keep_step(5, cycles=False)
+    assert len(rest_of(loader)) == 4
 
 
 def test_loader_worker_that_was_killed_fails_the_batch_and_not_its_preparation() -> None:
     loader = elastic(40, 8, num_workers=1)
-    try:
+    next(loader)
+    worker = workers_of(loader)[0]
+    worker.kill()
+    worker.join()
+    loader.reshard(0, 1)
+    loader.prepare_next()
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
         next(loader)
-        worker = loader.workers._feed.loader._iterator._workers[0]  # type: ignore[union-attr]
-        worker.kill()
-        worker.join()
-        loader.reshard(0, 1)
-        loader.prepare_next()
-        with pytest.raises(RuntimeError, match="DataLoader worker"):
-            next(loader)
-    finally:
-        loader.close()
 
 
-def test_loader_workers_survive_a_change_of_the_world() -> None:
-    loader = elastic(40, 8, num_workers=1)
-    try:
+@pytest.mark.parametrize("are_planned", [False, True])
+def test_loader_workers_survive_a_change_of_the_world(are_planned: bool) -> None:
+    loader = elastic(80, 8, num_workers=0 if are_planned else 1)
+    next(loader)
+    while are_planned and not loader.workers.retune(1):
         next(loader)
-        before = loader.workers._feed.loader._iterator._workers[0].pid  # type: ignore[union-attr]
-        loader.reshard(0, 2)
+    before = workers_of(loader)[0].pid
+    for world_size in (2, 1):
+        loader.reshard(0, world_size)
         next(loader)
-        assert loader.workers._feed.loader._iterator._workers[0].pid == before  # type: ignore[union-attr]
-    finally:
-        loader.close()
-
-
-def test_planned_loader_workers_survive_a_change_of_the_world() -> None:
-    loader = elastic(80, 8)
-    try:
-        next(loader)
-        while not loader.workers.retune(1):
-            next(loader)
-        before = loader.workers._feed.loader._iterator._workers[0].pid  # type: ignore[union-attr]
-        for world_size in (2, 1):
-            loader.reshard(0, world_size)
-            next(loader)
-        assert loader.workers._feed.loader._iterator._workers[0].pid == before  # type: ignore[union-attr]
-        assert not loader.workers.refusal
-    finally:
-        loader.close()
+    assert workers_of(loader)[0].pid == before
+    assert not loader.workers.refusal
 
 
 def test_loader_workers_can_be_started_before_there_is_anything_to_fetch() -> None:
     loader = elastic(16, 8, num_workers=1)
-    try:
-        loader.workers.warm_up()
-        assert [indices(batch) for batch in loader] == [list(range(8)), list(range(8, 16))]
-    finally:
-        loader.close()
+    loader.workers.warm_up()
+    assert [indices(batch) for batch in loader] == [list(range(8)), list(range(8, 16))]
 
 
 @pytest.mark.parametrize("context", ["fork", "forkserver"])
 def test_loader_workers_work_however_they_are_started(context: str) -> None:
     loader = elastic(8, 8, num_workers=1, multiprocessing_context=context)
-    try:
-        assert indices(next(loader)) == list(range(8))
-    finally:
-        loader.close()
+    assert indices(next(loader)) == list(range(8))
 
 
 def test_loader_workers_deliver_with_a_long_temporary_path(tmp_path: Path) -> None:
@@ -457,8 +387,7 @@ def test_loader_workers_end_with_the_epoch_unless_they_were_to_persist() -> None
     for persistent in (False, True):
         loader = elastic(8, 8, num_workers=1, persistent_workers=persistent)
         next(loader)
-        assert (loader.workers._feed.loader._iterator is not None) == persistent
-        loader.close()
+        assert bool(workers_of(loader)) == persistent
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -468,8 +397,7 @@ def test_closing_ends_busy_loader_workers_at_once(persistent: bool) -> None:
             time.sleep(60 * (index > 0))
             return index
 
-    loader = ElasticLoader(DataLoader(Slow(9), 1, num_workers=2, persistent_workers=persistent), 1, training=True)
-    iter(loader)
+    loader = over(DataLoader(Slow(9), 1, num_workers=2, persistent_workers=persistent), 1)
     next(loader)
     running: Any = loader.workers._feed.loader._iterator
     began = time.monotonic()
@@ -554,18 +482,15 @@ def test_no_sample_is_lost_or_doubled_by_changes_of_loader_workers(
 def test_batches_begun_by_old_loader_workers_are_prepared_once(before: int, after: int, tmp_path: Path) -> None:
     data = Prepared(40, tmp_path)
     users = DataLoader(data, 1, num_workers=before, prefetch_factor=3 if before else None)
-    loader = ElasticLoader(users, 1, training=True)
-    iter(loader)
-    try:
-        seen = [indices(next(loader)) for _ in range(5)]
-        old = {pid for _, pid in data.by_process()}
-        assert not loader.workers.retune(after, 2)
-        assert loader.num_workers == before
-        seen += rest_of(loader)
-        assert loader.num_workers == after
-        assert loader.workers.retune(after, 2)
-    finally:
-        loader.close()
+    loader = over(users, 1)
+    seen = [indices(next(loader)) for _ in range(5)]
+    old = {pid for _, pid in data.by_process()}
+    assert not loader.workers.retune(after, 2)
+    assert loader.num_workers == before
+    seen += rest_of(loader)
+    assert loader.num_workers == after
+    assert loader.workers.retune(after, 2)
+    loader.close()
     assert seen == [[i] for i in range(40)]
     prepared = data.by_process()
     assert sorted(i for i, _ in prepared) == list(range(40))
@@ -577,36 +502,29 @@ def test_batches_begun_by_old_loader_workers_are_prepared_once(before: int, afte
 
 def test_training_does_not_wait_for_new_loader_workers(tmp_path: Path) -> None:
     item_s, step_s = 0.25, 0.35
-    loader = ElasticLoader(DataLoader(Prepared(30, tmp_path, item_s), 1, num_workers=1, prefetch_factor=3), 1, training=True)
-    iter(loader)
+    loader = over(DataLoader(Prepared(30, tmp_path, item_s), 1, num_workers=1, prefetch_factor=3), 1)
     waited = []
-    try:
-        for batch in range(14):
-            if batch == 5:
-                assert not loader.workers.retune(2, 2)
-            indices(next(loader))
-            waited.append(loader.wait_s)
-            time.sleep(step_s)
-        assert loader.num_workers == 2
-    finally:
-        loader.close()
+    for batch in range(14):
+        if batch == 5:
+            assert not loader.workers.retune(2, 2)
+        indices(next(loader))
+        waited.append(loader.wait_s)
+        time.sleep(step_s)
+    assert loader.num_workers == 2
     assert max(waited[2:]) < item_s / 2
     assert loader.workers.handover_s < item_s
 
 
 def test_old_loader_workers_end_without_being_waited_for() -> None:
     loader = elastic(400, 1, num_workers=2)
-    try:
+    next(loader)
+    old = list(workers_of(loader))
+    loader.workers.retune(1)
+    while any(worker.is_alive() for worker in old):
+        time.sleep(0.01)
         next(loader)
-        old = list(loader.workers._feed.loader._iterator._workers)  # type: ignore[union-attr]
-        loader.workers.retune(1)
-        while any(worker.is_alive() for worker in old):
-            time.sleep(0.01)
-            next(loader)
-        next(loader)
-        assert loader.workers._dismissed == []
-    finally:
-        loader.close()
+    next(loader)
+    assert loader.workers._dismissed == []
 
 
 @pytest.mark.parametrize("num_workers, persistent", [(0, False), (2, False), (2, True)])
@@ -615,16 +533,13 @@ def test_random_numbers_of_the_model_ignore_loader_workers(num_workers: int, per
         torch.manual_seed(5)
         loader = elastic(12, 1, num_workers=num_workers, persistent_workers=persistent)
         numbers = []
-        try:
-            for epoch in range(3):
-                loader.set_epoch(epoch)
-                iter(loader)
-                for batch in range(12):
-                    loader.workers.retune(changes.get(12 * epoch + batch))
-                    next(loader)
-                    numbers.append(float(torch.rand(())))
-        finally:
-            loader.close()
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            iter(loader)
+            for batch in range(12):
+                loader.workers.retune(changes.get(12 * epoch + batch))
+                next(loader)
+                numbers.append(float(torch.rand(())))
         return numbers
 
     assert drawn({3: 1, 17: 0, 29: 2}) == drawn({}) == drawn({0: 1, 24: 0})
@@ -640,11 +555,10 @@ def test_persistent_loader_workers_stay_for_the_next_epoch() -> None:
         iter(loader)
         assert len(rest_of(loader)) == 16
         assert loader.workers._feed.loader._iterator is before
-        loader.close()
 
 
 class Reader(Numbers):
-    """Holds an open object deep inside, beside its numbers."""
+    """Holds an open object deep inside."""
 
     def __init__(self, held: object) -> None:
         super().__init__(64)
@@ -654,8 +568,7 @@ class Reader(Numbers):
 def test_a_dataset_with_an_open_file_gets_no_loader_workers(tmp_path: Path) -> None:
     """They would share its file position with the worker, and read each other's bytes."""
     with open(tmp_path / "rows.bin", "wb") as file:
-        loader = ElasticLoader(DataLoader(Reader(file), 1), 1, training=True)
-        iter(loader)
+        loader = over(DataLoader(Reader(file), 1), 1)
         next(loader)
         assert loader.workers.retune(1)
         assert "rows.bin" in loader.workers.refusal
@@ -683,33 +596,25 @@ class Unprepared(Numbers):
 
 @pytest.mark.parametrize("trouble", ["raises", "killed"])
 def test_failure_of_planned_loader_workers_does_not_end_the_job(trouble: str) -> None:
-    loader = ElasticLoader(DataLoader(Unprepared(60, trouble), 2), 2, training=True)
-    iter(loader)
-    try:
-        seen = indices(next(loader))
-        loader.workers.retune(2, 2)
-        for batch in rest_of(loader):
-            seen += batch
-        assert seen == list(range(60))
-        assert loader.num_workers == 0
-        assert loader.workers.refusal
-        assert loader.workers.retune(1)
-        assert loader.num_workers == 0
-    finally:
-        loader.close()
+    loader = over(DataLoader(Unprepared(60, trouble), 2), 2)
+    seen = indices(next(loader))
+    loader.workers.retune(2, 2)
+    for batch in rest_of(loader):
+        seen += batch
+    assert seen == list(range(60))
+    assert loader.num_workers == 0
+    assert loader.workers.refusal
+    assert loader.workers.retune(1)
+    assert loader.num_workers == 0
 
 
 @pytest.mark.parametrize("users, plans", [(1, None), (0, 1)])
 def test_error_of_the_dataset_is_the_users_with_any_loader_workers(users: int, plans: int | None) -> None:
-    loader = ElasticLoader(DataLoader(Unprepared(20, "raises", bad=9), 1, num_workers=users), 1, training=True)
-    iter(loader)
-    try:
-        next(loader)
-        loader.workers.retune(plans)
-        with pytest.raises(ArithmeticError, match="the dataset's own"):
-            rest_of(loader)
-    finally:
-        loader.close()
+    loader = over(DataLoader(Unprepared(20, "raises", bad=9), 1, num_workers=users), 1)
+    next(loader)
+    loader.workers.retune(plans)
+    with pytest.raises(ArithmeticError, match="the dataset's own"):
+        rest_of(loader)
 
 
 def test_only_open_resources_prevent_loader_workers() -> None:
@@ -794,7 +699,7 @@ def test_loss_weighs_by_the_first_loader_that_takes_part(caplog: pytest.LogCaptu
     assert loaders.loss_weight(2) == pytest.approx(2 * 3 / 4)
     assert not caplog.records
     assert loaders.loss_weight(1) == pytest.approx(1 * 3 / 1)  # the last sample of the shorter one, all of it here
-    assert "do not divide alike over 3 workers" in caplog.text
+    assert "are not split equally over 3 workers" in caplog.text
 
 
 def test_one_global_batch_size_for_unlike_loaders_is_refused() -> None:
@@ -844,9 +749,8 @@ class Counted(IterableDataset[int]):
 def test_loader_that_is_replaced_leaves_no_process(dataset: Dataset[int]) -> None:
     def made(training: bool) -> ElasticLoader:
         persistent = not isinstance(dataset, Counted)  # loader workers of an IterableDataset outlive an epoch anyway
-        loader = ElasticLoader(DataLoader(dataset, 4, num_workers=1, persistent_workers=persistent), 4, training)
+        loader = over(DataLoader(dataset, 4, num_workers=1, persistent_workers=persistent), 4, training)
         loaders.attend(loader)
-        iter(loader)
         return loader
 
     before = set(multiprocessing.active_children())
@@ -913,25 +817,15 @@ def test_batches_come_in_order_though_the_user_does_not_ask_for_it() -> None:
                 time.sleep(0.3)
             return index
 
-    loader = ElasticLoader(DataLoader(FirstIsSlow(6), 1, num_workers=2, in_order=False), 1, training=True)
-    iter(loader)
+    loader = over(DataLoader(FirstIsSlow(6), 1, num_workers=2, in_order=False), 1)
     assert rest_of(loader) == [[i] for i in range(6)]
     loader.close()
 
 
 def test_plain_batch_sampler_is_split_as_any_other_loader() -> None:
     given = BatchSampler(RandomSampler(Numbers(20)), 8, True)
-    loader = ElasticLoader(DataLoader(Numbers(20), batch_sampler=given), 8, training=True)
-    iter(loader)
+    loader = over(DataLoader(Numbers(20), batch_sampler=given), 8)
     assert rest_of(loader) == [order.tolist() for order in epoch_order(20, True, loader.order.seed, 0)[:16].split(8)]  # type: ignore[no-untyped-call]
-
-
-def test_a_generator_of_the_users_seeds_the_order() -> None:
-    def first_batch(seed: int) -> list[int]:
-        return indices(next(elastic(shuffle=True, generator=torch.Generator().manual_seed(seed))))
-
-    assert first_batch(1) == first_batch(1)
-    assert first_batch(1) != first_batch(2)
 
 
 def test_workers_seeded_by_their_rank_have_one_order() -> None:
@@ -996,16 +890,14 @@ class OfGraphs(DataLoader[int]):
 @pytest.mark.parametrize("persistent", [False, True])
 def test_loader_that_wraps_its_iterator_is_resharded_and_closed(persistent: bool) -> None:
     before = set(multiprocessing.active_children())
-    loader = ElasticLoader(OfGraphs(Numbers(16), 4, num_workers=2, persistent_workers=persistent), 4, training=True)
-    try:
-        for _ in range(2):
-            iter(loader)
-            assert indices(next(loader)) == [0, -1, -2, -3]
-            loader.reshard(1, 2)
-            assert rest_of(loader) == [[-6, -7], [-10, -11], [-14, -15]]
-        assert [*loader.workers.fetch_apart([3, 5], list)] == [[3], [5]]
-    finally:
-        loader.close()
+    loader = over(OfGraphs(Numbers(16), 4, num_workers=2, persistent_workers=persistent), 4)
+    for _ in range(2):
+        assert indices(next(loader)) == [0, -1, -2, -3]
+        loader.reshard(1, 2)
+        assert rest_of(loader) == [[-6, -7], [-10, -11], [-14, -15]]
+        iter(loader)
+    assert [*loader.workers.fetch_apart([3, 5], list)] == [[3], [5]]
+    loader.close()
     assert set(multiprocessing.active_children()) == before
 
 

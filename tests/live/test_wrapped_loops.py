@@ -36,12 +36,12 @@ class Batches:
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         self.cursor = 0
-        if not self.has_length:
-            lightning_adapter.fetch_nothing_ahead(self.fit_loop)
+        if not self.has_length and (fetcher := self.fit_loop._data_fetcher) is not None:
+            fetcher.prefetch_batches = 0
         return self
 
     def __next__(self) -> torch.Tensor:
-        fetcher = lightning_adapter.fetcher_of(self.fit_loop)
+        fetcher = self.fit_loop._data_fetcher
         if not self.has_entered:
             self.has_entered = True
             self.cursor = fetcher.fetched = self.fit_loop.epoch_loop.batch_progress.current.ready
@@ -50,7 +50,7 @@ class Batches:
         self.fetched.append((self.epoch, self.cursor))
         self.cursor += 1
         if not self.has_length and self.cursor == self.lengths[self.epoch]:
-            lightning_adapter.end_with_next_fetch(self.fit_loop)
+            fetcher.length = fetcher.fetched + 1
         return torch.ones(1, 1)
 
 

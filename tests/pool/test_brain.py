@@ -62,8 +62,7 @@ def test_first_job_gets_all_and_makes_room_for_the_second(jobs: PooledJobs, brai
     jobs.decide("b", CURVED)
     jobs.end("a")
     live(jobs, brain.step, "b with all cores", lambda: jobs.sizes == {"b": 4})
-    plan = jobs.plan("b")
-    assert plan is not None
+    plan = jobs.planned("b")
     assert (plan.source, plan.num_workers, plan.binding) == ("brain", 4, True)
 
 
@@ -84,8 +83,7 @@ def test_growth_waits_until_the_workers_of_others_have_ended(jobs: PooledJobs, b
     assert (jobs.sizes["a"], jobs.grant("b")) == (3, waits)
     jobs.follow("a")
     brain.step()
-    granted = jobs.grant("b")
-    assert granted is not None
+    granted = jobs.granted("b")
     assert (granted.state, granted.num_workers) == ("granted", 2)
 
 
@@ -101,8 +99,7 @@ def test_size_by_hand_is_kept_and_counted_though_it_exceeds_the_budget(jobs: Poo
         brain.step()
         jobs.follow()
     assert jobs.sizes == {"a": 6, "b": 1, "c": 0}
-    plan = jobs.plan("a")
-    assert plan is not None
+    plan = jobs.planned("a")
     assert plan.source == "user"
 
 
@@ -184,8 +181,7 @@ def test_job_that_can_never_start_is_refused_and_passed(jobs: PooledJobs, brain:
     jobs.submit("large", (5, 8))
     jobs.submit("small")
     live(jobs, brain.step, "the small one", lambda: jobs.sizes["small"])
-    grant = jobs.grant("large")
-    assert grant is not None
+    grant = jobs.granted("large")
     assert (grant.state, grant.reason) == ("refused", "its 5 workers need 5 cores, and the whole pool has 4 cores")
 
 
@@ -209,8 +205,7 @@ def test_planner_of_a_job_cannot_keep_a_size_of_its_own(jobs: PooledJobs, brain:
     live(jobs, brain.step, "a", lambda: jobs.sizes["a"] == 2)
     client.put(jobs.keys("a").plan, encode(PlanRecord(1, "planner", "1 would do", True, loader_workers=3)))
     brain.step()
-    plan = jobs.plan("a")
-    assert plan is not None
+    plan = jobs.planned("a")
     assert (plan.num_workers, plan.source, plan.loader_workers) == (2, "brain", 3)
 
 

@@ -14,6 +14,7 @@ from lightning_dlrover.pool.admission import GpuClaims, PoolTicket
 from lightning_dlrover.pool.view import MemberRecord, PoolKeys
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.support.stored import entry_at
 from tests.support.waiting import eventually
 
 
@@ -54,8 +55,7 @@ def test_runs_of_one_machine_use_different_gpus_and_give_them_back(
 def test_gpus_of_a_run_that_lost_its_lease_are_claimed_again(client: EtcdClient, pool: PoolKeys) -> None:
     with place(client, pool, "a") as kept, place(client, pool, "b") as other:
         assert kept.gpus.take(["GPU-a"], 1) == ["GPU-a"]
-        entry = client.get(pool.members + "a")
-        assert entry is not None
+        entry = entry_at(client, pool.members + "a")
         client.leases.revoke(entry.lease_id)  # like its expiry in an outage
 
         def is_back() -> bool:

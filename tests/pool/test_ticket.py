@@ -18,8 +18,8 @@ from lightning_dlrover.pool.view import BrainRecord, GrantRecord, MemberRecord, 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
-from lightning_dlrover.rdzv.job.journal import readable
 from lightning_dlrover.rdzv.job.records import AgentRecord, Keys, NodesRecord, PlanRecord, encode
+from tests.support.stored import entry_at, stored
 from tests.support.waiting import eventually
 
 QUICK = PoolTimeouts(settle_s=0.0, gone_s=0.1)
@@ -49,8 +49,7 @@ def test_granted_place_begins_with_a_plan_of_the_granted_size(
     with PoolTicket(client, pool, keys, ask()) as place:
         brain.step()
         assert place.wait(5.0) == 2
-        plan = readable(PlanRecord, client.get(keys.plan))
-        assert plan is not None
+        plan = stored(client, PlanRecord, keys.plan)
         assert (plan.num_workers, plan.source, plan.binding) == (2, "brain", True)
     assert client.get_prefix(pool.members)[1] == client.get_prefix(pool.grants)[1] == []
 
@@ -116,8 +115,7 @@ def test_place_is_kept_for_nodes_that_outlive_their_run(client: EtcdClient, pool
         brain.step()
         place.wait(5.0)
         client.put(f"{keys.agents}x", encode(AgentRecord("x", "host", 1, 1, "running")))
-    grant = readable(GrantRecord, client.get(pool.grants + keys.run_id))
-    assert grant is not None
+    grant = stored(client, GrantRecord, pool.grants + keys.run_id)
     assert grant.num_workers == 2
     client.delete(f"{keys.agents}x")
     client.delete(keys.plan)
@@ -131,16 +129,14 @@ def test_place_is_kept_for_nodes_that_outlive_their_run(client: EtcdClient, pool
 
 def test_place_outlasts_a_killed_run_by_the_given_lease(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
     with PoolTicket(client, pool, keys, ask(), ttl_s=4.0):
-        entry = client.get(pool.members + keys.run_id)
-        assert entry is not None
+        entry = entry_at(client, pool.members + keys.run_id)
         assert client.leases.refresh(entry.lease_id, 5.0) == 4
 
 
 def test_lost_place_is_taken_again(client: EtcdClient, pool: PoolKeys, keys: Keys) -> None:
     member = pool.members + keys.run_id
     with PoolTicket(client, pool, keys, ask()) as place:
-        entry = client.get(member)
-        assert entry is not None
+        entry = entry_at(client, member)
         client.leases.revoke(entry.lease_id)  # like its expiry in an outage
 
         def is_back() -> bool:
@@ -160,8 +156,7 @@ def test_change_of_the_grant_in_the_last_moment_is_followed(client: EtcdClient, 
         client.put(grant_key, encode(GrantRecord("granted", 1)))
         waiting.start()
         waiting.join(10.0)
-        plan = readable(PlanRecord, client.get(keys.plan))
-        assert plan is not None
+        plan = stored(client, PlanRecord, keys.plan)
         assert [plan.num_workers] == found == [1]
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousParameters
 
+from lightning_dlrover.rdzv.agents.rendezvous import create_backend
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from tests.support.elastic_agents import ElasticAgents, Nursery
-from tests.support.torchrun_agent import Agent
+from tests.support.torchrun_agent import Agent, StartAgent
 from tests.support.warm_process import WarmProcess
 from tests.support.warm_tree import run_program
-
-StartAgent = Callable[..., Agent]
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +80,19 @@ def start_agent(fork_server: None, etcd: EmbeddedEtcd, run_id: str, tmp_path: Pa
     for agent in agents:
         if agent.process.poll() is None:
             agent.kill_with_workers()
+
+
+@pytest.fixture
+def make_handler(etcd: EmbeddedEtcd, run_id: str) -> Iterator[Callable[..., RendezvousHandler]]:
+    """Handlers without torchrun, each as in an agent of its own."""
+    made: list[RendezvousHandler] = []
+
+    def make(min_nodes: int = 1, max_nodes: int = 1, *, server: Any = etcd, **conf: str) -> RendezvousHandler:
+        conf = {"last_call_timeout": "0", "lease_ttl": "2", **conf}
+        params = RendezvousParameters("etcd-v3", server.endpoint, run_id, min_nodes, max_nodes, **conf)
+        made.append(create_backend()(params))
+        return made[-1]
+
+    yield make
+    for handler in made:
+        handler.shutdown()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -12,10 +11,8 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, Put
 from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, Keys
-from tests.support.torchrun_agent import Agent
+from tests.support.torchrun_agent import StartAgent
 from tests.support.waiting import eventually
-
-StartAgent = Callable[..., Agent]
 
 FINISHED = {"live/shared/job", "live/shared/round", "live/shared/notice", "events/"}
 """Keys of a live job that has finished."""
@@ -78,7 +75,7 @@ def test_a_job_that_has_finished_leaves_its_history_which_ends_by_itself(
     assert_bounded(client, keys, 3600 if "history_ttl" in conf else HISTORY_TTL_S)
     late = start_agent(script, nnodes="1:2", conf=conf)
     assert late.wait() == 1
-    assert "a new job needs another --rdzv-id" in late.output
+    assert "for a new job use another --rdzv-id" in late.output
 
 
 def test_job_with_all_processes_killed_leaves_nothing_behind(start_agent: StartAgent, client: EtcdClient, keys: Keys) -> None:

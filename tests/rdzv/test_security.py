@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,8 @@ from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError
 from lightning_dlrover.rdzv.job.records import Keys
 from tests.support.secure_etcd import PASSWORD, SecureEtcd, secure_etcd
-from tests.support.torchrun_agent import Agent
+from tests.support.torchrun_agent import StartAgent
 from tests.support.waiting import eventually
-
-StartAgent = Callable[..., Agent]
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +63,10 @@ def join(endpoint: str, run_id: str, access: dict[str, str]) -> None:
     "changed, told",
     [
         ({"password_file": "wrong.password"}, "authentication failed.*check user and password"),
-        ({"user": None, "password_file": None}, "wants a user and a password .*user=...,password_file=..."),
-        ({"ca_cert": "other-ca.pem"}, "that ca_cert is of the authority that signed its certificate"),
-        ({"cert": None, "cert_key": None}, r"whether it asks for one of us"),
-        ({"ca_cert": None, "cert": None, "cert_key": None}, r"whether it asks for TLS \(ca_cert\)"),
+        ({"user": None, "password_file": None}, "authentication enabled: give a user .*user=...,password_file=..."),
+        ({"ca_cert": "other-ca.pem"}, "that ca_cert belongs to the authority that signed"),
+        ({"cert": None, "cert_key": None}, r"whether etcd requires one"),
+        ({"ca_cert": None, "cert": None, "cert_key": None}, r"whether etcd requires TLS \(ca_cert\)"),
         ({"key_prefix": "/others"}, "permission denied; grant the user readwrite there, or change key_prefix"),
     ],
 )
@@ -184,7 +182,7 @@ def test_unreadable_password_is_waited_for(secured: SecureEtcd, keys: Keys, tmp_
     ):
         password.rename(away)
         client.caller._token = None
-        mirror._resubscribe()  # the new subscription needs a token
+        mirror._cancel_watch()  # the new subscription needs a token
         eventually(lambda: not mirror.healthy, "the mirror notices", 20)
         returns = threading.Timer(0.5, away.rename, [password])
         returns.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,9 +11,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.job.records import Keys
 from tests.rdzv.test_lifetime import LIVE
-from tests.support.torchrun_agent import Agent
-
-StartAgent = Callable[..., Agent]
+from tests.support.torchrun_agent import StartAgent
 
 AT_ONCE_S = 2.0
 """Generous limit in seconds: an agent polls every half second at worst, a worker every 0.1 s."""

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,8 @@ from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousHandler,
-    RendezvousParameters,
 )
 
-from lightning_dlrover.rdzv.agents.rendezvous import create_backend
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.job.records import Keys
@@ -260,7 +258,7 @@ def test_agent_below_the_minimum_waits_and_names_the_missing(agents: ElasticAgen
     agents.wait_for_starts(2)
     agents.leave("started")
     assert running[0].wait().state == "FAILED"
-    assert "only 1 of at least 2 nodes came" in running[1].wait().error
+    assert "only 1 of at least 2 nodes joined" in running[1].wait().error
     assert running[1].wait().error.startswith("RendezvousTimeoutError")
 
 
@@ -504,26 +502,11 @@ me.wait_for("done")
 MakeHandler = Callable[..., RendezvousHandler]
 
 
-@pytest.fixture
-def make_handler(run_id: str) -> Iterator[MakeHandler]:
-    made: list[RendezvousHandler] = []
-
-    def make(endpoint: str, min_nodes: int = 1, max_nodes: int = 1, **conf: str) -> RendezvousHandler:
-        made.append(create_backend()(RendezvousParameters("etcd-v3", endpoint, run_id, min_nodes, max_nodes, **conf)))
-        return made[-1]
-
-    yield make
-    for handler in made:
-        handler.shutdown()
-
-
-def test_workers_of_a_closed_run_go_on_and_are_not_started_again(
-    agents: ElasticAgents, etcd: EmbeddedEtcd, make_handler: MakeHandler
-) -> None:
+def test_workers_of_a_closed_run_go_on_and_are_not_started_again(agents: ElasticAgents, make_handler: MakeHandler) -> None:
     source = "me.wait_for('end'); sys.exit(me.agent)"
     running = agents.start(Node(source, min_nodes=2, max_nodes=2, max_restarts=3), 2)
     agents.wait_for_starts(2)
-    handler = make_handler(etcd.endpoint, 2, 2)
+    handler = make_handler(2, 2)
     assert not handler.is_closed()
     handler.set_closed()  # type: ignore[no-untyped-call]
     handler.set_closed()  # type: ignore[no-untyped-call]  # is no error
@@ -537,7 +520,7 @@ def test_workers_of_a_closed_run_go_on_and_are_not_started_again(
 
 
 def test_run_that_cannot_be_closed_reports_it_within_its_timeout(private_etcd: EmbeddedEtcd, make_handler: MakeHandler) -> None:
-    handler = make_handler(private_etcd.endpoint, etcd_timeout="0.5", close_timeout="1")
+    handler = make_handler(server=private_etcd, etcd_timeout="0.5", close_timeout="1")
     private_etcd.kill()
     begun = time.monotonic()
     with pytest.raises(RendezvousConnectionError, match=private_etcd.endpoint):

@@ -1,4 +1,4 @@
-"""Finding and reading a job, during its life and afterwards."""
+"""A job as the command line shows it, and the copy of its events in the run folder."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_job_ends_though_its_event_file_was_removed(
     assert f"{file} does not exist" in caplog.text
 
 
-def test_events_that_an_earlier_process_has_copied_are_no_news(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+def test_events_copied_by_an_earlier_process_are_not_new(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     with Mirror(client, keys.events) as mirror:
         put_event(client, keys, 1, 1.0)
@@ -142,7 +142,7 @@ def test_a_half_written_line_does_not_hide_the_others(tmp_path: Path) -> None:
     assert [e.text for e in read_event_file(file)] == ["whole"]
 
 
-def test_a_job_that_etcd_does_not_know_is_not_made_up(client: EtcdClient, keys: Keys) -> None:
+def test_a_job_that_etcd_does_not_hold_is_not_found(client: EtcdClient, keys: Keys) -> None:
     with pytest.raises(JobNotFoundError, match=keys.run_id):
         read_job(client, keys)
 
@@ -224,3 +224,35 @@ def test_status_shows_how_far_joiners_are(client: EtcdClient, keys: Keys) -> Non
         ("node5", "ready", 40.0),
     ]
     assert shown["controller"]["awaited_nodes"] == ["node1", "node2"]
+
+
+# --- events in the run folder ------------------------------------------------------------------------------------------------
+
+
+def test_resumed_controller_keeps_events_that_etcd_has_dropped(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    lines = [encode(EventRecord("note", float(number), str(number))) for number in range(12)]
+    file.write_bytes(b"\n".join(lines[:10]) + b"\n" + lines[10][:15])  # the former controller was killed in a write
+    for number in range(6, 12):
+        client.put(f"{keys.events}{number:020d}-x", lines[number])
+    with Mirror(client, keys.events) as mirror:
+        log = EventLog(mirror, file)
+        assert [event.at for event in log.new()] == [10.0, 11.0]
+        assert [event.at for event in read_event_file(file)] == [float(number) for number in range(12)]
+        log.complete(client)
+    assert [event.at for event in read_event_file(file)] == [float(number) for number in range(12)]
+
+
+def test_events_are_copied_once_each_and_kept_in_order(client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.write_text("of an earlier attempt\n")
+    with Mirror(client, keys.events) as mirror:
+        log = EventLog(mirror, file)
+        copied = []
+        for number in range(20):
+            client.put(f"{keys.events}{number:020d}-x", encode(EventRecord("note", float(number), str(number))))
+            copied += log.new()
+        client.put(f"{keys.events}{5:020d}-y", encode(EventRecord("late", 5.5, "5.5")))
+        client.put(f"{keys.events}{6:020d}-y", b"not an event")
+        log.complete(client)
+    assert [e.at for e in read_event_file(file)] == sorted([*map(float, range(20)), 5.5])

@@ -19,7 +19,7 @@ from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.page import plans_picture, step_parts_picture, summary_text, throughput_picture, write_report
 from lightning_dlrover.report.timeline import explain_text, outcome_of, timeline_of
 from lightning_dlrover.tuning.plan import Candidate, Decision, Settings
-from lightning_dlrover.tuning.samples import StepProfile
+from tests.support.windows import window
 
 PACKAGE = Path(__file__).resolve().parents[2] / "lightning_dlrover"
 
@@ -39,30 +39,18 @@ def stall_event(at: float, round_number: int, seconds: float, kind: str) -> Even
 
 
 def profile_event(at: float, round_number: int, num_workers: int, step_time_s: float, first_step: int) -> EventRecord:
-    profile = StepProfile(
-        worker_id="worker-0",
+    made = window(num_workers, step_time_s, global_batch=1024, num_nodes=num_workers)
+    profile = dataclasses.replace(
+        made,
         round_number=round_number,
-        global_rank=0,
-        num_workers=num_workers,
-        num_nodes=num_workers,
         first_step=first_step,
         num_steps=10,
-        global_batch=1024,
-        local_batch=1024 // num_workers,
-        loader_workers=0,
-        intra_op_threads=1,
-        cores=1.0,
-        device="cpu",
-        step_time_s=step_time_s,
         data_wait_s=0.05 * step_time_s,
         forward_s=0.3 * step_time_s,
         backward_s=0.4 * step_time_s,
         communication_s=0.1 * step_time_s,
         optimizer_s=0.1 * step_time_s,
         other_s=0.05 * step_time_s,
-        samples_per_s=1024 / step_time_s,
-        memory_bytes=1 << 30,
-        cpu_percent=100.0,
         at=BEGIN + at,
     )
     return EventRecord("profile", BEGIN + at, "", asdict(profile))
@@ -226,12 +214,7 @@ def test_broken_events_are_left_out_and_counted(tmp_path: Path) -> None:
         EventRecord("round", BEGIN, "", {"number": "one", "members": [], "kind": "start"}),
         EventRecord("profile", BEGIN, "", {"step_time_s": math.nan}),
         dataclasses.replace(profile_event(1, 1, 1, 0.1, 0), data={**profile_event(1, 1, 1, 0.1, 0).data, "forward_s": -1}),
-        EventRecord(
-            "decision",
-            BEGIN,
-            "",
-            {"decision_id": 1, "current": {"num_workers": 1}, "chosen": {"num_workers": 2}, "candidates": [7]},
-        ),
+        EventRecord("decision", BEGIN, "", {"decision_id": 1, "current": {}, "chosen": {}, "candidates": [7]}),
         EventRecord("stall", BEGIN, "", {"round": 1, "seconds": 1e300}),
         EventRecord("finished", BEGIN, "", {}),
         EventRecord("round", math.inf, "", {}),

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.harness import Job
 from tests.strangers.stranger_job import SCRIPTS, StrangerSettings, result_path, run_stranger, work_folder
-
-MakeJob = Callable[..., Job]
 
 
 @dataclass(frozen=True)

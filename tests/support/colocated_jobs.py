@@ -1,4 +1,4 @@
-"""Small jobs for a dispatcher: Python without torch, with a seat of their own or without one."""
+"""Small jobs for a dispatcher: Python without torch, with an admission client or without one."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SEATED = textwrap.dedent(
     import dataclasses, os, sys, time
     from lightning_dlrover.colocate.admission_client import AdmissionClient, AdmissionReport
     estimate_mib, used_mib, steps, step_s = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-    seat = AdmissionClient.from_environment(os.environ, 0)
+    client = AdmissionClient.from_environment(os.environ, 0)
     gpu = int(os.environ.get("GPU_ESTIMATE_MIB", 0)) << 20, int(os.environ.get("GPU_MIB", 0)) << 20
-    seat.ask(AdmissionReport(os.getpid(), time.monotonic(), estimate_bytes=estimate_mib << 20, gpu_estimate_bytes=gpu[0]))
+    client.ask(AdmissionReport(os.getpid(), time.monotonic(), estimate_bytes=estimate_mib << 20, gpu_estimate_bytes=gpu[0]))
     if "FAKE_GPU" in os.environ:
         with open(os.path.join(os.environ["FAKE_GPU"], str(os.getpid())), "w") as stream:
             stream.write(str(gpu[1]))
@@ -32,9 +32,9 @@ SEATED = textwrap.dedent(
         if len(sys.argv) > 5 and os.path.exists(sys.argv[5]):
             break
         time.sleep(step_s)
-        seat.step_ended(0.0)
-        if seat.is_due:
-            seat.report(steps - step - 1, 1, gpu_bytes=(gpu[1], gpu[1]))
+        client.step_ended(0.0)
+        if client.is_due:
+            client.report(steps - step - 1, 1, gpu_bytes=(gpu[1], gpu[1]))
     """
 )
 """A job that asks for some memory, takes some, and makes steps, or fewer once a file exists. Variables name its GPU memory."""
@@ -76,7 +76,7 @@ def dispatcher(
     journal: Journal,
     specs: Sequence[JobSpec],
     policy: str = "fifo",
-    places: Sequence[LocalDevice] = (),
+    devices: Sequence[LocalDevice] = (),
     rules: Rules | None = None,
 ) -> Dispatcher:
     """Return a dispatcher with these jobs in its queue, as `run_queue` makes it."""
@@ -84,6 +84,6 @@ def dispatcher(
     knowledge = Knowledge()
     knowledge.recall(journal.records)
     rules = rules or Rules(probe_s=0.2, grace_s=1.0)
-    made = Dispatcher(folder, journal, places or [place()], Scheduler(policy, knowledge), knowledge, rules)
+    made = Dispatcher(folder, journal, devices or [place()], Scheduler(policy, knowledge), knowledge, rules)
     made.add(specs)
     return made

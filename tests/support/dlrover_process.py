@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.report.status import read_event_file
 from tests.support.processes import start_logged
 from tests.support.waiting import eventually
-from tests.support.warm_process import WarmProcess
+from tests.support.warm_process import WarmProcess, run_warm
 from tests.support.warm_tree import run_program
 
 T = TypeVar("T")
@@ -65,17 +65,9 @@ class Dlrover:
     def __call__(self, *arguments: object, timeout_s: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its own end, and return its outcome."""
         command = [sys.executable, "-m", "lightning_dlrover.cli", *map(str, arguments)]
-        if not self.is_warm:
-            return self.process(command, timeout_s, **env)
-        files = [self.folder / f"command-{name}" for name in ("output", "errors")]
-        for file in files:
-            file.write_bytes(b"")
-        process = self._start_warm(command, files[0], files[1], env)
-        try:
-            code = process.wait(timeout_s)
-        finally:
-            process.kill()
-        return subprocess.CompletedProcess(command, code, *(file.read_text() for file in files))
+        if self.is_warm:
+            return run_warm(command[1:], {**self.environment, **env}, self.folder, timeout_s)
+        return self.process(command, timeout_s, **env)
 
     def process(self, command: Sequence[str], timeout_s: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -99,15 +91,11 @@ class Dlrover:
         output = self.folder / f"output-{len(self.runs)}"
         process: subprocess.Popen[bytes] | WarmProcess
         if self.is_warm and command[0] == sys.executable:
-            process = self._start_warm(command, output, None, {})
-            self.runs.append(Run(self, run_id, process, output))
-            return self.runs[-1]
-        process = start_logged(command, output, self.environment, self.folder)
+            process = WarmProcess(run_program, command[1:], self.environment, output, folder=self.folder)
+        else:
+            process = start_logged(command, output, self.environment, self.folder)
         self.runs.append(Run(self, run_id, process, output))
         return self.runs[-1]
-
-    def _start_warm(self, command: Sequence[str], output: Path, errors: Path | None, env: Mapping[str, str]) -> WarmProcess:
-        return WarmProcess(run_program, command[1:], {**self.environment, **env}, output, errors, self.folder)
 
     def processes(self) -> dict[int, str]:
         """Process ids and command lines of all processes that were started here and still run."""
@@ -188,6 +176,11 @@ class Run:
         assert code == 0, errors.getvalue()
         status: dict[str, Any] = json.loads(output.getvalue())
         return status
+
+    def finish(self, until: Path, timeout_s: float = 60.0) -> None:
+        """Make the file at which the job's script ends, and assert that the run ends well."""
+        until.touch()
+        assert self.wait_for_exit(timeout_s) == 0, self.output
 
     def wait_for_exit(self, timeout_s: float = 30.0) -> int:
         try:

@@ -87,7 +87,7 @@ def check_allocation(state: State, allocation: Allocation) -> None:
         assert all(devices[d].memory_bytes >= one.profiles[devices[d].kind].memory_bytes for d in names)
 
 
-def spread_speed(one: Job, devices: Sequence[Device], beside: Mapping[str, Sequence[Job]]) -> float:
+def spread_speed(one: Job, devices: Sequence[Device], others: Mapping[str, Sequence[Job]]) -> float:
     """The real speed of a job: that of its scaling on the nodes that it has. A `Truth` of the simulator."""
     assert one.scaling is not None
     count, nodes = len(devices), len({device.node for device in devices})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from lightning_dlrover.tuning.candidates import Descriptor
 from lightning_dlrover.tuning.history import JobEntry
 from lightning_dlrover.tuning.plan import Candidate, Decision, Settings
 from lightning_dlrover.tuning.samples import StepProfile
+from tests.support import windows
 
 SETTINGS = Settings(1, 0, 1, 0)
 DESCRIPTOR = Descriptor(1e6, 4e6, 0.0, 0.0, 512.0, "cpu", 4.0)
@@ -19,29 +20,9 @@ def entry(key: str, at: float = 1000.0, descriptor: Descriptor = DESCRIPTOR) -> 
 
 
 def window(at: float, workers: int = 1, step_time_s: float = 0.1) -> StepProfile:
-    parts: dict[str, Any] = dict.fromkeys(("data_wait_s", "backward_s", "communication_s", "optimizer_s", "other_s"), 0.0)
-    return StepProfile(
-        worker_id="w0",
-        round_number=1,
-        global_rank=0,
-        num_workers=workers,
-        num_nodes=1,
-        first_step=0,
-        num_steps=20,
-        global_batch=512,
-        local_batch=512 // workers,
-        loader_workers=0,
-        intra_op_threads=1,
-        cores=4.0,
-        device="cpu",
-        step_time_s=step_time_s,
-        forward_s=step_time_s,
-        samples_per_s=512 / step_time_s,
-        memory_bytes=1 << 28,
-        cpu_percent=100.0,
-        at=at,
-        **parts,
-    )
+    """Window of a job whose steps consist of the forward pass alone."""
+    made = windows.window(workers, step_time_s, global_batch=512, cores=4.0, dense_bytes=0)
+    return replace(made, num_steps=20, local_batch=512 // workers, forward_s=step_time_s, backward_s=0.0, at=at)
 
 
 def decision(number: int) -> Decision:

@@ -544,6 +544,7 @@ def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHand
 @contextlib.contextmanager
 def kubernetes_cluster(folder: Path, **options: Any) -> Iterator[KubernetesCluster]:
     """A running cluster; `kubeconfig` holds its address."""
+    kubernetes_models.models()  # not in the first request, whose client would wait
     cluster = KubernetesCluster(folder, **options)
     cluster.start()
     try:

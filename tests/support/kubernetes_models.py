@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
-
-from kubernetes.client import models
 
 _PLAIN: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "bool": bool, "float": (int, float), "datetime": str}
 
@@ -48,11 +47,19 @@ _VOLCANO: dict[str, dict[str, str]] = {
 """Fields of jobs.batch.volcano.sh, v1alpha1, and their types as the client's models write them."""
 
 
+@cache
+def models() -> Any:
+    """Return the client's module of models. Its import takes a second, which most test processes need not spend."""
+    from kubernetes.client import models
+
+    return models
+
+
 def problems(manifest: Mapping[str, Any]) -> list[str]:
     """Errors of an object, each with its place. An object of unknown kind is one error."""
     api_version, kind = manifest.get("apiVersion"), manifest.get("kind")
     name = "volcano job" if (api_version, kind) == ("batch.volcano.sh/v1alpha1", "Job") else f"V1{kind}"
-    if name not in _VOLCANO and not hasattr(models, name):
+    if name not in _VOLCANO and not hasattr(models(), name):
         return [f"no matches for kind {kind!r} in version {api_version!r}"]
     return list(_of(manifest, name, str(kind)))
 
@@ -87,5 +94,5 @@ def _of(value: Any, kind: str, place: str) -> Iterator[str]:
 
 
 def _fields(model: str) -> dict[str, str]:
-    found = getattr(models, model)
+    found = getattr(models(), model)
     return {found.attribute_map[name]: kind for name, kind in found.openapi_types.items()}

@@ -67,6 +67,7 @@ class Wrapping(DLRoverStrategy):
     has_global_batch_size = False
     max_share = None
     on_drift = "end"
+    shares = "equal"
 
     def __init__(self, lightning_module: Any) -> None:
         self.lightning_module = lightning_module

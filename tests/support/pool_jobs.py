@@ -14,6 +14,7 @@ from lightning_dlrover.rdzv.job.events import DecisionMade, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.records import AgentRecord, Keys, PlanRecord, encode
 from lightning_dlrover.tuning.plan import Candidate, Decision, Settings
+from tests.support.stored import stored
 
 GLOBAL_BATCH = 64
 
@@ -57,6 +58,12 @@ class PooledJobs:
 
     def plan(self, name: str) -> PlanRecord | None:
         return readable(PlanRecord, self.client.get(self.keys(name).plan))
+
+    def granted(self, name: str) -> GrantRecord:
+        return stored(self.client, GrantRecord, self.pool.grants + self.keys(name).run_id)
+
+    def planned(self, name: str) -> PlanRecord:
+        return stored(self.client, PlanRecord, self.keys(name).plan)
 
     def decide(self, name: str, rates: list[float], left_s: float | None = 1000.0) -> None:
         """Let the job's planner publish its predictions."""

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_dlrover.rdzv.job.records import PlanRecord
 from lightning_dlrover.tuning.candidates import PlanRequest
 from lightning_dlrover.tuning.plan import Decision, Limits, Settings, tunable_axes
 from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
+from tests.support.windows import WINDOW
 
 Planner = Callable[[PlanRequest, Limits, int], Decision]
 
@@ -117,20 +119,15 @@ def window(truth: Truth, settings: Settings, rng: random.Random, noise: float, a
     factor = rng.lognormvariate(0, noise)
     data_s, compute_s, communication_s = (part * factor for part in (parts.data_s, parts.compute_s, parts.communication_s))
     step_s = data_s + compute_s + communication_s
-    return StepProfile(
+    return replace(
+        WINDOW,
+        **vars(settings),
         worker_id="w0",
-        round_number=1,
-        global_rank=0,
-        num_workers=settings.num_workers,
         num_nodes=1,
-        first_step=0,
         num_steps=max(1, round(WINDOW_S / step_s)),
         global_batch=truth.global_batch,
         local_batch=math.ceil(truth.global_batch / settings.num_workers),
-        loader_workers=settings.loader_workers,
-        intra_op_threads=settings.intra_op_threads,
         cores=float(truth.node_cores),
-        device="cpu",
         step_time_s=step_s,
         data_wait_s=data_s,
         forward_s=compute_s / 3,
@@ -143,11 +140,19 @@ def window(truth: Truth, settings: Settings, rng: random.Random, noise: float, a
         cpu_percent=100.0,
         dense_bytes=truth.dense_bytes,
         at=at,
-        prefetch_factor=settings.prefetch_factor,
         peak_memory_bytes=1 << 29,
         dense_flops=round(truth.sample_s * 2e9),
         embedding_bytes=truth.embedding_bytes,
         lookups_per_sample=truth.lookups_per_sample,
+    )
+
+
+def settings_under(plan: PlanRecord, now: Settings) -> Settings:
+    """Return the settings with which a job runs once a plan is carried out."""
+    workers = plan.num_workers if plan.binding else now.num_workers
+    loaders = plan.loader_workers if plan.loader_workers is not None else now.loader_workers
+    return Settings(
+        workers, loaders, plan.intra_op_threads or now.intra_op_threads, (plan.prefetch_factor or 2) if loaders else 0
     )
 
 

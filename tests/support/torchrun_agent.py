@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,3 +36,6 @@ class Agent:
     def kill_with_workers(self) -> None:
         """Kill as if the machine lost power. torchrun starts each worker in its own session."""
         kill_all([self.process])
+
+
+StartAgent = Callable[..., Agent]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import pytest
 
 from lightning_dlrover.tuning.samples import StepProfile
 
-TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "step_traces"
-needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason=f"no step-time traces in {TRACES}")
+DATA = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
+TRACES = DATA / "step_traces"
+needs_traces = pytest.mark.skipif(
+    not TRACES.is_dir(), reason=f"no {TRACES}: set DLROVER_SHARED_DATA to the folder that holds step_traces"
+)
 
 MIB = 2**20
 
@@ -69,31 +73,24 @@ def window(
     num_nodes: int = 1,
     dense_bytes: int = 4_000_000,
 ) -> StepProfile:
-    local_batch = math.ceil(global_batch / num_workers)
-    return StepProfile(
+    return replace(
+        WINDOW,
         worker_id="w0",
-        round_number=1,
-        global_rank=0,
         num_workers=num_workers,
         num_nodes=num_nodes,
-        first_step=0,
         num_steps=50,
         global_batch=global_batch,
-        local_batch=local_batch,
+        local_batch=math.ceil(global_batch / num_workers),
         loader_workers=0,
         intra_op_threads=threads,
         cores=cores,
-        device="cpu",
         step_time_s=step_time_s,
-        data_wait_s=0.0,
         forward_s=(step_time_s - communication_s) / 3,
         backward_s=(step_time_s - communication_s) * 2 / 3,
         communication_s=communication_s,
         optimizer_s=0.0,
-        other_s=0.0,
         samples_per_s=global_batch / step_time_s,
         memory_bytes=1 << 28,
-        cpu_percent=100.0,
         dense_bytes=dense_bytes,
     )
 

@@ -1,14 +1,15 @@
-"""The planner drives simulated jobs with a known truth. It finds good settings in a few trials and keeps them."""
+"""The planner drives simulated jobs with a known truth: it finds good settings in a few trials, and leaves failed ones."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import random
+import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
+from math import fsum
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlrover.tuning import MemoryModel, StepTimeModel
-from lightning_dlrover.tuning.autoscale import expected_improvement, give_up_above_s, has_failed, plan
+from lightning_dlrover.tuning.autoscale import TrialWatch, expected_improvement, give_up_above_s, has_failed, plan, retreat
 from lightning_dlrover.tuning.candidates import PASS_COST, PlanRequest, Rules
 from lightning_dlrover.tuning.memory import GPU_TERMS, on_gpu
 from lightning_dlrover.tuning.plan import (
     Aim,
+    Candidate,
     Decision,
     Limits,
     Objective,
@@ -30,7 +32,7 @@ from lightning_dlrover.tuning.plan import (
     configuration,
     why_not,
 )
-from lightning_dlrover.tuning.samples import StepProfile
+from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
 from tests.support.simulated_jobs import (
     KINDS,
     SimulatedJob,
@@ -39,14 +41,15 @@ from tests.support.simulated_jobs import (
     embedding_heavy,
     input_bound,
     limits_of,
+    slowed,
     storage_bound,
     throughput_share,
     traced_steps,
     window,
 )
+from tests.support.windows import TRACES, needs_traces
 
 ONE = Settings(1, 0, 1, 0)
-TRACES = Path(os.environ.get("DLROVER_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data")) / "step_traces"
 
 
 def ours(request: PlanRequest, limits: Limits, number: int) -> Decision:
@@ -146,12 +149,10 @@ def test_planner_settles_from_anywhere_no_worse_than_it_began(
     assert truth.parts(end).step_s <= truth.parts(first).step_s * (1.03 + 2 * noise)
 
 
+@needs_traces
 @pytest.mark.parametrize("name", ["ncf", "cifar10", "deepspeech2", "bert", "imagenet", "yolov3"])
 def test_on_measured_traces_the_number_of_workers_ends_close_to_the_best(name: str) -> None:
-    file = TRACES / f"{name}-placements.csv"
-    if not file.exists():
-        pytest.skip(f"{file} does not exist; set DLROVER_SHARED_DATA to the folder that holds step_traces")
-    traced = traced_steps(file)
+    traced = traced_steps(TRACES / f"{name}-placements.csv")
     batches = [batch for nodes, workers, batch in traced if (nodes, workers) == (1, 1)]
     per_worker = sorted(batches)[len(batches) // 2]
 
@@ -169,7 +170,8 @@ def test_on_measured_traces_the_number_of_workers_ends_close_to_the_best(name: s
     rng, workers = random.Random(0), 1
     past: list[Any] = []
     samples: list[StepProfile] = []
-    template = window(dense_heavy(8), ONE, rng, 0.0)
+    unmeasured: dict[str, Any] = {f"{part}_s": 0.0 for part in STEP_PARTS}
+    template = replace(window(dense_heavy(8), ONE, rng, 0.0), **unmeasured)
     for number in range(10):
         for _ in range(3):
             time_s = step_s(workers) * rng.lognormvariate(0, 0.03)
@@ -181,12 +183,6 @@ def test_on_measured_traces_the_number_of_workers_ends_close_to_the_best(name: s
                     global_batch=per_worker * 4,
                     local_batch=math.ceil(per_worker * 4 / workers),
                     step_time_s=time_s,
-                    data_wait_s=0.0,
-                    communication_s=0.0,
-                    forward_s=0.0,
-                    backward_s=0.0,
-                    optimizer_s=0.0,
-                    other_s=0.0,
                 )
             )
         request = PlanRequest(samples, remaining_samples=2e4 * per_worker, past=tuple(past))
@@ -295,7 +291,7 @@ def test_setting_measured_worse_is_left_and_not_repeated() -> None:
     assert not decide(request_of(truth, ONE, two, ONE, past=(back,)), Limits(1, 2)).is_change
 
 
-def test_settings_that_were_explored_in_vain_are_not_explored_again() -> None:
+def test_settings_explored_without_success_are_not_explored_again() -> None:
     request = request_of(dense_heavy(4), ONE)
     first = decide(request, Limits(1, 2))
     assert first.explored
@@ -543,3 +539,125 @@ def test_trial_of_cheaper_settings_may_take_longer_before_it_fails(aim: Aim, wor
     trial = plan(request, model, Limits(1, 8), Objective(aim=aim), decision_id=1, at=1.0)
     assert (trial.chosen_workers, trial.explored) == (workers, True)
     assert give_up_above_s(trial) == pytest.approx(2.0 * slower * samples[-1].step_time_s, rel=0.05)
+
+
+# --- failed trials -----------------------------------------------------------------------------------------------------------
+
+
+TWO_THREADS = Settings(1, 2, 2, 2)
+CANDIDATE = Candidate(TWO_THREADS, 0.05, 0.03, 0.06, 1600.0, 30.0, measured=False, feasible=True)
+TRIAL = Decision(7, 1000.0, ONE, TWO_THREADS, "1 -> 2 threads", (CANDIDATE,), 0.08, 0.05, explored=True, break_even_s=0.1)
+
+
+def test_trial_fails_far_above_the_step_time_with_which_it_would_break_even() -> None:
+    assert give_up_above_s(TRIAL) == pytest.approx(2.0 * 0.1)
+    # An older record has no such time. Steps above both its interval and the steps before it are no use to any objective.
+    old = replace(TRIAL, break_even_s=None)
+    assert give_up_above_s(old) == pytest.approx(2.0 * 0.08)
+    assert (has_failed(old, 0.159), has_failed(old, 0.161)) == (False, True)
+    assert give_up_above_s(replace(old, observed_step_time_s=0.05)) == pytest.approx(2.0 * 0.06)
+
+
+def test_known_settings_and_settings_that_stay_never_fail() -> None:
+    assert give_up_above_s(replace(TRIAL, explored=False)) == math.inf
+    assert give_up_above_s(replace(TRIAL, chosen=ONE)) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("steps_s", "given_up_after"),
+    [
+        ([2.0, 2.0], 2),  # two slow steps are the median of three
+        ([2.0, 0.05, 0.05, 2.0, 0.05, 0.05], None),  # a slow step now and then
+        ([0.05, 2.0, 0.05, 2.0], 4),
+        ([0.6] * 9, 3),  # 1.5 s are the least
+        ([0.19] * 40, None),  # slower than before, but not by far
+        ([0.05] * 40 + [0.4] * 5, 44),  # the machine has become busy meanwhile
+    ],
+)
+def test_trial_of_threads_is_given_up_within_a_few_slow_steps(steps_s: Sequence[float], given_up_after: int | None) -> None:
+    watch = TrialWatch()
+    alarms = [watch.step_ended(TRIAL, TWO_THREADS, step_s) for step_s in steps_s]
+    assert next((number for number, alarm in enumerate(alarms, 1) if alarm is not None), None) == given_up_after
+
+
+@given(
+    steps_s=st.lists(st.sampled_from([0.01, 0.05, 0.19, 0.2, 0.21, 0.4, 1.0]), max_size=40),
+    min_steps=st.integers(1, 6),
+    min_s=st.sampled_from([0.0, 0.305, 0.505, 1.105]),  # no sum of steps, which a running sum may miss by its rounding
+)
+def test_trial_fails_with_the_median_of_its_newest_steps(steps_s: list[float], min_steps: int, min_s: float) -> None:
+    watch = TrialWatch(min_steps, min_s)
+    for number, step_s in enumerate(steps_s, 1):
+        alarm = watch.step_ended(TRIAL, TWO_THREADS, step_s)
+        # As few of the newest steps as there must be, and as long as they must take.
+        enough = (n for n in range(min_steps, number + 1) if fsum(steps_s[number - n : number]) >= min_s)
+        newest_s = steps_s[number - next(enough, number) : number]
+        usual_s = statistics.median([*[0.0] * (min_steps - len(newest_s)), *newest_s])
+        expected = usual_s if fsum(newest_s) >= min_s and has_failed(TRIAL, usual_s) else None
+        assert alarm == expected, number
+
+
+def test_short_steps_are_watched_for_a_while() -> None:
+    watch, fast = TrialWatch(), replace(TRIAL, break_even_s=0.002)
+    alarms = [watch.step_ended(fast, TWO_THREADS, 0.01) is not None for _ in range(200)]
+    assert alarms.index(True) == 149  # after 1.5 s
+
+
+def test_trial_counts_from_its_first_step_with_new_threads() -> None:
+    watch = TrialWatch()
+    assert [watch.step_ended(TRIAL, ONE, 2.0) for _ in range(5)] == [None] * 5
+    on_the_way = replace(TWO_THREADS, loader_workers=0, prefetch_factor=0)
+    assert watch.step_ended(TRIAL, on_the_way, 2.0) is None
+    assert watch.step_ended(TRIAL, on_the_way, 3.0) == 2.0
+    other = replace(TRIAL, decision_id=8)
+    assert watch.step_ended(other, on_the_way, 2.0) is None
+
+
+def test_windows_judge_trials_of_other_settings() -> None:
+    watch, loaders = TrialWatch(), replace(TWO_THREADS, intra_op_threads=1)
+    trial = replace(TRIAL, chosen=loaders, candidates=(replace(CANDIDATE, settings=loaders),))
+    assert [watch.step_ended(trial, loaders, 2.0) for _ in range(5)] == [None] * 5
+
+
+def test_workers_neither_join_nor_leave_when_a_trial_is_given_up() -> None:
+    better = replace(ONE, loader_workers=1, prefetch_factor=2)
+    assert replace(TRIAL, fallback=better).home == better
+    assert replace(TRIAL, fallback=replace(better, num_workers=2)).home == ONE
+    assert TRIAL.home == ONE
+
+
+def test_retreat_goes_to_the_best_measured_settings_without_a_model() -> None:
+    truth, rng = dense_heavy(4), random.Random(0)
+    limits = limits_of(truth, 1)
+    slow = Settings(1, 4, 1, 2)
+    samples = [window(truth, ONE, rng, 0.02, at=float(number)) for number in range(3)]
+    samples += [slowed(window(truth, slow, rng, 0.02, at=float(number)), 1.3) for number in range(3, 6)]
+    trial = ours(PlanRequest(samples, node_cores=4.0), limits, 1)
+    assert trial.explored
+    assert (trial.current, trial.home) == (slow, ONE)
+    step_s = 6 * trial.choice.high_s
+    back = retreat(trial, step_s, decision_id=2, at=7.0)
+    assert (back.current, back.chosen, back.explored, back.fallback) == (trial.chosen, ONE, False, None)
+    assert back.predicted_step_time_s == pytest.approx(samples[0].step_time_s, rel=0.1)
+    assert back.observed_step_time_s == step_s
+    assert back.choice.measured
+    assert "given up after a few steps" in back.reason
+    assert Decision.from_data(json.loads(json.dumps(back.to_data()))) == back
+    # The next plan takes the failed trial for measured and does not repeat it.
+    failed = replace(window(truth, trial.chosen, rng, 0.0), step_time_s=step_s)
+    later = ours(PlanRequest([*samples, failed, samples[0]], node_cores=4.0, past=[trial, back]), limits, 3)
+    assert later.chosen != trial.chosen
+
+
+def test_only_steps_of_the_trials_own_workers_count() -> None:
+    watch = TrialWatch()
+    more = replace(TWO_THREADS, num_workers=TWO_THREADS.num_workers + 1)  # the trial's worker has got a neighbour
+    assert [watch.step_ended(TRIAL, more, 2.0) for _ in range(5)] == [None] * 5
+    assert watch.step_ended(TRIAL, TWO_THREADS, 2.0) is None
+
+
+def test_pause_before_a_round_and_its_first_steps_do_not_count() -> None:
+    watch = TrialWatch()
+    alarms = [watch.step_ended(TRIAL, TWO_THREADS, 0.05, 1) for _ in range(3)]
+    alarms += [watch.step_ended(TRIAL, TWO_THREADS, step_s, 2) for step_s in (2.0, 0.6, 0.05, 0.05)]
+    assert alarms == [None] * 7

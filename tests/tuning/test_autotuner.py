@@ -14,7 +14,7 @@ from lightning_dlrover.tuning.autotuner import WINDOWS_PER_DECISION, Autotuner, 
 from lightning_dlrover.tuning.candidates import PastJob, descriptor_of
 from lightning_dlrover.tuning.history import JobMemory
 from lightning_dlrover.tuning.plan import Decision, Objective, Outcome, Prices, Settings
-from tests.support.simulated_jobs import Truth, input_bound, window
+from tests.support.simulated_jobs import Truth, input_bound, settings_under, window
 
 START = Settings(1, 0, 1, 0)
 TRUTH = input_bound(4)
@@ -65,7 +65,7 @@ class TunedJob:
 
     def carry_out(self, proposal: Proposal) -> None:
         self.proposals.append(proposal)
-        self.tuner.took_effect(proposal)
+        self.tuner.advice = proposal.advice
         self.tuner.memory.decide(proposal.decision)
         plan = merged_plan(
             proposed_plan(proposal, self.facts.plan, self._now), self.facts.plan, 0, keeps_workers=proposal.keeps_workers
@@ -74,19 +74,7 @@ class TunedJob:
             return
         self.facts = dataclasses.replace(self.facts, plan=plan)
         self.cores = max(self.cores, float(plan.node_cpus or 0))
-        workers = plan.num_workers if plan.binding else self.settings.num_workers
-        loaders = plan.loader_workers if plan.loader_workers is not None else self.settings.loader_workers
-        threads = plan.intra_op_threads or self.settings.intra_op_threads
-        self.settings = Settings(workers, loaders, threads, (plan.prefetch_factor or 2) if loaders else 0)
-
-
-def test_every_change_is_judged_once_and_the_job_becomes_faster() -> None:
-    job = TunedJob()
-    job.run(40)
-    changes = [d.decision_id for d in job.decisions if d.is_change]
-    assert 1 <= len(changes) <= 8
-    assert [o.decision_id for o in job.outcomes] == changes
-    assert TRUTH.parts(job.settings).step_s < 0.6 * TRUTH.parts(START).step_s
+        self.settings = settings_under(plan, self.settings)
 
 
 def test_same_windows_give_the_same_decisions() -> None:
@@ -161,16 +149,6 @@ def test_plan_of_a_user_stays() -> None:
     assert all("chosen by hand" in d.reason for d in job.decisions)
     # The reason appears once.
     assert not any(f": {d.reason.partition(' (a recommendation')[0]})" in d.reason for d in job.decisions)
-
-
-def test_number_of_workers_in_a_pool_is_the_pools() -> None:
-    job = TunedJob(dataclasses.replace(IN_JOB, plan=PlanRecord(2, "brain", "pool p: starts with 2 workers", True)))
-    job.settings = Settings(2, 0, 1, 0)
-    job.run(24)
-    assert (job.plan.owner, job.plan.num_workers, job.plan.binding) == ("pool", 2, True)
-    assert job.plan.loader_workers  # an input-bound job is faster with some
-    assert {c.num_workers for c in job.decisions[-1].candidates} == {1, 2, 3, 4}
-    assert "the job's pool decides on workers" in " ".join(d.reason for d in job.decisions)
 
 
 def test_failed_trial_ends_after_one_window() -> None:

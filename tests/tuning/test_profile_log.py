@@ -1,4 +1,4 @@
-"""The choice of the windows that are written to etcd."""
+"""The choice of the windows and decisions that are written to etcd, within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlrover.codec import to_json
+from lightning_dlrover.tuning.plan import Candidate, Decision, Settings
 from lightning_dlrover.tuning.profile_log import (
+    DECISIONS,
     FIRST_WINDOWS,
     LOG_EVERY_S,
     NUM_LOGGED_SINGLY,
     PROFILES,
+    REPEAT_EVERY_S,
     WINDOWS,
+    DecisionLog,
     PublishedProfile,
+    Rate,
     WindowLog,
+    WriteBudget,
     merged,
     rounded,
     stored_bytes,
@@ -94,7 +100,7 @@ def test_lasting_change_is_published_with_its_second_window() -> None:
     assert published.is_due(replace(slow, round_number=2), 1000, now=20.0)
 
 
-def test_windows_that_differ_in_turn_are_no_change() -> None:
+def test_alternating_windows_do_not_count_as_a_change() -> None:
     published = PublishedProfile()
     published.is_due(WINDOW, 1000, now=0.0)
     swings = [replace(WINDOW, step_time_s=0.1 * (2 if i % 2 else 0.5)) for i in range(14)]
@@ -148,3 +154,104 @@ def assert_contiguous(logged: list[StepProfile], num_steps: int) -> None:
     assert sum(window.num_steps for window in logged) == num_steps
     ends = [window.first_step + window.num_steps for window in logged]
     assert [window.first_step for window in logged] == [0, *ends[:-1]]
+
+
+# --- decisions ---------------------------------------------------------------------------------------------------------------
+
+
+ONE, TWO = Settings(1, 0, 1, 0), Settings(2, 0, 1, 0)
+NUM_BYTES = 6000
+
+
+def decision(current: Settings, chosen: Settings) -> Decision:
+    candidates = tuple(Candidate(s, 0.1, 0.1, 0.1, 100.0, 0.0, True, True) for s in (ONE, TWO))
+    return Decision(1, 0.0, current, chosen, "a test", candidates, 0.1, 0.1, False)
+
+
+STAY, MOVE = decision(ONE, ONE), decision(ONE, TWO)
+
+
+def test_decisions_to_stay_are_recorded_once_in_half_an_hour() -> None:
+    log = DecisionLog()
+    recorded = [log.is_due(STAY, NUM_BYTES, 10.0 * i, is_carried_out=False) for i in range(720)]  # two hours
+    assert sum(recorded) == 7200 / REPEAT_EVERY_S
+    assert recorded[0]
+
+
+def test_every_change_and_the_decision_after_it_are_recorded() -> None:
+    log = DecisionLog()
+    assert all(log.is_due(MOVE, NUM_BYTES, 10.0 * i, is_carried_out=True) for i in range(100))
+    assert log.is_due(STAY, NUM_BYTES, 1001.0, is_carried_out=False)
+    assert not log.is_due(STAY, NUM_BYTES, 1002.0, is_carried_out=False)
+
+
+def test_same_recommendation_is_recorded_once() -> None:
+    log = DecisionLog()
+    assert [log.is_due(MOVE, NUM_BYTES, 10.0 * i, is_carried_out=False) for i in range(3)] == [True, False, False]
+
+
+def test_alternating_recommendations_stay_within_the_budget() -> None:
+    log, rng = DecisionLog(), random.Random(1)
+    written = 0
+    for i in range(8640):  # a day
+        for num_bytes in (NUM_BYTES, 500):
+            one = rng.choice((STAY, MOVE))
+            is_written = (
+                log.is_due(one, num_bytes, 10.0 * i, is_carried_out=False)
+                if num_bytes == NUM_BYTES
+                else log.may_recommend(num_bytes, 10.0 * i)
+            )
+            written += num_bytes * is_written
+    assert written <= DECISIONS.within(86_400.0)
+
+
+# --- budgets -----------------------------------------------------------------------------------------------------------------
+
+
+RATE = Rate(bytes_per_day=86_400, burst_bytes=10)  # one byte a second
+
+
+@given(st.lists(st.tuples(st.floats(0, 20), st.integers(1, 15), st.booleans()), max_size=200))
+def test_no_sequence_of_writes_takes_more_than_the_rate(asked: list[tuple[float, int, bool]]) -> None:
+    budget, now, taken = WriteBudget(RATE), 0.0, 0
+    for pause_s, num_bytes, is_charged in asked:
+        now += pause_s
+        if is_charged:
+            budget.charge(num_bytes, now)
+        elif budget.take(num_bytes, now):
+            taken += num_bytes
+    assert taken <= RATE.within(now) + 1e-6
+
+
+def test_burst_is_there_again_after_a_pause() -> None:
+    budget = WriteBudget(RATE)
+    assert budget.take(10, now=100.0)
+    assert not budget.take(1, now=100.5)
+    assert budget.take(1, now=101.0)
+    assert budget.take(10, now=1000.0)
+    assert not budget.take(10, now=1005.0)
+
+
+def test_clock_that_goes_back_gives_nothing() -> None:
+    budget = WriteBudget(RATE)
+    assert budget.take(10, now=100.0)
+    assert not budget.take(1, now=0.0)
+
+
+def test_write_that_is_made_in_any_case_leaves_less_for_others_but_no_debt() -> None:
+    budget = WriteBudget(RATE)
+    budget.charge(1000, now=0.0)
+    assert not budget.take(1, now=0.5)
+    assert budget.take(1, now=1.0)
+
+
+def test_rank_0_writes_less_than_two_megabytes_a_day() -> None:
+    assert sum(rate.within(86_400.0) for rate in (PROFILES, WINDOWS, FIRST_WINDOWS, DECISIONS)) < 2_000_000
+
+
+def test_other_worker_writes_less_than_half_a_megabyte_a_day() -> None:
+    assert PROFILES.within(86_400.0) < 500_000
+
+
+def test_stored_bytes_include_more_than_the_value() -> None:
+    assert stored_bytes(b"x" * 700) > 700 + 2 * len("/dlrover/run/events/01234567890123456789-a-host-of-a-cluster-12345-abcdef")

@@ -47,10 +47,7 @@ def group(tmp_path: Path, own: str, files: dict[str, str]) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("own", "files"),
     [
-        (
-            "0::/pod/worker\n",
-            {"pod/worker/memory.max": "max\n", "pod/memory.max": f"{64 * MIB}\n"},
-        ),
+        ("0::/pod/worker\n", {"pod/worker/memory.max": "max\n", "pod/memory.max": f"{64 * MIB}\n"}),
         ("0::/on/the/host\n", {"memory.max": f"{64 * MIB}\n"}),  # the view from inside a container
         ("3:cpu,cpuacct:/\n4:memory:/job/step\n", {"memory/job/step/memory.limit_in_bytes": f"{64 * MIB}\n"}),
     ],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
 import pytest
 
 from lightning_dlrover.tuning.samples import OwnTimes
-from lightning_dlrover.tuning.stragglers import Straggler, find_straggler, judge_replacement
+from lightning_dlrover.tuning.stragglers import SPEED_UNIT, Straggler, better_speeds, find_straggler, judge_replacement
 
 
 def observed(
@@ -68,7 +69,7 @@ def test_worker_that_waits_for_data_is_named_for_that() -> None:
     assert "waiting for its data" in found.text
 
 
-def test_lone_worker_is_no_straggler() -> None:
+def test_lone_worker_cannot_be_a_straggler() -> None:
     assert find_straggler(observed([0.05])) is None
 
 
@@ -80,13 +81,13 @@ def test_waiting_for_cores_counts_only_on_a_host_of_its_own() -> None:
     assert found.global_rank == 2
 
 
-def test_slow_worker_without_waiting_peers_is_no_straggler() -> None:
+def test_slow_worker_without_waiting_peers_is_not_a_straggler() -> None:
     """The others need as long because they share too few cores, and this worker uses less of them."""
     seen = observed([0.05, 0.05, 0.1], queued_s=[0.06, 0.06, 0.0])
     assert find_straggler(seen, hosts=["a"] * 3) is None
 
 
-def test_more_work_or_fewer_cores_are_no_fault_of_the_worker() -> None:
+def test_more_work_or_fewer_cores_do_not_make_a_straggler() -> None:
     assert find_straggler(observed([0.05, 0.05, 0.1]), loads=[1, 1, 2]) is None
     # On more cores a worker should be faster, but not in every part.
     assert find_straggler(observed([0.05, 0.05, 0.05]), loads=[1, 1, 0.25]) is None
@@ -116,7 +117,7 @@ def test_a_replacement_pays_if_it_saves_more_than_it_costs() -> None:
     assert judge_replacement(SLOW, None, resize_cost_s=0.5, num_earlier=0).pays  # an unknown end counts as an hour away
 
 
-def test_a_worker_that_would_start_too_late_replaces_nobody() -> None:
+def test_a_replacement_that_would_start_too_late_does_not_pay() -> None:
     for lead_s, pays in ((5.0, True), (15.0, False), (60.0, False)):
         found = judge_replacement(SLOW, 160, resize_cost_s=0.5, num_earlier=0, lead_s=lead_s)
         assert found.pays == pays
@@ -137,3 +138,97 @@ def test_a_cost_that_is_none_is_refused() -> None:
         judge_replacement(SLOW, 10, resize_cost_s=-1, num_earlier=0)
     with pytest.raises(ValueError, match="remaining_steps is inf"):
         judge_replacement(SLOW, float("inf"), resize_cost_s=1, num_earlier=0)
+
+
+# --- shares by speed ----------------------------------------------------------------------------------------------------------
+
+
+def balanced(
+    sample_s: Sequence[float],
+    fixed_s: Sequence[float] = (),
+    seed: int = 0,
+    noise: float = 0.05,
+    rounds: int = 60,
+    batch: int = 960,
+) -> list[tuple[int, ...]]:
+    """Return the speeds after each vote of workers that need so long per sample, and so long for anything else in a step."""
+    rng = random.Random(seed)
+    size = len(sample_s)
+    speeds: tuple[int, ...] = ()
+    seen: list[OwnTimes] = []
+    chosen = []
+    for _ in range(rounds):
+        shares = [batch * speed / sum(speeds or (1,) * size) for speed in speeds or (1,) * size]
+        exact = [n * s + c for n, s, c in zip(shares, sample_s, fixed_s or (0.0,) * size, strict=True)]
+        own = tuple(seconds * math.exp(rng.gauss(0, noise)) for seconds in exact)
+        seen.append(OwnTimes(4, max(own), own, (0.0,) * size, (0.0,) * size, speeds))
+        found = better_speeds(seen, batch)
+        speeds = speeds if found is None else found
+        chosen.append(speeds)
+    return chosen
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_worker_at_half_speed_gets_half_as_much_as_each_other_one(size: int) -> None:
+    chosen = balanced([2e-4, *[1e-4] * (size - 1)])
+    assert chosen[10] != ()
+    slow, *others = chosen[-1]
+    assert slow == pytest.approx(min(others) / 2, rel=0.1)
+    assert sum(chosen[-1]) == pytest.approx(SPEED_UNIT * size, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_even_workers_keep_equal_shares_despite_varying_times(seed: int) -> None:
+    assert {*balanced([1e-4] * (2 + seed % 4), seed=seed, noise=0.15, rounds=100)} == {()}
+
+
+def test_constant_part_of_a_step_is_corrected_by_further_changes() -> None:
+    chosen = balanced([2e-4, 1e-4], fixed_s=[0.05, 0.0])
+    slow, fast = chosen[-1]
+    # 960 samples: 2e-4 n + 0.05 = 1e-4 (960 - n) at n = 153.
+    assert slow / (slow + fast) == pytest.approx(153 / 960, abs=0.04)
+
+
+def test_shares_are_equal_again_once_no_worker_is_slow() -> None:
+    before, after = observed([0.1, 0.05]), observed([0.033, 0.067])
+    assert better_speeds(before, 64) == pytest.approx((667, 1333), rel=0.05)
+    evened = [OwnTimes(o.num_steps, o.step_time_s, o.compute_s, o.data_s, o.queued_s, (667, 1333)) for o in after]
+    assert better_speeds([*before, *evened], 64) == ()
+
+
+def test_no_share_exceeds_what_its_worker_may_take() -> None:
+    seen = observed([0.2, 0.05, 0.05])
+    assert better_speeds(seen, 64, largest_shares=[2, 1.1, 2]) == pytest.approx((380, 1100, 1520), rel=0.05)
+    assert better_speeds(seen, 64, largest_shares=[1, 1, 1]) is None
+
+
+def test_script_that_needs_equal_shares_gets_them_back() -> None:
+    seen = [OwnTimes(4, 0.1, (0.1, 0.1), (0.0, 0.0), (0.0, 0.0), (500, 1500))] * 3
+    assert better_speeds(seen, 64, largest_shares=[2, 0]) == ()
+    assert better_speeds(observed([0.2, 0.05]), 64, largest_shares=[2, 0]) is None
+
+
+def test_each_worker_keeps_a_sample() -> None:
+    assert better_speeds(observed([0.8, 0.05]), 2) is None
+    speeds = better_speeds(observed([0.8, 0.05]), 4)
+    assert speeds is not None
+    assert speeds[0] >= SPEED_UNIT / 2
+
+
+def test_waiting_for_shared_cores_moves_no_samples() -> None:
+    seen = observed([0.05, 0.05], queued_s=[0.05, 0.0])
+    assert better_speeds(seen, 64, hosts=[0, 0]) is None
+    assert better_speeds(seen, 64, hosts=[0, 1]) is not None
+
+
+def test_slow_worker_with_a_small_share_is_still_a_straggler_that_costs_less() -> None:
+    seen = [
+        OwnTimes(o.num_steps, o.step_time_s, o.compute_s, o.data_s, o.queued_s, (500, 1250, 1250))
+        for o in observed([0.05, 0.05, 0.05])
+    ]
+    found = find_straggler(seen)
+    assert found is not None
+    assert found.global_rank == 0
+    assert found.ratio == pytest.approx(2.5, rel=0.1)
+    # With a worker of speed 1250 in its place, the step takes 3000 / 3750 of its time.
+    assert found.lost_s == pytest.approx(0.2 * found.step_time_s, rel=0.05)

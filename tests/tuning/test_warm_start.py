@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from lightning_dlrover.tuning.candidates import (
     PastJob,
     PlanRequest,
     Rules,
+    Suggestion,
     descriptor_of,
     distance,
     nearest,
@@ -44,16 +46,7 @@ DAY_S = 86400.0
 def windows(times_s: dict[Settings, float]) -> tuple[StepProfile, ...]:
     template = window(dense_heavy(4), ONE, random.Random(0), 0.0)
     return tuple(
-        replace(
-            template,
-            num_workers=s.num_workers,
-            loader_workers=s.loader_workers,
-            intra_op_threads=s.intra_op_threads,
-            prefetch_factor=s.prefetch_factor,
-            step_time_s=time_s,
-            dense_flops=1_000_000,
-            dense_bytes=4_000_000,
-        )
+        replace(template, **vars(s), step_time_s=time_s, dense_flops=1_000_000, dense_bytes=4_000_000)
         for s, time_s in times_s.items()
     )
 
@@ -65,6 +58,12 @@ def job(name: str, at: float, times_s: dict[Settings, float], descriptor: Descri
 NOW = windows({ONE: 0.1})[0]
 
 
+def suggested(*args: Any, **kwargs: Any) -> Suggestion:
+    found = suggest(*args, **kwargs)
+    assert found is not None
+    return found
+
+
 def test_without_similar_jobs_nothing_is_suggested() -> None:
     assert suggest(NOW, [], LIMITS, node_cores=4.0, at=0.0) is None
 
@@ -72,37 +71,30 @@ def test_without_similar_jobs_nothing_is_suggested() -> None:
 def test_best_settings_of_similar_jobs_are_suggested() -> None:
     past = [job(name, 0.0, {ONE: 0.1, TWO: 0.06, FOUR: 0.04}) for name in "abc"]
     past.append(job("d", 0.0, {ONE: 0.1, TWO: 0.05, FOUR: 0.07}))
-    found = suggest(NOW, past, LIMITS, node_cores=4.0, at=DAY_S)
-    assert found is not None
+    found = suggested(NOW, past, LIMITS, node_cores=4.0, at=DAY_S)
     assert found.settings == FOUR
     assert found.speedup == pytest.approx(2.5)
     assert "3 of the 4 most similar past jobs (a, b, c)" in found.reason
 
 
 @pytest.mark.parametrize(("noisy_s", "ends"), [((0.1, 0.12, 0.095), TWO), ((0.1, 0.12, 0.07), ONE)])
-def test_settings_faster_than_a_part_of_the_first_windows_only_are_no_advice(
+def test_settings_are_suggested_only_if_faster_than_every_window_of_the_first_ones(
     noisy_s: tuple[float, ...], ends: Settings
 ) -> None:
     first = [windows({ONE: time_s})[0] for time_s in noisy_s]
     past = [PastJob(name, 0.0, TWIN, (*first, *windows({TWO: 0.08}))) for name in "abcde"]
-    found = suggest(NOW, past, LIMITS, node_cores=4.0, at=DAY_S)
-    assert found is not None
-    assert found.settings == ends
+    assert suggested(NOW, past, LIMITS, node_cores=4.0, at=DAY_S).settings == ends
 
 
 def test_new_jobs_count_more_than_old_ones() -> None:
     old = [job(f"old-{n}", 0.0, {ONE: 0.1, FOUR: 0.04}) for n in range(2)]
     new = [job(f"new-{n}", 400 * DAY_S, {ONE: 0.1, TWO: 0.04}) for n in range(2)]
-    found = suggest(NOW, [*old, *new], LIMITS, node_cores=4.0, at=400 * DAY_S)
-    assert found is not None
-    assert found.settings == TWO
+    assert suggested(NOW, [*old, *new], LIMITS, node_cores=4.0, at=400 * DAY_S).settings == TWO
 
 
 def test_jobs_with_more_workers_than_allowed_do_not_count() -> None:
     past = [job("a", 0.0, {ONE: 0.1, TWO: 0.06, FOUR: 0.04})]
-    found = suggest(NOW, past, Limits(1, 2), node_cores=4.0, at=0.0)
-    assert found is not None
-    assert found.settings == TWO
+    assert suggested(NOW, past, Limits(1, 2), node_cores=4.0, at=0.0).settings == TWO
     assert suggest(NOW, [job("b", 0.0, {FOUR: 0.04})], Limits(1, 2), node_cores=4.0, at=0.0) is None
 
 

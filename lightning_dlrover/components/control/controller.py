@@ -12,15 +12,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_dlrover.codec import RecordError
 from lightning_dlrover.components.control.nodes import (
+    ControllerTenure,
     NodeEntry,
     NodeRegistry,
     Observer,
-    Office,
+    ShownLog,
     ShownTracebacks,
     TracebackFilter,
 )
@@ -41,7 +41,7 @@ from lightning_dlrover.components.control.reconcile import (
     reconcile,
     why_none_is_added,
 )
-from lightning_dlrover.components.targets.target import App, LogFile, NodeSize, NotTakenError, Target, TargetError
+from lightning_dlrover.components.targets.target import App, NodeSize, NotTakenError, Target, TargetError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import EtcdError, KeyValue, absent
@@ -51,28 +51,16 @@ from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, CheckpointRecord, 
 from lightning_dlrover.rdzv.membership.rounds import JobView
 from lightning_dlrover.rdzv.membership.worker_records import ask_for_replacement
 
-# Show the output of a job's nodes as it arrives, line by line, and each traceback once.
-
 log = logging.getLogger(__name__)
 
-_SAID_TWICE = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \(exitcode: ")
+_REPEATED = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \(exitcode: ")
 """Line of torch's agent about a failed worker; `rdzv/agents/program.py` prints one of its own."""
 
 
-@dataclass
-class _Files:
-    """Files with one node's output and their read positions."""
-
-    logs: dict[Path, LogFile] = field(default_factory=dict)
-    filters: dict[Path, TracebackFilter] = field(default_factory=dict)
-    unreadable: set[Path] = field(default_factory=set)  # files with a logged warning
-
-
 class Output:
-    """Forward new lines of every node's output, prefixed with the node's name.
+    """Forward new lines of every node's output, prefixed with the node's name. Each traceback is shown once.
 
-    Args:
-        interval_s: minimum interval between looks at the files, which may be on a shared file system.
+    The files may be on a shared file system, and are read at most every `interval_s` seconds.
     """
 
     def __init__(self, run_id: str, target: Target, show: Callable[[str], None], interval_s: float = 0.0) -> None:
@@ -81,7 +69,8 @@ class Output:
         self._show = show
         self._interval_s = interval_s
         self._next_at = -float("inf")
-        self._files: dict[str, _Files] = {}  # key: node
+        self._files: dict[str, dict[Path, ShownLog]] = {}  # key: node
+        self._unreadable: set[Path] = set()  # files with a logged warning
         self.tracebacks = ShownTracebacks()
 
     def show(self, registry: NodeRegistry, at_once: bool = False) -> None:
@@ -97,7 +86,7 @@ class Output:
                 self._files.pop(name, None)
 
     def _show_node(self, name: str, entry: NodeEntry, handle: str) -> None:
-        files = self._files.setdefault(name, _Files())
+        files = self._files.setdefault(name, {})
         # Only a node that still runs may leave an unfinished line.
         entry.all_shown = entry.has_ended
         was_adopted, entry.was_adopted = entry.was_adopted, False
@@ -105,35 +94,32 @@ class Output:
             if entry.cancelled and file.name.startswith("stderr"):
                 continue  # the agent's traceback for our own signal
             try:
-                if file not in files.logs:
-                    log_file = LogFile(file)
+                if file not in files:
+                    new = ShownLog(file, TracebackFilter(self.tracebacks))
                     if was_adopted:
-                        log_file.skip()
-                    files.logs[file] = log_file
-                lines = list(files.logs[file].new_lines(whole=entry.has_ended))
+                        new.skip()
+                    files[file] = new
+                lines = files[file].new_lines(whole=entry.has_ended)
             except OSError as error:
                 # A shared file system may fail for a moment. The next step reads the rest.
                 entry.all_shown, entry.was_adopted = False, was_adopted
-                if file not in files.unreadable:
-                    files.unreadable.add(file)
+                if file not in self._unreadable:
+                    self._unreadable.add(file)
                     log.warning("run %s: the output of %s cannot be read for now: %s", self._run_id, name, error)
                 continue
-            once = files.filters.setdefault(file, TracebackFilter(self.tracebacks))
-            shown = [each for line in lines for each in once.lines(line)]
-            for line in [*shown, *(once.rest() if entry.has_ended else ())]:
-                if not _SAID_TWICE.search(line):
+            for line in lines:
+                if not _REPEATED.search(line):
                     self._show(f"[{name}] {line}")
 
 
-# Have a scheduler end nodes, and repeat the request while they are alive.
-
-
 class Cancellations:
-    """End nodes of the registry, and strays: nodes of this job without a record."""
+    """End nodes of the registry, and strays: nodes of this job without a record. Repeat the requests while they live."""
 
-    def __init__(self, run_id: str, office: Office, target: Target, registry: NodeRegistry, policy: FailurePolicy) -> None:
+    def __init__(
+        self, run_id: str, tenure: ControllerTenure, target: Target, registry: NodeRegistry, policy: FailurePolicy
+    ) -> None:
         self._run_id = run_id
-        self._office = office
+        self._tenure = tenure
         self._target = target
         self._registry = registry
         self._policy = policy
@@ -168,10 +154,8 @@ class Cancellations:
             pause_s = min(self._policy.cancel_s, self._policy.first_cancel_s * 2.0 ** min(20, num_failures - 1))
             for entry in due.values():
                 entry.cancel_at = now + pause_s
-            log.warning(
-                "run %s: %s could not be ended, which is tried again in %.0f s: %s",
-                *(self._run_id, ", ".join(due), pause_s, error),
-            )
+            text = "run %s: %s could not be ended; the next attempt follows in %.0f s: %s"
+            log.warning(text, self._run_id, ", ".join(due), pause_s, error)
             return
         for entry in due.values():
             entry.cancel_at, entry.cancel_failures = now + self._policy.cancel_s / 2, 0
@@ -184,70 +168,69 @@ class Cancellations:
         entries = self._registry.entries.values()
         known = {entry.handle for entry in entries if not entry.has_ended or entry.cancelled}
         strays = [a for a in listed if a.is_living and a.handle not in known]
-        due = [a for a in strays if now - self._strays.get(a.handle, -float("inf")) > self._policy.cancel_s]
+        due = [a.handle for a in strays if now - self._strays.get(a.handle, -float("inf")) > self._policy.cancel_s]
         # A node that has ended may still be listed as alive for a moment.
         ended_at = {entry.handle: entry.ended_at or now for entry in entries}
-        due = [a for a in due if now - ended_at.get(a.handle, -float("inf")) > self._policy.settle_s]
-        if not due or not self._office.still_holds():
+        due = [handle for handle in due if now - ended_at.get(handle, -float("inf")) > self._policy.settle_s]
+        if not due or not self._tenure.still_holds():
             return
-        log.warning("run %s: ending %s: no request for it exists", self._run_id, ", ".join(a.handle for a in due))
-        self._strays.update((a.handle, now) for a in due)
+        log.warning("run %s: ending %s: no request for it exists", self._run_id, ", ".join(due))
+        self._strays |= dict.fromkeys(due, now)
         try:
-            self._target.cancel([a.handle for a in due])
+            self._target.cancel(due)
         except TargetError as error:
             log.warning("run %s: %s", self._run_id, error)
 
-
-# Write the controller's decisions on the whole job: its first plan, requests to workers, larger nodes, its failure.
 
 MIRROR_S = 5.0
 """Seconds to wait for our own write to show up in the mirror before continuing without it."""
 
 
 class JobWriter:
-    """Write the job's records that its controller shares with workers and users."""
+    """Write the controller's decisions on the whole job: its first plan, requests to workers, larger nodes, its failure."""
 
-    def __init__(self, client: EtcdClient, keys: Keys, office: Office, mirror: Mirror, limits: Limits) -> None:
+    def __init__(self, client: EtcdClient, keys: Keys, tenure: ControllerTenure, mirror: Mirror, limits: Limits) -> None:
         self._client = client
         self._keys = keys
         self._journal = Journal(client, keys)
-        self._office = office
+        self._tenure = tenure
         self._mirror = mirror
         self._limits = limits
 
     def begin(self) -> None:
         """Write the job's first plan, unless there is a plan already."""
-        least = self._limits.min_workers
-        reason = f"start with the fewest workers, {least}"
-        plan = PlanRecord(least, "initial", reason, binding=True, created_at=time.time())
+        fewest = self._limits.min_workers
+        plan = PlanRecord(fewest, "initial", f"start with the minimum of {fewest}", binding=True, created_at=time.time())
         self._journal.fenced_write({self._keys.plan: plan}, [absent(self._keys.plan)])
 
     def ask_for_replacement(self, worker: str, reason: str) -> None:
         """Request that a worker leave once it is replaced, unless it has gone or was asked to leave already."""
         log.info("run %s: %s is to be replaced: %s", self._keys.run_id, worker, reason)
         with contextlib.suppress(EtcdError):  # the next step repeats it
-            ask_for_replacement(self._journal, worker, reason, self._office.is_ours)
+            ask_for_replacement(self._journal, worker, reason, self._tenure.is_ours)
 
     def enlarge_nodes(self, request: EnlargeNodes) -> None:
         """Plan larger nodes. The plan keeps the new size for later controllers.
 
         Raises:
-            EtcdError: the plan was not written, or its fate is unknown.
+            EtcdError: the plan was not written, or that is unknown.
             RecordError: the plan is unreadable.
         """
         had = request.size
         given = self._plan_memory(request.memory_mb)
-        text = f"{request.name} was killed for want of memory ({had}); "
-        text += f"nodes have {given} MiB from now on" if given > had.memory_mb else _why_no_more_memory(had)
-        act = "enlarge" if given > had.memory_mb else "none"
-        self._office.add_event(NodeMemoryShort(act, request.name, given), text)
+        act, next_move = "none", f"they may have no more than that (--mem MIN:MAX): {had.memory_mb} MiB"
+        if given > had.memory_mb:
+            act, next_move = "enlarge", f"nodes have {given} MiB from now on"
+        elif not had.memory_mb:
+            next_move = "its limit is unknown here; start the job with --mem MIN:MAX, and nodes get more when they need it"
+        text = f"{request.name} was killed for lack of memory ({had}); {next_move}"
+        self._tenure.add_event(NodeMemoryShort(act, request.name, given), text)
         log.warning("run %s: %s", self._keys.run_id, text)
 
     def declare_failed(self, reason: str) -> bool:
         """Mark the job as failed, for nodes started by others and for later queries.
 
-        Returns:
-            False if another controller may act by now. That one decides whether the job has failed.
+        Return False if another controller may act by now. That one decides whether the job has failed.
         """
 
         def failed(job: JobRecord | None) -> JobRecord | None:
@@ -256,11 +239,11 @@ class JobWriter:
             return dataclasses.replace(job, phase="failed", message=reason[:2000])
 
         try:
-            if not self._office.add_event(JobFailed(), f"the job has failed: {reason}"):
+            if not self._tenure.add_event(JobFailed(), f"the job has failed: {reason}"):
                 return False
-            self._journal.swap(JobRecord, self._keys.job, failed, [self._office.is_ours])
+            self._journal.swap(JobRecord, self._keys.job, failed, [self._tenure.is_ours])
             # Workers do the same when they leave an ended job; the last one may have left before.
-            self._office.delete(self._keys.plan)
+            self._tenure.delete(self._keys.plan)
             self._client.delete_prefix(self._keys.drains)
         except FenceLostError:
             return False
@@ -279,16 +262,10 @@ class JobWriter:
                 return None
             return dataclasses.replace(wanted, created_at=time.time())
 
-        written = self._journal.swap(PlanRecord, self._keys.plan, enlarged, [self._office.is_ours])
+        written = self._journal.swap(PlanRecord, self._keys.plan, enlarged, [self._tenure.is_ours])
         with contextlib.suppress(TimeoutError):  # the next node's size comes from the mirror
             self._mirror.wait_for(functools.partial(_as_new_as, self._keys.plan, written.revision), MIRROR_S)
         return self._limits.size(written.record).memory_mb
-
-
-def _why_no_more_memory(size: NodeSize) -> str:
-    if not size.memory_mb:
-        return "how much it had is not known here; start the job with --mem MIN:MAX, and nodes get more when they need it"
-    return f"they may have no more than that (--mem MIN:MAX): {size.memory_mb} MiB"
 
 
 def _as_new_as(key: str, revision: int, seen: Mapping[str, KeyValue]) -> KeyValue | None:
@@ -299,7 +276,7 @@ def _as_new_as(key: str, revision: int, seen: Mapping[str, KeyValue]) -> KeyValu
 class Controller:
     """Carry out a job's plan on one target. Use as a context manager: leaving it ends all nodes of the job.
 
-    It holds the job's `controller` key (`nodes.Office`), observes etcd and the scheduler (`nodes.Observer`), lets
+    It holds the job's `controller` key (`nodes.ControllerTenure`), observes etcd and the scheduler (`nodes.Observer`), lets
     `reconcile.py` decide, and carries the decision out. All state that must survive is written to etcd before each action
     (`nodes.NodeRegistry`): a node's name before its request to the scheduler, its cancellation before the call that cancels
     it. So the controller may be killed and restarted at any moment.
@@ -332,24 +309,26 @@ class Controller:
         self._policy = policy or FailurePolicy()
         self._hurry = hurry or threading.Event()
         self._held_up = ""  # why planned nodes are not added
-        self._trouble = ""  # kind of the newest such reason in the job's history
+        self._known_trouble = ""  # kind of the newest such reason in the job's history
         self._is_closed = False
         self._warned = ""
         self._etcd_away_since: float | None = None
         client.share_lifetime(keys.root, HISTORY_TTL_S)
-        self._office = Office(client, keys, ControllerRecord(socket.gethostname(), os.getpid(), target.name, {}, run_dir))
+        self._tenure = ControllerTenure(
+            client, keys, ControllerRecord(socket.gethostname(), os.getpid(), target.name, {}, run_dir)
+        )
         self._mirror = Mirror(client, keys.live)
         self._seen_revision = 0
-        self._registry = NodeRegistry(client, keys, self._office, target, limits)
+        self._registry = NodeRegistry(client, keys, self._tenure, target, limits)
         self._observer = Observer(keys, self._mirror, target, self._registry, limits, self._policy)
-        self._cancellations = Cancellations(keys.run_id, self._office, target, self._registry, self._policy)
-        self._job = JobWriter(client, keys, self._office, self._mirror, limits)
+        self._cancellations = Cancellations(keys.run_id, self._tenure, target, self._registry, self._policy)
+        self._job = JobWriter(client, keys, self._tenure, self._mirror, limits)
         self._output = Output(keys.run_id, target, show, self._policy.show_s)
         try:
             self._registry.adopt(self._observer.view)
         except BaseException:
             self._mirror.close()
-            self._office.lease.revoke()
+            self._tenure.lease.revoke()
             raise
         self._job.begin()
 
@@ -371,7 +350,7 @@ class Controller:
         self._compare(may_act)
         self._observer.look(view)
         if may_act:
-            self._observer.look_for_wishes()
+            self._observer.query_scheduler()
             if self._enlarge_nodes():
                 view = self._observer.view()
         self._observer.note_plan_by_hand(view)
@@ -379,7 +358,7 @@ class Controller:
         self._held_up = why_none_is_added(job_view, self._policy) if may_act else ""
         actions = reconcile(job_view, self._policy)
         if may_act and any(isinstance(action, AddNode | FinishJob) for action in actions):
-            # The scheduler's news may be newer than ours of etcd, where a leave or a smaller plan explains a missing node.
+            # The scheduler's list may be newer than our copy of etcd, where a leave or a smaller plan explains a missing node.
             if self._has_caught_up():
                 view = self._observer.view()
                 self._observer.look(view)
@@ -424,11 +403,9 @@ class Controller:
         """
         self._registry.is_ending = True
         self._output.show(self._registry, at_once=True)  # stderr of cancelled nodes is not shown
-        if self._target.outlives_controller and self._awaited() and self._office.still_holds() is False:
-            log.warning(
-                "run %s: its nodes are left to the controller that acts for it now; `dlrover cancel %s` ends them",
-                *(self._run_id, self._run_id),
-            )
+        if self._target.outlives_controller and self._awaited() and self._tenure.still_holds() is False:
+            text = "run %s: its nodes are left to the controller that acts for it now; `dlrover cancel %s` ends them"
+            log.warning(text, self._run_id, self._run_id)
             return
         deadline = time.monotonic() + self._policy.cancel_s
         self._cancellations.cancel([name for name, entry in self._registry.entries.items() if not entry.has_ended])
@@ -441,10 +418,8 @@ class Controller:
                 if entry.handle and self._target.status(entry.handle) not in ("pending", "running"):
                     entry.status = "cancelled" if entry.cancelled else entry.status
         if left:
-            log.error(
-                "run %s: %s were cancelled %.0f s ago and %s still lists them: look after them yourself",
-                *(self._run_id, ", ".join(left), self._policy.cancel_s, self._target.name),
-            )
+            text = "run %s: %s were cancelled %.0f s ago and %s still lists them: end them by hand"
+            log.error(text, self._run_id, ", ".join(left), self._policy.cancel_s, self._target.name)
         self._registry.save()
         self._output.show(self._registry, at_once=True)
 
@@ -452,7 +427,7 @@ class Controller:
         """Return the nodes that may outlive this controller: their scheduler has not confirmed their end."""
         return self._awaited() if self._target.outlives_controller else []
 
-    def tell_scheduler_to_end_nodes(self) -> None:
+    def request_end_of_nodes(self) -> None:
         """Request the cancellation of all nodes, without writing to etcd and without waiting for their end."""
         entries = self._registry.entries.values()
         with contextlib.suppress(TargetError):
@@ -468,7 +443,7 @@ class Controller:
         finally:
             self._target.close()
             self._mirror.close()
-            self._office.give_up()
+            self._tenure.give_up()
 
     def _awaited(self) -> list[str]:
         """Return the nodes that are expected to end. One of unknown fate that does not outlive us ends with its target."""
@@ -479,14 +454,14 @@ class Controller:
     def _may_act(self) -> bool:
         """Whether etcd answers and this controller may act. It recovers without help after losing both."""
         try:
-            if self._office.take_back():
+            if self._tenure.take_back():
                 self._registry.adopt(self._observer.view)
         except EtcdError:
             return False
         healthy = self._mirror.healthy
         if healthy != (self._etcd_away_since is None):
             self._etcd_away_since = None if healthy else time.monotonic()
-            state = "is back" if healthy else "cannot be reached, nodes are left as they are"
+            state = "is back" if healthy else "cannot be reached; no node is started or ended"
             log.warning("run %s: etcd %s", self._run_id, state)
         return healthy
 
@@ -516,7 +491,7 @@ class Controller:
             try:
                 self._job.enlarge_nodes(request)
             except (EtcdError, RecordError) as error:
-                self._warn_once(f"that nodes need more memory is planned later: {error}")
+                self._warn_once(f"more memory for nodes is planned later: {error}")
                 break
             self._registry.entries[request.name].is_enlarged = True
         return bool(requests)
@@ -539,7 +514,7 @@ class Controller:
                     log.warning("run %s: %s", self._run_id, action.text)
                 case FinishJob():
                     end = action
-        if cancelled and self._target.outlives_controller and self._office.still_holds() is False:
+        if cancelled and self._target.outlives_controller and self._tenure.still_holds() is False:
             cancelled = []  # another controller owns them now
         if cancelled:
             self._output.show(self._registry, at_once=True)
@@ -558,9 +533,9 @@ class Controller:
         """End waiting nodes that request too much, before others are added. Return whether others may be added."""
         if not names:
             return True
-        if not self._office.still_holds():
+        if not self._tenure.still_holds():
             return False
-        log.info("run %s: ending %s, which wait for more than is planned now", self._run_id, ", ".join(names))
+        log.info("run %s: ending %s, which wait for more than the plan requests now", self._run_id, ", ".join(names))
         self._cancellations.cancel(names)
         return True
 
@@ -578,7 +553,7 @@ class Controller:
             entry.handle = self._target.start(name, size)
         except TargetError as error:
             if not isinstance(error, NotTakenError):
-                log.warning("run %s: whether %s was started is not known yet: %s", self._run_id, name, error)
+                log.warning("run %s: whether %s was started is unknown: %s", self._run_id, name, error)
                 return False
             self._observer.note_refusal(name, str(error), now)
         except Exception as error:  # schedulers may raise any type
@@ -589,7 +564,7 @@ class Controller:
         return not entry.has_ended
 
     def _warn_once(self, text: str) -> None:
-        """Log trouble that each step meets again, as while etcd is full, but once."""
+        """Log trouble once that each step meets again, such as a full etcd."""
         if text != self._warned:
             self._warned = text
             log.warning("run %s: %s", self._run_id, text)
@@ -597,11 +572,11 @@ class Controller:
     def _publish(self) -> None:
         """Update the controller's record. Add a new kind of obstacle to the job's history."""
         apps = {name: entry.handle or "" for name, entry in self._registry.entries.items() if entry.is_living}
-        if not self._office.publish_nodes(apps, self._held_up, self._target.spares):
+        if not self._tenure.publish_nodes(apps, self._held_up, self._target.spares):
             return
         kind = likeness(self._held_up)  # a changed count or pause is not a new obstacle
-        if kind and kind != self._trouble:
+        if kind and kind != self._known_trouble:
             log.warning("run %s: %s", self._run_id, self._held_up)
             with contextlib.suppress(EtcdError):  # the status shows it in any case
-                self._office.add_event(NodesHeldUp(), self._held_up)
-        self._trouble = kind
+                self._tenure.add_event(NodesHeldUp(), self._held_up)
+        self._known_trouble = kind

@@ -1,6 +1,7 @@
-"""The controller's view of a job's nodes: record them in etcd, observe them, and examine their output after a failure.
+"""The controller's view of a job's nodes: their output, the causes of their failures, their records, and what is observed.
 
-`NodeRegistry` records nodes in memory and in etcd. The rest reads tracebacks in their output and determines why a node failed.
+`examine` determines why a node failed. `ControllerTenure` is the right to act, `NodeRegistry` keeps the nodes in memory and in
+etcd, and `Observer` brings the registry up to date.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from lightning_dlrover.codec import RecordError
 from lightning_dlrover.components.control.reconcile import (
@@ -29,7 +29,7 @@ from lightning_dlrover.components.control.reconcile import (
     num_refusals,
     refusals,
 )
-from lightning_dlrover.components.targets.target import App, AppStatus, NodeSize, Target, TargetError, read_tail
+from lightning_dlrover.components.targets.target import App, AppStatus, LogFile, NodeSize, Target, TargetError, read_tail
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import Delete, EtcdError, KeyValue, absent, modified
@@ -38,11 +38,6 @@ from lightning_dlrover.rdzv.job.journal import Journal, Tenure, holder_text, rea
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, ControllerRecord, Keys, NodeRecord, NodesRecord, decode
 from lightning_dlrover.rdzv.membership.rounds import Decoder, JobView
 from lightning_dlrover.spares import Spares
-
-# Read Python's tracebacks in the output of nodes, and show each error of the script once.
-#
-# An error that this package raises names the cause and the next move, so its traceback is not shown: it leads through our
-# code. The files of the nodes' output keep all of them.
 
 START = "Traceback (most recent call last):"
 RANK_PREFIX = re.compile(r"(?:\[(?:rank|default)?\d+\]:? ?)+")
@@ -106,26 +101,27 @@ class _Filter:
     def __init__(self) -> None:
         self._held: list[str] = []  # lines of an incomplete traceback
 
-    def lines(self, line: str) -> Iterator[str]:
-        """Yield the lines to show after `line` has arrived."""
-        plain = RANK_PREFIX.sub("", line, count=1)
-        if plain.startswith(START):
-            yield from self.rest()
+    def shown(self, lines: Iterable[str], is_complete: bool) -> Iterator[str]:
+        """Yield the lines to show of new ones; with `is_complete`, no others follow."""
+        for line in lines:
+            plain = RANK_PREFIX.sub("", line, count=1)
+            is_start = plain.startswith(START)
+            if is_start:
+                yield from self._released()
+            if not is_start and not self._held:
+                yield line
+                continue
             self._held.append(line)
-        elif not self._held:
-            yield line
-        else:
-            self._held.append(line)
-            if _ends(plain):
-                held, self._held = self._held, []
-                yield from self._shown_of(held, line, plain)
+            if not is_start and _ends(plain):
+                yield from self._shown_of(self._released(), line, plain)
             elif len(self._held) > _MAX_LINES:
-                yield from self.rest()
+                yield from self._released()
+        if is_complete:
+            yield from self._released()
 
-    def rest(self) -> Iterator[str]:
-        """Yield the lines of a traceback that has no end."""
+    def _released(self) -> list[str]:
         held, self._held = self._held, []
-        yield from held
+        return held
 
     def _shown_of(self, held: list[str], line: str, plain: str) -> Iterator[str]:
         """Yield the lines to show of a traceback. Its last line is `line`, and `plain` without the rank."""
@@ -133,7 +129,11 @@ class _Filter:
 
 
 class TracebackFilter(_Filter):
-    """Shows one line for each traceback that was shown before."""
+    """Shows one line for each traceback that was shown before.
+
+    An error that this package raises names the cause and the next move, so it is always shown as one line: its traceback leads
+    through our code. The files of the nodes' output keep all tracebacks.
+    """
 
     def __init__(self, shown: ShownTracebacks) -> None:
         super().__init__()
@@ -149,7 +149,21 @@ class TracebackFilter(_Filter):
             at = place_of(traceback)
             yield f"{rank}{error} (at {at})" if at else f"{rank}{error}"
         else:
-            yield f"{rank}{_shortened(error)} ({'its traceback was ' if own is None else ''}shown above)"
+            error = error if len(error) <= _MAX_REPEATED else error[:_MAX_REPEATED].rstrip() + "..."
+            yield f"{rank}{error} ({'its traceback was ' if own is None else ''}shown above)"
+
+
+class ShownLog:
+    """A growing file of output, and the filter of its lines."""
+
+    def __init__(self, file: Path, shown: _Filter) -> None:
+        self._log = LogFile(file)
+        self._filter = shown
+        self.skip = self._log.skip
+
+    def new_lines(self, whole: bool) -> list[str]:
+        """Return the lines to show since the last call; with `whole`, the file is complete."""
+        return list(self._filter.shown(list(self._log.new_lines(whole)), whole))
 
 
 class SignalFilter(_Filter):
@@ -163,10 +177,6 @@ class SignalFilter(_Filter):
             yield f"this node's agent was ended by {signal.Signals(int(found['number'])).name}"
 
 
-def _shortened(message: str) -> str:
-    return message if len(message) <= _MAX_REPEATED else message[:_MAX_REPEATED].rstrip() + "..."
-
-
 def _ends(line: str) -> bool:
     """Whether a line after a traceback's first one names the error."""
     return bool(line) and not line[0].isspace()
@@ -176,8 +186,6 @@ def _identity(traceback: Sequence[str]) -> Identity:
     frames = [f"{match['file']}:{match['line']}" for line in traceback if (match := _FRAME.match(line))]
     return (traceback[-1].partition(":")[0], *frames[-2:])
 
-
-# Determine why a node failed, from the output of the node and its worker.
 
 _CHAINED = (
     "During handling of the above exception, another exception occurred:",
@@ -217,7 +225,7 @@ def examine(output: str) -> PostMortem:
     without further analysis.
     """
     lines = [RANK_PREFIX.sub("", line, count=1) for line in output.splitlines()]
-    cause = said[1] if lines and (said := _CAUSE.search(lines[-1])) else ""
+    cause = found[1] if lines and (found := _CAUSE.search(lines[-1])) else ""
     tracebacks = list(_tracebacks(lines))
     own = next((t for t in tracebacks if not any(_AGENT_FILE in line for line in t)), None)
     codes = [int(code) for code in _EXIT_CODE.findall(output)]
@@ -272,8 +280,8 @@ def _fatal_error(lines: list[str]) -> list[str]:
 def _last_words(lines: list[str]) -> str:
     """Return the script's last line of output before its agent reported the failure."""
     end = next((i for i, line in enumerate(lines) if _AGENT_LINE.match(line) and "failed (exitcode" in line), 0)
-    said = next((line for line in reversed(lines[:end]) if line.strip() and not _AGENT_LINE.match(line)), "")
-    return f": {said}" if said else ""
+    last = next((line for line in reversed(lines[:end]) if line.strip() and not _AGENT_LINE.match(line)), "")
+    return f": {last}" if last else ""
 
 
 def _tracebacks(lines: list[str]) -> Iterator[list[str]]:
@@ -304,8 +312,6 @@ def _message(traceback: list[str]) -> str:
     return next((line for line in traceback[last_start + 1 :] if line and not line.startswith(" ")), "")
 
 
-# Hold the right to act for one job: its `controller` key, which fences every write reserved for its holder.
-
 log = logging.getLogger(__name__)
 
 LEASE_TTL_S = 10.0
@@ -315,7 +321,7 @@ class ControllerBusyError(RuntimeError):
     """Another controller acts for this job."""
 
 
-class Office(Tenure[ControllerRecord]):
+class ControllerTenure(Tenure[ControllerRecord]):
     """The right to act for one job, held by a lease on the job's `controller` key.
 
     The key's create revision fences every write, so a controller with an expired lease cannot change anything.
@@ -333,7 +339,7 @@ class Office(Tenure[ControllerRecord]):
         """Write a record if this controller still acts and, with `revision`, if the record has not changed since.
 
         Raises:
-            EtcdError: the record was not written, or its fate is unknown.
+            EtcdError: the record was not written, or that is unknown.
         """
         unchanged = [modified(key) == revision] if revision is not None else []
         if not self._journal.fenced_write({key: record}, [self.is_ours, *unchanged]):
@@ -434,9 +440,8 @@ class NodeEntry:
 
     def record(self, now: float) -> NodeRecord:
         """Return the record that etcd should hold."""
-        state: Literal["asked", "started"] = "started" if self.handle else "asked"
         living = NodeRecord(
-            state,
+            "started" if self.handle else "asked",
             self.handle or "",
             self.asked_at,
             cancelled=self.cancelled,
@@ -447,13 +452,14 @@ class NodeEntry:
         if not self.has_ended:
             return living
         ended_at = self.saved.ended_at if self.saved and self.saved.ended_at else time.time() - (now - (self.ended_at or now))
+        found = self.post_mortem or PostMortem("", "")
         return dataclasses.replace(
             living,
             state="ended",
             ended_at=ended_at,
             outcome=self.status,  # type: ignore[arg-type]
-            error=self.post_mortem.error[:2000] if self.post_mortem else "",
-            place=self.post_mortem.place[:500] if self.post_mortem else "",
+            error=found.error[:2000],
+            place=found.place[:500],
             stopped_job=self.stopped_job,
             left_too_few=self.left_too_few,
             after_training=self.after_training,
@@ -463,50 +469,46 @@ class NodeEntry:
 
     def node(self, name: str, now: float, forgiven_at: float) -> Node:
         """Return the facts for decisions. Failures up to `forgiven_at` are forgiven."""
+
+        def since_s(at: float | None) -> float:
+            return now - at if at is not None else 0.0
+
+        found = self.post_mortem or PostMortem("", "")
         return Node(
             name=name,
             status="cancelled" if self.cancelled else self.status,
-            agent_seen=self.agent_seen,
-            has_worker=bool(self.workers),
-            num_members=self.num_members,
-            workerless_s=now - self.worker_seen_at if self.worker_seen_at is not None else 0.0,
+            workerless_s=since_s(self.worker_seen_at),
             idle_s=now - (self.member_seen_at or self.started_at),
-            age_s=now - self.running_since if self.running_since is not None else 0.0,
+            age_s=since_s(self.running_since),
             asked_s=now - self.started_at,
-            trained_s=self.trained_s,
+            ended_s=since_s(self.ended_at),
+            agentless_s=since_s(self.whole_at),
             refused=self.is_refused,
-            refusals_in_a_row=self.refusals_in_a_row,
-            checkpoint_step=self.checkpoint_step,
             forgiven=self.ended_at is not None and self.ended_at <= forgiven_at,
-            ended_s=now - self.ended_at if self.ended_at is not None else 0.0,
-            error=self.post_mortem.error if self.post_mortem else "",
-            place=self.post_mortem.place if self.post_mortem else "",
-            stopped_job=self.stopped_job,
-            left_too_few=self.left_too_few,
-            after_training=self.after_training,
-            warned=self.warned,
-            size=self.size,
-            is_taken_on=bool(self.handle),
-            workers=self.workers,
-            wanted_back=self.wanted_back,
-            agentless_s=now - self.whole_at if self.whole_at is not None else 0.0,
-            lacks_memory=self.lacks_memory,
+            error=found.error,
+            place=found.place,
+            is_accepted=bool(self.handle),
+            **{name: getattr(self, name) for name in _UNCHANGED},
         )
 
 
-class NodeRegistry:
-    """Nodes of one job: `entries` in memory, oldest first, and a record of each in etcd.
+_UNCHANGED = {each.name for each in dataclasses.fields(Node)} & {each.name for each in dataclasses.fields(NodeEntry)} - {
+    "status"
+}
+"""Fields that `Node` copies from a `NodeEntry`, such as `workers`."""
 
-    Record a job's nodes in memory and in etcd, so that the next controller can continue with them.
+
+class NodeRegistry:
+    """Nodes of one job: `entries` in memory, oldest first, and a record of each in etcd for the next controller.
 
     A node's name is written before its request to the scheduler, and its cancellation before the call that cancels it.
     """
 
-    def __init__(self, client: EtcdClient, keys: Keys, office: Office, target: Target, limits: Limits) -> None:
+    def __init__(self, client: EtcdClient, keys: Keys, tenure: ControllerTenure, target: Target, limits: Limits) -> None:
         self._client = client
         self._keys = keys
         self._journal = Journal(client, keys)
-        self._office = office
+        self._tenure = tenure
         self._target = target
         self._limits = limits
         self.entries: dict[str, NodeEntry] = {}
@@ -522,7 +524,7 @@ class NodeRegistry:
             ValueError: their nodes run on another kind of target, and may still be alive.
         """
         written = self._journal.get(NodesRecord, self._keys.nodes)
-        nodes, revision = written.record, written.revision
+        nodes = written.record
         _, entries = self._client.get_prefix(self._keys.each_node)
         records = {entry.key.removeprefix(self._keys.each_node): entry for entry in entries}
         self._num_taken = _highest_number(records)
@@ -535,9 +537,10 @@ class NodeRegistry:
             newest = max(self._num_taken, _highest_number(names), nodes.num_started if nodes else 0)
             mark = self.nodes.mark if self.nodes else uuid.uuid4().hex[:10]
             nodes = NodesRecord(self._target.name, mark, newest, nodes.stop if nodes else "")
-            self._office.write(self._keys.nodes, nodes, revision)
+            self._tenure.write(self._keys.nodes, nodes, written.revision)
         if nodes.target != self._target.name:
-            there = nodes.target.partition("/")[0] + _kind_of_jobs(nodes.target, self._target.name)
+            has_gained_volcano = self._target.name == f"{nodes.target}/volcano"
+            there = nodes.target.partition("/")[0] + " --plain-jobs" * has_gained_volcano
             raise ValueError(
                 f"job {self._keys.run_id!r} has nodes on {nodes.target} ({', '.join(living)}); continue it there "
                 f"(--target {there}, and what else it was started with), or end it with `dlrover cancel {self._keys.run_id}`"
@@ -551,26 +554,24 @@ class NodeRegistry:
             elif self._target.outlives_controller:
                 self.entries[name] = _restored(record, self._checked_handle(name, record), now)
             else:  # it has ended with the controller that started it
-                self._office.delete(self._keys.each_node + name)
+                self._tenure.delete(self._keys.each_node + name)
 
     def ask(self, size: NodeSize) -> tuple[str, NodeEntry]:
         """Record a new node, under a name that no other node has had.
 
         Raises:
-            EtcdError: the record was not written, or its fate is unknown.
+            EtcdError: the record was not written, or that is unknown.
             RecordError: the existing record of the nodes is unreadable.
         """
         found = self._journal.get(NodesRecord, self._keys.nodes)
-        nodes, revision = found.record, found.revision
-        if nodes is None:  # the job's keys were deleted
-            assert self.nodes is not None
-            nodes = self.nodes
+        nodes = found.record or self.nodes  # the job's keys may have been deleted
+        assert nodes is not None
         number = max(nodes.num_started, self._num_taken) + 1
         record = NodeRecord("asked", asked_at=time.time(), cpus=size.cpus, memory_mb=size.memory_mb)
         name = f"node{number}"
         written = dataclasses.replace(nodes, num_started=number)
         key, own_key = self._keys.nodes, self._keys.each_node + name
-        guard = [self._office.is_ours, modified(key) == revision, absent(own_key)]
+        guard = [self._tenure.is_ours, modified(key) == found.revision, absent(own_key)]
         if not self._journal.fenced_write({key: written, own_key: record}, guard):
             raise EtcdError(f"{key!r} was changed by another writer")
         self.nodes = written
@@ -586,7 +587,7 @@ class NodeRegistry:
             for name, entry in self.entries.items():
                 record = entry.record(now)
                 if record != entry.saved:
-                    self._office.write(self._keys.each_node + name, record)
+                    self._tenure.write(self._keys.each_node + name, record)
                     entry.saved = record
         except EtcdError as error:
             log.info("run %s: the outcome of the nodes is written later: %s", self._keys.run_id, error)
@@ -598,7 +599,7 @@ class NodeRegistry:
 
     def forget(self, name: str) -> None:
         """Remove a node from memory and from etcd."""
-        self._office.delete(self._keys.each_node + name)
+        self._tenure.delete(self._keys.each_node + name)
         del self.entries[name]
 
     def failure_text(self) -> str:
@@ -618,9 +619,8 @@ class NodeRegistry:
         if dataclasses.replace(nodes, **limits) != nodes:  # type: ignore[arg-type]
             # `dlrover cancel` may have written since.
             found = self._journal.get(NodesRecord, self._keys.nodes)
-            newest_nodes, revision = found.record, found.revision
-            nodes = dataclasses.replace(newest_nodes or nodes, **limits)  # type: ignore[arg-type]
-            self._office.write(self._keys.nodes, nodes, revision)
+            nodes = dataclasses.replace(found.record or nodes, **limits)  # type: ignore[arg-type]
+            self._tenure.write(self._keys.nodes, nodes, found.revision)
         return nodes
 
     def _checked_handle(self, name: str, record: NodeRecord) -> str | None:
@@ -628,8 +628,8 @@ class NodeRegistry:
         if not record.handle or self._target.owns(name, record.handle):
             return record.handle or None
         log.error(
-            "run %s: ignored %r, the handle that %s holds: no node of this job is called so on %s. Another program may have "
-            "written the record; the node itself is looked for by its name",
+            "run %s: ignored %r, the handle in %s: it names no node of this job on %s. Another program may have written the "
+            "record; the node itself is looked up by its name",
             *(self._keys.run_id, record.handle[:100], self._keys.each_node + name, self._target.name),
         )
         return None
@@ -665,13 +665,6 @@ def _restored(record: NodeRecord, handle: str | None, now: float) -> NodeEntry:
 def _highest_number(names: Iterable[str]) -> int:
     return max((int(match[1]) for name in names if (match := re.fullmatch(r"node(\d{1,18})", name))), default=0)
 
-
-def _kind_of_jobs(then: str, now: str) -> str:
-    """Return the option for a Kubernetes cluster that has since gained Volcano."""
-    return " --plain-jobs" if now == f"{then}/volcano" else ""
-
-
-# Observe a job's nodes through etcd and the scheduler, and bring the registry up to date.
 
 MAX_REFUSED = 8
 """Maximum number of refused nodes to remember; the oldest go first. A full quota must not push out other failures."""
@@ -746,7 +739,7 @@ class Observer:
         except TargetError as error:
             if self._scheduler_away_since is None:
                 self._scheduler_away_since = now
-                log.warning("run %s: nodes are taken to be as they were: %s", self._keys.run_id, error)
+                log.warning("run %s: nodes keep their last states: %s", self._keys.run_id, error)
             return None
         if self._scheduler_away_since is not None:
             log.warning("run %s: %s answers again", self._keys.run_id, self._target.name)
@@ -754,14 +747,14 @@ class Observer:
         for seen in listed:
             entry = self._registry.entries.get(seen.node)
             if entry is not None and entry.handle is None and not entry.has_ended:
-                log.info("run %s: %s has taken %s on", self._keys.run_id, self._target.name, seen.node)
+                log.info("run %s: %s has accepted %s", self._keys.run_id, self._target.name, seen.node)
                 entry.handle = seen.handle
         for name, entry in self._registry.entries.items():
             if entry.handle is not None or entry.has_ended:
                 continue
             entry.missing_since = entry.missing_since if entry.missing_since is not None else now
             if now - entry.missing_since > self._policy.submit_s:
-                log.warning("run %s: %s was asked for, but never came", self._keys.run_id, name)
+                log.warning("run %s: %s was requested, but the scheduler does not list it", self._keys.run_id, name)
                 entry.status, entry.ended_at, entry.all_shown = "failed", now, True
                 self._streak.add(now)
         return listed
@@ -806,7 +799,7 @@ class Observer:
                     others = Counter({other: number for other, number in num_members.items() if other != name})
                     self._note_end(name, entry, entry.handle, view, now, others)
 
-    def look_for_wishes(self) -> None:
+    def query_scheduler(self) -> None:
         """Ask the scheduler which nodes it wants back and which were killed for lack of memory.
 
         Slurm's target answers `wants_back` once for each new list of jobs, so call this only when the answer can be acted on.
@@ -841,11 +834,7 @@ class Observer:
             self._plan_by_hand, self._forgiven_at = entry.mod_revision, time.monotonic()
 
     def _note_end(self, name: str, entry: NodeEntry, handle: str, view: JobView, now: float, others: Counter[str]) -> None:
-        """Record that a node has ended and, if it failed, why.
-
-        Args:
-            others: members of the current round on each other node.
-        """
+        """Record that a node has ended and, if it failed, why. `others`: members of the current round on each other node."""
         entry.ended_at, is_last = now, not others
         log.info("run %s: %s has %s", self._keys.run_id, name, entry.status)
         if entry.status != "failed":
@@ -871,8 +860,8 @@ class Observer:
             self._starved_round = own_round
         # A round formed since the last failure is progress, so the two failures are unrelated. The last member's failure is not
         # related to starts that failed at the same time either; the scheduler may report it before etcd does.
-        is_news = round_number != self._streak.round_number or (is_last and entry.is_member)
-        self._streak = _Streak(1 if is_news else self._streak.count + 1, now, round_number)
+        is_new = round_number != self._streak.round_number or (is_last and entry.is_member)
+        self._streak = _Streak(1 if is_new else self._streak.count + 1, now, round_number)
 
     def newest_checkpoint(self) -> CheckpointRecord | None:
         """Return the job's newest checkpoint; None: none is known."""

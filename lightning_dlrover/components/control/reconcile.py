@@ -1,6 +1,16 @@
 """Decide which nodes to add and to end, so that the job has as many workers as planned, and judge failures of nodes. Pure.
 
 `reconcile` maps a `ControllerView` to actions such as `AddNode` and `CancelNode`; `controller.py` carries them out.
+Workers that leave a shrinking job are not chosen here: the coordinator drops those of a node in the middle, whose app ends.
+
+Plans count workers; a node has `Limits.workers_per_node` of them. A node is added, ended and judged as a whole:
+
+    asked -> running -> ended          as the scheduler reports it
+    running: whole -> without one      a worker was killed, and is started again; its neighbours train on
+             without one -> whole      that one has joined
+             without one -> ended      it had an error, or was killed too often: the others hand over, the node fails
+
+`host_agents.py` decides that on the node. So a failure here is that of a node, once, whichever of its workers failed first.
 """
 
 from __future__ import annotations
@@ -15,11 +25,6 @@ from lightning_dlrover.components.targets.target import ANY_SIZE, AppStatus, Nod
 from lightning_dlrover.rdzv.job.records import PlanRecord
 from lightning_dlrover.rdzv.membership.rounds import JobView
 
-# Judge the failures of a job's nodes: group repeated errors, and detect progress between them.
-#
-# Pure functions of the nodes' state. With them `reconcile` decides when to give the job up, when to stop adding nodes, and
-# how long to pause before the next one.
-
 
 @dataclass(frozen=True)
 class Node:
@@ -28,7 +33,6 @@ class Node:
     name: str
     status: AppStatus
     agent_seen: bool = False  # its agent is or was registered
-    has_worker: bool = False  # a training process of it is registered
     num_members: int = 0  # workers of it that are members of the current round
     workerless_s: float = 0.0  # time since it last had a registered worker; 0 if it never had one
     idle_s: float = 0.0  # time since it last was a member, or since it was started
@@ -47,7 +51,7 @@ class Node:
     forgiven: bool = False  # failed: before the user last changed the plan, or under another controller
     warned: bool = False
     size: NodeSize = ANY_SIZE
-    is_taken_on: bool = False  # the scheduler has accepted it and returned a handle
+    is_accepted: bool = False  # the scheduler has accepted it and returned a handle
     workers: tuple[str, ...] = ()  # ids of its registered workers
     wanted_back: bool = False  # the scheduler will end it soon, and a worker of it is a member
     agentless_s: float = 0.0  # time since all its agents were last registered; 0 if they never were
@@ -125,18 +129,23 @@ def stops_without_progress(nodes: Sequence[Node], checkpoint_step: int, progress
     return stops
 
 
+def _useful_since_s(nodes: Sequence[Node], useful_s: float) -> float:
+    """Return the seconds since the request of the newest node that was worth adding; infinite without one."""
+    return min((node.asked_s for node in nodes if node.trained_s >= useful_s), default=float("inf"))
+
+
 def starvations(nodes: Sequence[Node], useful_s: float) -> list[Node]:
     """Return failed nodes that left too few members to train, since a replacement was last of use.
 
     The members keep the state, so the next checkpoint does not prove progress.
     """
-    useful_since_s = min((node.asked_s for node in nodes if node.trained_s >= useful_s), default=float("inf"))
-    return [n for n in nodes if n.left_too_few and not n.forgiven and n.ended_s < useful_since_s]
+    since_s = _useful_since_s(nodes, useful_s)
+    return [n for n in nodes if n.left_too_few and not n.forgiven and n.ended_s < since_s]
 
 
 def early_failures(nodes: Sequence[Node], useful_s: float) -> list[Node]:
     """Return nodes that failed before they were useful, while others trained on, and after the last useful one."""
-    useful_since_s = min((node.asked_s for node in nodes if node.trained_s >= useful_s), default=float("inf"))
+    useful_since_s = _useful_since_s(nodes, useful_s)
     failed = [n for n in nodes if n.status == "failed" and not (n.refused or n.stopped_job or n.forgiven)]
     return [n for n in failed if n.trained_s < useful_s and n.ended_s < useful_since_s]
 
@@ -155,36 +164,15 @@ def num_refusals(refused: Sequence[Node]) -> int:
 
 def culprit(nodes: Sequence[Node], together_s: float) -> Node | None:
     """Return the first node that failed by an error of its own."""
-    own = of_their_own(nodes, nodes, together_s)
-    return max(own, key=lambda n: n.ended_s, default=None)
+    return max(root_causes(nodes, nodes, together_s), key=lambda n: n.ended_s, default=None)
 
 
-def of_their_own(failed: Iterable[Node], nodes: Sequence[Node], together_s: float) -> list[Node]:
-    """Return those of `failed` that did not fail as a consequence of another node's end.
-
-    Args:
-        together_s: seconds around a killed node's end within which other failures may be its consequences.
-    """
+def root_causes(failed: Iterable[Node], nodes: Sequence[Node], together_s: float) -> list[Node]:
+    """Return those of `failed` with an error of their own, and not within `together_s` of a killed node's end."""
     killed = [node.ended_s for node in nodes if node.status == "failed" and not node.error]
     own = [node for node in failed if node.status == "failed" and node.error and not node.refused]
     return [node for node in own if not any(abs(node.ended_s - ended_s) <= together_s for ended_s in killed)]
 
-
-# Decide which nodes to add and to end, so that the job has as many workers as planned.
-#
-# A pure function of the state in etcd and at the scheduler; `controller.py` carries the decision out. If there are too many
-# workers, those to leave are not chosen here. The workers' coordinator drops all workers of a node in the middle, which
-# hand over and exit, and its app ends.
-#
-# Plans count workers; a node has `Limits.workers_per_node` of them. A node is added, ended and judged as a whole:
-#
-# asked -> running -> ended          as the scheduler reports it
-# running: whole -> without one      a worker was killed, and is started again; its neighbours train on
-#          without one -> whole      that one has joined
-#          without one -> ended      it had an error, or was killed too often: the others hand over, the node fails
-#
-# `host_agents.py` decides that on the node. So a failure here is that of a node, once, whichever of its workers failed
-# first.
 
 OUT_OF_MEMORY_FACTOR = 2
 """Factor on the memory of nodes after one was killed for lack of memory. The amount it would have needed is unknown."""
@@ -322,7 +310,7 @@ class CancelNode:
 
 @dataclass(frozen=True)
 class WithdrawNode:
-    """End a node that still waits for more than the plan asks for, or any host has. This precedes additions."""
+    """End a node that still waits for more than the plan requests, or any host has. This precedes additions."""
 
     name: str
 
@@ -383,13 +371,11 @@ def _decide_on_others(view: ControllerView, policy: FailurePolicy) -> list[Actio
         return [CancelNode(n.name, view.stop) for n in living] or [FinishJob(exit_code, view.stop, not exit_code)]
     if view.phase == "finished":
         if not living and view.unfinished_fit:
-            return [
-                FinishJob(1, f"all workers have ended in fit number {view.unfinished_fit} of the script, which was not done")
-            ]
+            return [FinishJob(1, f"all workers have ended in unfinished fit number {view.unfinished_fit} of the script")]
         if not living:
             return [_end_after_training(view)]
         # A worker may run the script's code after `fit` for any time; a node without a worker may not.
-        done = [n for n in living if not n.has_worker and max(n.workerless_s, n.idle_s) > policy.exit_s]
+        done = [n for n in living if not n.workers and max(n.workerless_s, n.idle_s) > policy.exit_s]
         return [CancelNode(n.name, "the job has finished") for n in done]
     give_up = _give_up(view, living, policy)
     if give_up:
@@ -401,7 +387,7 @@ def _decide_on_others(view: ControllerView, policy: FailurePolicy) -> list[Actio
 
 def _too_large(view: ControllerView) -> list[Node]:
     """Return waiting nodes that exceed the planned size. They are withdrawn before any other action."""
-    return [n for n in view.nodes if n.status == "pending" and n.is_taken_on and not view.size.is_at_least(n.size)]
+    return [n for n in view.nodes if n.status == "pending" and n.is_accepted and not view.size.is_at_least(n.size)]
 
 
 def _without_too_large(view: ControllerView) -> ControllerView:
@@ -415,7 +401,7 @@ def _replacements(view: ControllerView, policy: FailurePolicy) -> list[ReplaceWo
     and those on one undersized node."""
     wanted_back = [(node, f"{view.target} wants {node.name} back") for node in view.nodes if node.wanted_back]
     broken = [
-        (node, f"a worker of {node.name} has ended for good {node.agentless_s:.0f} s ago")
+        (node, f"a worker of {node.name} ended for good {node.agentless_s:.0f} s ago")
         for node in view.nodes
         if view.phase == "training" and node.is_living and node.is_member and node.agentless_s > policy.whole_s
     ]
@@ -431,11 +417,11 @@ def _too_small(view: ControllerView) -> list[ReplaceWorker]:
     is_changing = view.leaving or not all(node.is_member for node in living)
     if not small or view.phase != "training" or is_changing:
         return []
-    first = next((name for name in view.members.values() if name in small), None)
-    if first is None:
-        return []
-    reason = f"a node of {view.size} instead of {small[first].size}"
-    return [ReplaceWorker(worker, reason) for worker, name in view.members.items() if name == first]
+    for first in view.members.values():
+        if first in small:
+            reason = f"a node of {view.size} instead of {small[first].size}"
+            return [ReplaceWorker(worker, reason) for worker, name in view.members.items() if name == first]
+    return []
 
 
 def _end_without_etcd(view: ControllerView, policy: FailurePolicy) -> list[Action]:
@@ -448,7 +434,7 @@ def _end_without_etcd(view: ControllerView, policy: FailurePolicy) -> list[Actio
         return []
     reason = (
         f"all nodes have ended (the last: {last.name}, {last.status}) and etcd has not answered for {waited_s:.0f} s since, "
-        "so whether the training was done is not known; see the nodes' output, start etcd again, and run the job once more "
+        "so whether training has finished is unknown; see the nodes' output, start etcd again, and run the job once more "
         "under the same name to continue it"
     )
     return [FinishJob(1, reason)]
@@ -463,7 +449,7 @@ def _give_up(view: ControllerView, living: Sequence[Node], policy: FailurePolicy
     stops = stops_without_progress(view.nodes, view.checkpoint_step, policy.progress_s)
     tries = [*stops, *starvations(view.nodes, policy.useful_s)]
     # A killed node may have caused others to fail: their errors are consequences.
-    count, error = most_frequent(of_their_own(tries, view.nodes, policy.together_s))
+    count, error = most_frequent(root_causes(tries, view.nodes, policy.together_s))
     if count >= policy.max_same_error:
         return f"the same error stopped the job {count} times without progress in between: {error}"
     if len(stops) >= policy.max_stops:
@@ -510,14 +496,15 @@ def _end_without_job(view: ControllerView, policy: FailurePolicy) -> FinishJob |
         return None
     if view.phase == "training":
         ended = last.status == "succeeded"
-        return FinishJob(1, "all workers have ended without an error, but the training was not done") if ended else None
+        return FinishJob(1, "all workers have ended without an error, but training has not finished") if ended else None
     if all(node.status != "succeeded" for node in view.nodes):
         return None
     if last.status == "failed":
         return FinishJob(1, f"{last.name} was killed after other nodes had ended")
+    why = "no Trainer reached its first step"
     if view.phase == "none":
-        return FinishJob(0, "the script ended without training: no worker joined the job; its Trainer needs strategy='dlrover'")
-    return FinishJob(0, "the script ended without training: no Trainer reached its first step")
+        why = "no worker joined the job; its Trainer needs strategy='dlrover'"
+    return FinishJob(0, f"the script ended without training: {why}")
 
 
 def _additions(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) -> list[Action]:
@@ -528,10 +515,8 @@ def _additions(view: ControllerView, living: Sequence[Node], policy: FailurePoli
         return []  # the record that the job has finished may be on its way
     if _is_before_first_step(view) and culprit(view.nodes, policy.together_s) is not None:
         return []  # the script fails
-    if _why_growth_is_given_up(view, living, policy):
-        return []
     count, pause_s, since_s = _pause(view, living, policy)
-    if count and since_s < pause_s:
+    if _why_growth_stopped(view, living, policy) or (count and since_s < pause_s):
         return []
     return [AddNode()] * max(0, view.wanted - len(living))
 
@@ -556,7 +541,7 @@ def _pause(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) 
     return failures, pause_s(failures, failures > policy.max_failures), view.since_failure_s
 
 
-def _why_growth_is_given_up(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) -> str:
+def _why_growth_stopped(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) -> str:
     """Return why no more nodes join the training ones: all would fail in the same way. Empty below the job's minimum."""
     if sum(node.num_members for node in living) < view.fewest:
         return ""
@@ -565,38 +550,38 @@ def _why_growth_is_given_up(view: ControllerView, living: Sequence[Node], policy
         return ""
     return (
         f"no more nodes are added, {count} that joined have failed with the same error: {error}; once the cause is "
-        "mended, `dlrover scale` or another `dlrover run` of the job adds nodes again"
+        "fixed, `dlrover scale` or another `dlrover run` of the job adds nodes again"
     )
 
 
 def why_none_is_added(view: ControllerView, policy: FailurePolicy = FailurePolicy()) -> str:
-    """Return why the job has fewer nodes than planned, as text for users; empty if it has not, or only briefly."""
+    """Return why the job has fewer nodes than planned; empty if it has not, or only briefly."""
     view = _without_too_large(view)
     living = [node for node in view.nodes if node.is_living]
     if len(living) >= view.wanted or view.stop or view.phase in ("finished", "failed"):
         return ""
-    if given_up := _why_growth_is_given_up(view, living, policy):
-        return given_up
+    if stopped := _why_growth_stopped(view, living, policy):
+        return stopped
     count, pause_s, _ = _pause(view, living, policy)
     if refused := refusals(view.nodes):
         tries = f"try {num_refusals(refused)} in a row; the next one {pause_s:.0f} s later"
         return f"{refused[-1].name} was refused ({tries}): {refused[-1].error}"
     if count < policy.max_same_error:
         return ""
-    return f"the next node is started {pause_s:.0f} s after the last failure, number {count} since the job last got ahead"
+    return f"the next node is started {pause_s:.0f} s after the last failure, number {count} since the job's last progress"
 
 
 def _cancellations(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) -> list[Action]:
-    hung = [n for n in living if n.workerless_s > policy.exit_s and not n.has_worker]
+    hung = [n for n in living if n.workerless_s > policy.exit_s and not n.workers]
     # Severed, or hung while no controller was there to notice.
-    silent = [n for n in living if n not in hung and not n.agent_seen and not n.has_worker and n.age_s > policy.come_s]
+    silent = [n for n in living if n not in hung and not n.agent_seen and not n.workers and n.age_s > policy.come_s]
     others = [n for n in living if n not in hung and n not in silent and not n.is_member and n.idle_s > policy.surplus_s]
     # A node that its worker has left is about to end. No starting node must be cancelled in its place.
-    leaving = [n for n in living if n.workerless_s > 0.0 and not n.has_worker]
+    leaving = [n for n in living if n.workerless_s > 0.0 and not n.workers]
     excess = max(0, len(living) - len(leaving) - view.wanted)
-    surplus = sorted(others, key=lambda n: (n.has_worker, n.age_s))[:excess]
+    surplus = sorted(others, key=lambda n: (bool(n.workers), n.age_s))[:excess]
     return [
-        *(CancelNode(n.name, f"its worker has left {n.workerless_s:.0f} s ago, but the node does not end") for n in hung),
+        *(CancelNode(n.name, f"its worker left {n.workerless_s:.0f} s ago, but the node does not end") for n in hung),
         *(CancelNode(n.name, f"it was started {n.age_s:.0f} s ago and has not reached etcd") for n in silent),
         *(CancelNode(n.name, f"the plan has had no room for it for {n.idle_s:.0f} s") for n in surplus),
     ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import re
 import threading
 import time
@@ -30,13 +29,12 @@ from lightning_dlrover.components.targets.target import (
     NotTakenError,
     Polling,
     TargetError,
+    existing_logs,
     set_aside,
     thread_variables,
 )
 from lightning_dlrover.files import atomic_write
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError, read_password
-
-# Build the manifest of one node's Job, plain or Volcano's: a pure function of the options and the node's size.
 
 PLAIN_JOBS, VOLCANO_JOBS = "batch/v1", "batch.volcano.sh/v1alpha1"
 """API versions of a node's Job; its controller creates the pod."""
@@ -103,30 +101,17 @@ def secret_name(run_id: str, mark: str) -> str:
 
 
 def secret_manifest(run_id: str, mark: str, password: str, owner: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the Secret with the password of a job's own etcd.
-
-    Args:
-        owner: the pod that etcd runs in. The cluster removes the Secret with it.
-    """
+    """Return the Secret with the password of a job's own etcd. The cluster removes it with `owner`, the pod of etcd."""
     metadata: dict[str, Any] = {"name": secret_name(run_id, mark), **_labelled(run_id, mark)}
     if owner is not None:
         reference = {"apiVersion": "v1", "kind": "Pod", **{name: owner["metadata"][name] for name in ("name", "uid")}}
         metadata["ownerReferences"] = [reference]
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": metadata,
-        "immutable": True,
-        "stringData": {SECRET_KEYS["password_file"]: password},
-    }
+    data = {SECRET_KEYS["password_file"]: password}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "immutable": True, "stringData": data}
 
 
 def _labelled(run_id: str, mark: str) -> dict[str, Any]:
-    labels = {
-        "app.kubernetes.io/name": "lightning-dlrover",
-        JOB_LABEL: _slug(run_id)[:63].strip("-"),
-        MARK_LABEL: mark,
-    }
+    labels = {"app.kubernetes.io/name": "lightning-dlrover", JOB_LABEL: _slug(run_id)[:63].strip("-"), MARK_LABEL: mark}
     return {"labels": labels, "annotations": {JOB_LABEL: run_id}}
 
 
@@ -134,9 +119,6 @@ def job_manifest(
     spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: str, mark: str, api_version: str = PLAIN_JOBS
 ) -> dict[str, Any]:
     """Return the Job of one node. It has one pod and no retries, because a new node has a new name.
-
-    Args:
-        api_version: `PLAIN_JOBS` or `VOLCANO_JOBS`.
 
     Raises:
         TargetError: etcd needs credential files, and no Secret is set.
@@ -267,7 +249,6 @@ _DISMISS_S = 30.0
 _ASK_WHY_S = 30.0
 """Seconds between two reads of a waiting node's events."""
 
-
 _SET_BACK_S = 5
 """Seconds that a host's clock may be set back without a loss of output. Each read overlaps the previous one by this much."""
 
@@ -295,13 +276,12 @@ class _Seen:
         return max(self.pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")), default=None)
 
 
-# Where the cluster has Volcano, nodes are Volcano Jobs and wait in its queues like other workloads. Elsewhere they are
-# plain batch/v1 Jobs. A pod's state takes precedence over its Job's, which may count the pod as failed during its
-# hand-over.
-#
-# A failed API call never means that a node has ended. It is repeated with growing pauses, and the last known state holds.
 class KubernetesTarget:
     """Create, watch and delete one-node Jobs.
+
+    Where the cluster has Volcano, nodes are Volcano Jobs and wait in its queues like other workloads. Elsewhere they are
+    plain batch/v1 Jobs. A pod's state takes precedence over its Job's, which may count the pod as failed during its hand-over.
+    A failed API call never means that a node has ended.
 
     Args:
         log_dir: local folder; each node's output is copied into a subfolder. None: output is not copied.
@@ -354,7 +334,7 @@ class KubernetesTarget:
         self._cancelled: set[str] = set()  # nodes
         self._terminating_since: dict[str, float] = {}  # key: pod name
         self._ended_at: dict[str, float] = {}  # key: node; start of the wait for its remaining output
-        self._told: dict[str, str] = {}  # key: node; last logged reason for waiting
+        self._logged_waits: dict[str, str] = {}  # key: node; last logged reason for waiting
         self._asked_why_at: dict[str, float] = {}  # key: node
         self._dismissed_at: dict[str, float] = {}  # key: node; last request to delete a pod that has outlived its worker
         self._logs = (
@@ -407,7 +387,7 @@ class KubernetesTarget:
             return known
         else:
             # A deleted Job leaves no reason. One that ended normally stays visible for an hour.
-            state = _State("failed", "" if node in self._cancelled else "somebody has deleted it")
+            state = _State("failed", "" if node in self._cancelled else "its Job was deleted")
         if state.status == "pending" and known == "running":
             return known  # its pod has just been deleted, and the Job's status does not reflect it yet
         if state.status not in ("pending", "running") and not self._has_last_words(node, state):
@@ -443,22 +423,17 @@ class KubernetesTarget:
         return False  # SIGTERM notifies the pod directly, and the node leaves on its own
 
     def logs(self, handle: str) -> list[Path]:
-        if self._log_dir is None:
-            return []
-        folder = self._log_dir / handle.split("/")[1]
-        return [file for name in ("stdout", "stderr") if os.path.exists(file := folder / f"{name}.log")]
+        return existing_logs(self._log_dir / handle.split("/")[1]) if self._log_dir is not None else []
 
     def copy_output(self, timeout_s: float) -> None:
-        """Copy all output printed so far. A timeout of 0 leaves the copying to the background thread.
-
-        Raises:
-            TargetError: output is still missing after the timeout.
-        """
+        """Copy all output printed so far; raise TargetError at the timeout. 0 leaves the copying to the background thread."""
         nodes = {app.node for app in self.apps()}
         deadline = time.monotonic() + timeout_s
         while timeout_s and self._logs is not None and (left := [n for n in nodes if not self._logs.finish(n)]):
             if time.monotonic() > deadline:
-                raise TargetError(f"the output of {', '.join(sorted(left))} was not given within {timeout_s:.0f} s")
+                raise TargetError(
+                    f"the cluster has not returned the output of {', '.join(sorted(left))} within {timeout_s:.0f} s"
+                )
             time.sleep(0.02)
 
     def close(self) -> None:
@@ -477,19 +452,11 @@ class KubernetesTarget:
         self._api.close()
 
     def remove_secret(self) -> None:
-        """Remove the Secret with the password of the job's own etcd. A missing one is not an error.
-
-        Raises:
-            ApiError: it may still be there.
-        """
+        """Remove the Secret with the password of the job's own etcd. A missing one is not an error."""
         self._api.delete_secret(self._namespace, secret_name(self._spec.run_id, self._mark))
 
     def _make_secret(self) -> None:
-        """Create the Secret with the password of the job's own etcd, once, if the target is in charge of it.
-
-        Raises:
-            NotTakenError: the Secret may be missing, so no node can start.
-        """
+        """Create the Secret with the password of the job's own etcd, once; raise NotTakenError if it may be missing."""
         if not self._makes_secret or self._has_made_secret:
             return
         try:
@@ -505,7 +472,7 @@ class KubernetesTarget:
         self._has_made_secret = True
 
     def _set_former_output_aside(self, node: str) -> None:
-        """Keep the output of an earlier job of this name, already gone from etcd, apart from that of a new node."""
+        """Separate the output of an earlier job of this name, already gone from etcd, from that of a new node."""
         if self._log_dir is not None:
             with contextlib.suppress(OSError):
                 for name in ("stdout.log", "stderr.log", _READ_FILE):
@@ -513,8 +480,6 @@ class KubernetesTarget:
 
     def _handle(self, node: str) -> str:
         return f"{job_name(self._spec.run_id, node, self._mark)}/{node}"
-
-    # --- queries to the cluster ----------------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
         """List the nodes' objects if a poll is due, and act on changes."""
@@ -526,8 +491,8 @@ class KubernetesTarget:
         for node, seen in found.items():
             if self._logs is not None and seen.pod is not None and _phase(seen.pod) in ("Running", "Succeeded", "Failed"):
                 self._logs.follow(node, seen.pod["metadata"]["name"])
-            self._tell_why_it_waits(node, seen, now)
-            self._dismiss_what_is_left(node, seen, now)
+            self._log_why_it_waits(node, seen, now)
+            self._dismiss_leftover(node, seen, now)
 
     def _list(self) -> dict[str, _Seen]:
         selector = f"{MARK_LABEL}={self._mark}"
@@ -541,7 +506,7 @@ class KubernetesTarget:
             raise ApiError(f"the nodes cannot be listed: {error}", retry_after_s=error.retry_after_s) from error
         return found
 
-    def _dismiss_what_is_left(self, node: str, seen: _Seen, now: float) -> None:
+    def _dismiss_leftover(self, node: str, seen: _Seen, now: float) -> None:
         """Delete a pod after its worker's end and last output. Another container, such as a mesh's proxy, keeps it alive."""
         if self._known.get(self._handle(node), "pending") in ("pending", "running") or seen.pod is None:
             return
@@ -569,40 +534,31 @@ class KubernetesTarget:
         return _pod_state(pod)
 
     def _check_that_it_is_ours(self, name: str, node: str) -> None:
-        """Accept an existing Job as this job's node if its labels say so.
-
-        Raises:
-            NotTakenError: a Job of that name exists and is not ours.
-            TargetError: the owner cannot be determined.
-        """
+        """Accept an existing Job by its labels. Raise NotTakenError for one of another job, TargetError if that is unknown."""
         try:
             labels = self._api.read_job(self._namespace, self._api_version, name)["metadata"].get("labels") or {}
         except ApiError as error:
             raise TargetError(f"Job {name} exists already, and whether it is ours is not known: {error}") from error
         if (labels.get(MARK_LABEL), labels.get(NODE_LABEL)) != (self._mark, node):
             raise NotTakenError(f"namespace {self._namespace} has a Job {name} that is not this job's")
-        log.info("run %s: Job %s exists already: it was taken on before", self._spec.run_id, name)
+        log.info("run %s: Job %s exists already: an earlier request has created it", self._spec.run_id, name)
 
-    def _tell_why_it_waits(self, node: str, seen: _Seen, now: float) -> None:
+    def _log_why_it_waits(self, node: str, seen: _Seen, now: float) -> None:
         if self._state(seen).status != "pending":
             return
         why = _waits_for(seen.pod)
         if not why and now - self._asked_why_at.setdefault(node, now - _ASK_WHY_S + 5.0) > _ASK_WHY_S:
             self._asked_why_at[node] = now
             try:
-                why = self._what_events_say(node, seen)
+                why = self._reason_in_events(node, seen)
             except ApiError as error:
                 log.info("run %s: why %s waits is not known: %s", self._spec.run_id, node, error)
-        if why and why != self._told.get(node):
-            self._told[node] = why
+        if why and why != self._logged_waits.get(node):
+            self._logged_waits[node] = why
             log.warning("run %s: %s waits: %s", self._spec.run_id, node, why)
 
-    def _what_events_say(self, node: str, seen: _Seen) -> str:
-        """Return why a node waits, as reported by its events; empty without events.
-
-        Raises:
-            ApiError: the events cannot be read.
-        """
+    def _reason_in_events(self, node: str, seen: _Seen) -> str:
+        """Return why a node waits, as reported by its events; empty without events."""
         if seen.pod is None and self._api_version == VOLCANO_JOBS:
             queue = f"queue {(seen.job or {}).get('spec', {}).get('queue', 'default')}"
             groups = self._api.pod_groups(self._namespace, f"{MARK_LABEL}={self._mark},{NODE_LABEL}={node}")
@@ -610,9 +566,9 @@ class KubernetesTarget:
                 return f"Volcano has made no PodGroup for it; `kubectl get queue` shows whether there is {queue}"
             # Volcano reports a full queue in an event of type Normal, not Warning.
             events = self._api.events(self._namespace, "PodGroup", str(groups[0]["metadata"]["name"]))
-            said = [*_messages(events, "Normal"), *_messages(events, "Warning"), *_unschedulable(groups[0])]
+            texts = [*_messages(events, "Normal"), *_messages(events, "Warning"), *_unschedulable(groups[0])]
             phase = groups[0].get("status", {}).get("phase") or "new"
-            return "; ".join([f"in {queue} of Volcano, {phase}", *dict.fromkeys(said)])
+            return "; ".join([f"in {queue} of Volcano, {phase}", *dict.fromkeys(texts)])
         found = seen.pod or seen.job or {}
         kind = "Pod" if seen.pod is not None else "Job"
         return "".join(_messages(self._api.events(self._namespace, kind, str(found["metadata"]["name"])), "Warning"))
@@ -646,19 +602,14 @@ def known_target(
 
 
 def _offered(api: KubernetesApi, options: KubernetesOptions) -> str:
-    """Return the `apiVersion` of Jobs in a cluster that fits the options.
-
-    Raises:
-        TargetError: the cluster lacks it or does not answer.
-    """
+    """Return the `apiVersion` of Jobs in a cluster that fits the options; raise TargetError if it lacks them."""
     if options.plain_jobs:
         return PLAIN_JOBS
     try:
         has_volcano = api.has(VOLCANO_JOBS, "jobs")
     except ApiError as error:
-        raise TargetError(
-            f"whether the cluster has Volcano cannot be asked ({error}); try again, or do without it: --plain-jobs"
-        ) from error
+        problem = f"whether the cluster has Volcano is unknown ({error}); try again, or do without it: --plain-jobs"
+        raise TargetError(problem) from error
     if options.queue and not has_volcano:
         raise TargetError(
             f"--queue {options.queue}: the cluster has no Volcano (no jobs of {VOLCANO_JOBS}), so it has no queues; leave the "
@@ -694,8 +645,8 @@ def _job_state(job: Mapping[str, Any]) -> _State:
         case "Completed":
             return _State("succeeded")
         case "Failed" | "Terminated" | "Aborted" as phase:
-            said = state.get("message") or state.get("reason")
-            return _State("failed", f"its pod is gone (Volcano: {phase}{f', {said}' if said else ''})")
+            reason = state.get("message") or state.get("reason")
+            return _State("failed", f"its pod is gone (Volcano: {phase}{f', {reason}' if reason else ''})")
     conditions = {c["type"]: c for c in job.get("status", {}).get("conditions") or () if c.get("status") == "True"}
     if "Complete" in conditions or "SuccessCriteriaMet" in conditions:
         return _State("succeeded")
@@ -711,18 +662,13 @@ def _pod_state(pod: Mapping[str, Any]) -> _State:
     if (ended := _end_of_worker(pod)) is not None and "exitCode" in ended:
         # The pod's phase depends on all its containers, and may reflect another one's failure.
         return _State("succeeded") if ended["exitCode"] == 0 else _State("failed", _why_it_failed(status))
-    match _phase(pod):
-        case "Succeeded":
-            return _State("succeeded")
-        case "Failed":
-            return _State("failed", _why_it_failed(status))
-        case "Running":
-            return _State("running")
-        case "Pending":
-            return _State("pending")
-        case other:
-            # The host has been silent for long.
-            return _State("failed", f"its host {pod['spec'].get('nodeName', '')} is lost (its phase is {other})")
+    phase = _phase(pod)
+    states: dict[str, AppStatus] = {"Succeeded": "succeeded", "Running": "running", "Pending": "pending"}
+    if phase == "Failed":
+        return _State("failed", _why_it_failed(status))
+    if phase not in states:  # the host has been silent for long
+        return _State("failed", f"its host {pod['spec'].get('nodeName', '')} is lost (its phase is {phase})")
+    return _State(states[phase])
 
 
 def _end_of_worker(pod: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -789,7 +735,7 @@ class _PodLogs:
         self._since = since
         self._logs: dict[str, _PodLog] = {}  # key: node
         self._is_closed = threading.Event()
-        self._has_news = threading.Event()
+        self._is_woken = threading.Event()
         self._thread: threading.Thread | None = None
 
     def follow(self, node: str, pod: str) -> None:
@@ -807,18 +753,18 @@ class _PodLogs:
             return True  # it has never run
         if not entry.has_ended:
             entry.has_ended = True
-            self._has_news.set()
+            self._is_woken.set()
         return entry.is_complete
 
     def close(self) -> None:
         self._is_closed.set()
-        self._has_news.set()
+        self._is_woken.set()
         if self._thread is not None:
             self._thread.join(5.0)
 
     def _run(self) -> None:
         while not self._is_closed.is_set():
-            self._has_news.clear()
+            self._is_woken.clear()
             for entry in [e for e in self._logs.copy().values() if not e.is_complete]:
                 if self._is_closed.is_set():
                     return
@@ -833,24 +779,15 @@ class _PodLogs:
                     # An unresponsive host delays every request, and the other pods' output with it.
                     entry.num_failures += 1
                     entry.next_at = time.monotonic() + min(30.0, self._pause_s * 2.0 ** min(10, entry.num_failures))
-                    is_news = entry.num_failures == 1 and not isinstance(error, ApiError)
-                    log.log(
-                        logging.WARNING if is_news else logging.DEBUG,
-                        "%s: its output cannot be copied now: %s",
-                        entry.pod,
-                        error,
-                    )
+                    is_new = entry.num_failures == 1 and not isinstance(error, ApiError)
+                    level = logging.WARNING if is_new else logging.DEBUG
+                    log.log(level, "%s: its output cannot be copied now: %s", entry.pod, error)
                 else:
                     entry.is_complete, entry.num_failures = had_ended, 0
-            self._has_news.wait(self._pause_s)
+            self._is_woken.wait(self._pause_s)
 
     def _read(self, entry: _PodLog, whole: bool) -> None:
-        """Append the new lines of a pod's output to its file.
-
-        Raises:
-            ApiError: the output cannot be read.
-            OSError: the file cannot be written. The next call continues where this one has stopped.
-        """
+        """Append the new lines of a pod's output to its file. After an error, the next call continues from there."""
         entry.folder.mkdir(parents=True, exist_ok=True)
         if not entry.is_placed:
             entry.newest, entry.num_newest = _read_position(entry.folder / _READ_FILE)
@@ -882,11 +819,7 @@ def _read_position(file: Path) -> tuple[str, int]:
 
 
 def _write(entry: _PodLog) -> None:
-    """Append the lines that are not in the file yet, then save the position.
-
-    Raises:
-        OSError: some lines could not be written.
-    """
+    """Append the lines that are not in the file yet, then save the position."""
     if not entry.unwritten:
         return
     # Unbuffered, so that the number of bytes a full disk has accepted is exact.

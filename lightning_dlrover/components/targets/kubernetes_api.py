@@ -24,7 +24,7 @@ _MAX_PAUSE_S = 15.0
 
 def is_in_pod() -> bool:
     """Whether this process runs in a cluster with access to its API: with a service account or a kubeconfig of its own."""
-    return _has_service_account() and (_NAMESPACE_FILE.exists() or _has_config(_config_file()))
+    return _has_service_account() and (_NAMESPACE_FILE.exists() or _has_config())
 
 
 def own_pod() -> str:
@@ -38,7 +38,7 @@ def _has_service_account() -> bool:
 
 def has_cluster() -> bool:
     """Whether a cluster is configured: by this pod's service account, or by a kubeconfig. One that is named must exist."""
-    return is_in_pod() or "KUBECONFIG" in os.environ or _has_config(_config_file())
+    return is_in_pod() or "KUBECONFIG" in os.environ or _has_config()
 
 
 def _config_file() -> str:
@@ -46,15 +46,15 @@ def _config_file() -> str:
     return os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
 
 
-def _has_config(file: str) -> bool:
-    return any(map(os.path.exists, file.split(":")))
+def _has_config() -> bool:
+    return any(map(os.path.exists, _config_file().split(":")))
 
 
 class ApiError(TargetError):
     """A request has failed.
 
     Args:
-        words: message of the server, or the reason why no request reached it.
+        message: the server's, or the reason why no request reached it.
         status: HTTP status; 0: there was no answer.
         reason: the server's machine-readable reason, such as AlreadyExists.
         uncertain: the request may have been carried out.
@@ -62,9 +62,9 @@ class ApiError(TargetError):
     """
 
     def __init__(
-        self, words: str, status: int = 0, reason: str = "", uncertain: bool = False, retry_after_s: float = 0.0
+        self, message: str, status: int = 0, reason: str = "", uncertain: bool = False, retry_after_s: float = 0.0
     ) -> None:
-        super().__init__(words)
+        super().__init__(message)
         self.status = status
         self.reason = reason
         self.uncertain = uncertain
@@ -104,7 +104,7 @@ class KubernetesApi:
         configuration = client.Configuration()
         file = _config_file()
         try:
-            if _has_service_account() and not _has_config(file):
+            if _has_service_account() and not _has_config():
                 config.load_incluster_config(client_configuration=configuration)
                 self.namespace = _NAMESPACE_FILE.read_text().strip()
             else:
@@ -122,7 +122,7 @@ class KubernetesApi:
         """Close all connections."""
         self._client.rest_client.pool_manager.clear()
 
-    # --- requests; examples/kubernetes/rbac.yaml allows exactly these ---------------------------------------------------
+    # The requests; examples/kubernetes/rbac.yaml allows exactly these.
 
     def has(self, api_version: str, resource: str) -> bool:
         """Whether the cluster has objects of this kind, named as in URLs, such as `jobs`. The request needs no permission."""
@@ -184,11 +184,8 @@ class KubernetesApi:
     def pod_log(self, namespace: str, pod: str, container: str, since: str) -> str:
         """Return the log, with a timestamp before each line. `since` is such a timestamp."""
         query = {"container": container, "timestamps": "true", **({"sinceTime": since} if since else {})}
-        return self._request("GET", f"{_path(namespace, 'pods', pod)}/log", query, None, is_repeated=False).decode(
-            errors="replace"
-        )
-
-    # --- transport ----------------------------------------------------------------------------------------------------
+        answer = self._request("GET", f"{_path(namespace, 'pods', pod)}/log", query, None, is_repeated=False)
+        return answer.decode(errors="replace")
 
     def _delete(self, path: str, options: Mapping[str, Any]) -> None:
         try:
@@ -211,8 +208,8 @@ class KubernetesApi:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            words = f"{method} {path}: the answer is not an object of Kubernetes: {answer[:200]!r}"
-            raise ApiError(words, uncertain=method != "GET")
+            message = f"{method} {path}: the answer is not an object of Kubernetes: {answer[:200]!r}"
+            raise ApiError(message, uncertain=method != "GET")
         return found
 
     def _request(
@@ -234,11 +231,7 @@ class KubernetesApi:
                 pause_s *= 2.0
 
     def _attempt(self, method: str, path: str, query: Mapping[str, str], body: Mapping[str, Any] | None) -> bytes:
-        """Send a request once, and return the body of the answer.
-
-        Raises:
-            ApiError: the server refused or did not answer; holds its message.
-        """
+        """Send a request once, and return the body of the answer."""
         changes = method != "GET"
         headers = {"Accept": "application/json, */*", "User-Agent": "lightning-dlrover"}
         if body is not None:
@@ -260,15 +253,10 @@ class KubernetesApi:
             raise ApiError(f"{method} {path}: {error}", uncertain=changes) from error
         if 200 <= answer.status < 300:
             return bytes(answer.data)
-        words, reason = _said(answer.data, answer.status)
+        message, reason = _message_of(answer.data, answer.status)
         pause = answer.headers.get("Retry-After", "")
-        raise ApiError(
-            words,
-            answer.status,
-            reason,
-            uncertain=changes and (answer.status >= 500 or answer.status < 400),
-            retry_after_s=float(pause) if pause.isdecimal() else 0.0,
-        )
+        uncertain = changes and (answer.status >= 500 or answer.status < 400)
+        raise ApiError(message, answer.status, reason, uncertain, float(pause) if pause.isdecimal() else 0.0)
 
 
 def _path(namespace: str, kind: str, name: str = "", group: str = "") -> str:
@@ -284,7 +272,7 @@ def _items(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
     return items
 
 
-def _said(body: bytes, status: int) -> tuple[str, str]:
+def _message_of(body: bytes, status: int) -> tuple[str, str]:
     """Return the server's message and its machine-readable reason."""
     try:
         found = json.loads(body)

@@ -12,12 +12,10 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
-import torchx.specs as specs
 from torchx.runner import get_runner
 from torchx.schedulers.local_scheduler import ReplicaParam, _LocalReplica
 from torchx.specs import AppDef
@@ -30,8 +28,6 @@ from lightning_dlrover.host import PR_SET_CHILD_SUBREAPER
 from lightning_dlrover.output import say
 from lightning_dlrover.rdzv.etcd.server import OwnedFolder
 from lightning_dlrover.spares import Spares
-
-# All use of TorchX's Runner, behind one small module, because it changes between releases.
 
 log = logging.getLogger(__name__)
 
@@ -46,53 +42,49 @@ _STATES: dict[str, AppStatus] = {
     "UNKNOWN": "gone",
 }
 
+_SCHEDULER = "local_cwd"
 
 _MAX_APPS = 4096
-"""Maximum number of apps in the local scheduler's cache. With its default of 100, the 101st node is refused while all run."""
+"""Maximum number of apps in the scheduler's cache. With its default of 100, the 101st node is refused while all run."""
 
 
-class TorchXRunner:
-    """Submit and watch apps on one scheduler."""
+class LocalRunner:
+    """TorchX's Runner with its local scheduler. All use of the Runner is here, because it changes between releases."""
 
-    def __init__(self, scheduler: str, config: Mapping[str, Any]) -> None:
-        self._runner = get_runner(**({"cache_size": _MAX_APPS} if scheduler == "local_cwd" else {}))
-        self._scheduler = scheduler
-        self._config = dict(config)
+    def __init__(self, log_dir: Path) -> None:
+        self._runner = get_runner(cache_size=_MAX_APPS)
+        self._log_dir = str(log_dir)
         self._has_failed = False
         self._former_hook, threading.excepthook = threading.excepthook, self._on_failed_thread
-        # The local scheduler replaces the process's signal handlers when it is created. The former handlers are restored.
+        # The scheduler replaces the process's signal handlers when it is created. The former handlers are restored.
         former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        self._runner.scheduler_run_opts(scheduler)
+        self._runner.scheduler_run_opts(_SCHEDULER)
         for number, handler in former.items():
             signal.signal(number, handler)
 
-    def submit(self, app: specs.AppDef) -> str:
+    def submit(self, app: AppDef) -> str:
         """Submit an app and return its handle."""
         # No workspace: TorchX would build an image of the current folder.
-        return str(self._runner.run(app, self._scheduler, self._config, workspace=None))
+        return str(self._runner.run(app, _SCHEDULER, {"log_dir": self._log_dir}, workspace=None))
 
     def status(self, handle: str) -> AppStatus:
         """Return the state of an app; `gone` if the scheduler does not list it."""
         try:
             status = self._runner.status(handle)
         except (OSError, ValueError) as error:
-            if self._scheduler == "local_cwd":
-                return self._state_of_processes(handle, error)
-            raise
+            return self._state_of_processes(handle, error)
         return _STATES.get(status.state.name, "running") if status is not None else "gone"
 
     def cancel(self, handle: str) -> None:
-        """End an app. The local scheduler returns after the app has ended: SIGTERM, then SIGKILL after 10 s."""
+        """End an app with SIGTERM, then SIGKILL after 10 s. Return after its end."""
         try:
             self._runner.cancel(handle)
         except (OSError, ValueError) as error:
-            if self._scheduler != "local_cwd":
-                raise
             self._report(error)
 
     def start_from(self, spares: Spares) -> None:
         """Let the local scheduler start its processes by `spares`."""
-        scheduler = self._runner._scheduler(self._scheduler)
+        scheduler = self._runner._scheduler(_SCHEDULER)
 
         def popen(role: str, number: int, given: ReplicaParam) -> _LocalReplica:
             stdout, stderr, combined = scheduler._get_replica_output_handles(given)
@@ -104,16 +96,13 @@ class TorchXRunner:
         scheduler._popen = popen
 
     def close(self) -> None:
-        """End all apps that the local scheduler has started."""
+        """End all apps that were started here."""
         self._runner.close()
         if threading.excepthook == self._on_failed_thread:
             threading.excepthook = self._former_hook
 
     def _on_failed_thread(self, failed: threading.ExceptHookArgs) -> None:
-        """Report a failed write of TorchX's tee threads.
-
-        TorchX copies the nodes' output to a third file in threads. They end with a traceback when that file cannot be written.
-        """
+        """Report a failed write of a thread in which TorchX copies the nodes' output to a third file, without a traceback."""
         frames = traceback.extract_tb(failed.exc_traceback)
         if isinstance(failed.exc_value, OSError) and frames and frames[-1].filename.endswith("torchx/schedulers/streams.py"):
             self._report(failed.exc_value)
@@ -121,34 +110,28 @@ class TorchXRunner:
             self._former_hook(failed)
 
     def _state_of_processes(self, handle: str, error: Exception) -> AppStatus:
-        """Return the state of a local app from its processes when the scheduler cannot read or write its own log files.
+        """Return the state of an app from its processes when the scheduler cannot read or write its own log files.
 
         Neither a full disk nor an agent's half-written error file may end a job.
         """
         self._report(error)
-        app = self._runner._scheduler(self._scheduler)._apps[handle.rsplit("/", 1)[-1]]
+        app = self._runner._scheduler(_SCHEDULER)._apps[handle.rsplit("/", 1)[-1]]
         processes = [replica.proc for replicas in app.role_replicas.values() for replica in replicas]
         codes = [process.poll() for process in processes]
         return "running" if None in codes else "failed" if any(codes) else "succeeded"
 
     def _report(self, error: Exception) -> None:
         if not self._has_failed:
-            log.warning("TorchX cannot keep its own files among the nodes' logs, the job goes on: %s", error)
+            log.warning("TorchX cannot write its own files among the nodes' logs; the job continues: %s", error)
         self._has_failed = True
 
-
-# Nodes on this machine.
 
 _LOOKS = 10
 """Maximum number of passes over the processes of a node that moves to other cores."""
 
 
 def node_app(spec: NodeSpec, node: str, dollar: str) -> AppDef:
-    """Return the component of one node.
-
-    Args:
-        dollar: text that turns into one $ after every expansion of ${...} on the way to the script.
-    """
+    """Return the component of one node. `dollar` becomes one $ after every expansion of ${...} on the way to the script."""
     return elastic.node(
         *(argument.replace("$", dollar) for argument in spec.script_args),
         script=spec.script.replace("$", dollar),
@@ -169,8 +152,8 @@ class LocalTarget:
     """Nodes as processes on this machine, through TorchX's local scheduler.
 
     A node's share of the machine is released once all its processes have ended. Orphans of nodes become children of this
-    process (PR_SET_CHILD_SUBREAPER) and carry a mark in their environment. So `close` finds every process that was started here
-    and no other. Use it from the main thread: nodes end with the thread that started them.
+    process (PR_SET_CHILD_SUBREAPER) and carry a mark in their environment, so `close` finds all of them and no other process.
+    Use it from the main thread: nodes end with the thread that started them.
 
     Args:
         gpus: GPUs that each node owns exclusively; 0: all nodes share every GPU visible to this process.
@@ -203,7 +186,7 @@ class LocalTarget:
         self._logs: dict[str, list[Path]] = {}  # key: handle
         self._shares = MachineShares(gpus, spec.workers_per_node, claims)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-        self._runner = TorchXRunner("local_cwd", {"log_dir": str(log_dir)})
+        self._runner = LocalRunner(log_dir)
         self._spares_folder: OwnedFolder | None = None
         self.spares: Spares | None = None
         # Of several agents of a node, each keeps a spare process of its own.
@@ -314,10 +297,10 @@ class LocalTarget:
         for process in self._orphans():
             with contextlib.suppress(psutil.Error):
                 left.add(process.environ().get(variables.NODE, ""))
-        handles = {node: handle for handle, node in self._nodes.items()}
+        agents = {node: self._agents[handle] for handle, node in self._nodes.items() if handle in self._agents}
         for node, cores in self._shares.settle(left).items():
-            if (agent := self._agents.get(handles.get(node, ""))) is not None:
-                _move(agent, cores)
+            if node in agents:
+                _move(agents[node], cores)
 
     def _children(self) -> list[psutil.Process]:
         return sorted(psutil.Process().children(), key=lambda process: process.create_time())
@@ -381,7 +364,7 @@ def _on_cores(cores: Collection[int]) -> Iterator[None]:
 
 
 def _move(root: psutil.Process, cores: Iterable[int]) -> None:
-    """Bind a process and its descendants to cores. Repeated passes find children that start during a pass."""
+    """Bind a process and its descendants to cores. Repeated passes find processes that start during a pass."""
     wanted = {*cores}
     for _ in range(_LOOKS):
         moved = False

@@ -25,8 +25,6 @@ from lightning_dlrover import variables
 from lightning_dlrover.components.targets.target import NodeSize, NotTakenError, thread_variables
 from lightning_dlrover.host import CGROUPS, CONTROLLER, GROUP_NAME, PROC, cgroup_folders
 
-# List the GPUs visible to this process's programs, without initializing CUDA.
-
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 _LIST_S = 30.0
@@ -34,9 +32,16 @@ _DEVICE = re.compile(r"\s*(GPU|MIG)\b.*\(UUID: ([^)\s]+)\)")
 
 
 def visible_devices(environ: Mapping[str, str]) -> list[str]:
-    """Return GPU names in the format of `CUDA_VISIBLE_DEVICES`: those in the variable, else all that the driver lists."""
+    """Return GPU names in the format of `CUDA_VISIBLE_DEVICES`: those in the variable, else all that the driver lists.
+
+    CUDA is not initialized.
+    """
     if DEVICES_VARIABLE not in environ:
-        return _listed()
+        try:
+            done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_LIST_S, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return []  # no driver, or an unresponsive one: CUDA would find no device either
+        return devices_in(done.stdout)
     found: list[str] = []
     for name in (each.strip() for each in environ[DEVICES_VARIABLE].split(",")):
         # CUDA ignores everything after the first malformed name.
@@ -46,29 +51,14 @@ def visible_devices(environ: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _listed() -> list[str]:
-    try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_LIST_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []  # no driver, or an unresponsive one: CUDA would find no device either
-    return devices_in(done.stdout)
-
-
 def devices_in(listing: str) -> list[str]:
     """Return the UUIDs in the output of `nvidia-smi -L`. A GPU divided into MIG instances is replaced by its instances."""
-    found: list[str] = []
-    whole = ""  # last GPU read, while none of its instances has been listed
+    found: list[tuple[str, str]] = []  # kind and UUID
     for match in filter(None, map(_DEVICE.match, listing.splitlines())):
-        if match[1] == "GPU":
-            found += [whole] if whole else []
-            whole = match[2]
-        else:
-            found.append(match[2])
-            whole = ""
-    return found + ([whole] if whole else [])
-
-
-# Assign the cores and devices of one machine to nodes. Pure.
+        if match[1] == "MIG" and found and found[-1][0] == "GPU":
+            found.pop()  # the first instance follows its GPU
+        found.append((match[1], match[2]))
+    return [uuid for _, uuid in found]
 
 
 class NothingFreeError(RuntimeError):
@@ -84,10 +74,9 @@ class Share:
 
 
 class Allocation:
-    """Cores and devices by owning node.
+    """Cores and devices by owning node. Pure: the same calls in the same order give the same shares.
 
     Cores are exclusive while enough are free. After that, nodes share those with the fewest users. Devices are never shared.
-    The same calls in the same order give the same shares.
 
     Args:
         cores: numbers of the usable cores.
@@ -111,10 +100,9 @@ class Allocation:
         """
         if node in self._shares:
             raise ValueError(f"{node} has {self._shares[node]} already")
-        taken = {device: owner for owner, share in self._shares.items() for device in share.devices}
         free = [each for each in self.free_devices if usable is None or each in usable]
         if num_devices > len(free):
-            owners = list(dict.fromkeys(taken.values()))
+            owners = [owner for owner, share in self._shares.items() if share.devices]
             others = f"; {', '.join(owners)} {'have' if len(owners) > 1 else 'has'} the others" if owners else ""
             raise NothingFreeError(f"{node} needs {num_devices} GPUs, and {len(free)} of {len(self._devices)} are free{others}")
         self._shares[node] = Share(self._least_used(num_cores, self._use()), tuple(free[:num_devices]))
@@ -157,7 +145,6 @@ class Allocation:
 
 log = logging.getLogger(__name__)
 
-
 _WAY_OUT = "it takes root, or `systemd-run --user --scope --property=Delegate=yes dlrover run ...`"
 
 _EMPTY_S = 2.0
@@ -168,12 +155,11 @@ class NoMemoryGroupsError(RuntimeError):
     """Nodes' memory cannot be limited here; the message gives the reason and a remedy."""
 
 
-# One Linux control group with a memory limit for each node that this process starts; cgroup versions 1 and 2.
-#
-# Each group is a child of the group of the process that starts nodes, so all limits above it still apply. It contains all
-# processes of its node, and exists until they have ended.
 class MemoryGroups:
-    """Create and remove control groups that limit the memory of nodes.
+    """Linux control groups that limit the memory of nodes, versions 1 and 2.
+
+    Each group is a child of the group of the process that starts nodes, so all limits above it still apply. It contains all
+    processes of its node, and exists until they have ended.
 
     Args:
         proc: mount point of the kernel's process information.
@@ -201,20 +187,19 @@ class MemoryGroups:
         Raises:
             OSError: the kernel refuses.
         """
+        is_v2 = self._version == 2
         folder = self._own / f"dlrover-{os.getpid()}-{node}-{uuid.uuid4().hex[:8]}"
         folder.mkdir()
         self._folders[node] = folder
-        limit, with_swap = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
-        if self._version == 2:
-            limit, with_swap = ("memory.max", "memory.swap.max")
         try:
-            (folder / limit).write_text(str(limit_bytes))
+            (folder / ("memory.max" if is_v2 else "memory.limit_in_bytes")).write_text(str(limit_bytes))
         except OSError:
             self.remove(node)
             raise
         # A swapping worker holds up all others for longer than a replacement would.
         with suppress(OSError):  # a kernel without swap has no such file
-            (folder / with_swap).write_text(str(limit_bytes if self._version == 1 else 0))
+            file, swap_bytes = ("memory.swap.max", 0) if is_v2 else ("memory.memsw.limit_in_bytes", limit_bytes)
+            (folder / file).write_text(str(swap_bytes))
         return folder
 
     def num_killed(self, node: str) -> int:
@@ -229,12 +214,10 @@ class MemoryGroups:
 
     def remove(self, node: str) -> bool:
         """Remove a node's group, if it has one; False while a process is in it."""
-        folder = self._folders.get(node)
-        if folder is not None:
+        if node in self._folders:
             try:
-                folder.rmdir()
-            except FileNotFoundError:
-                pass
+                with suppress(FileNotFoundError):
+                    self._folders[node].rmdir()
             except OSError:
                 return False
             del self._folders[node]
@@ -259,11 +242,7 @@ class MemoryGroups:
 
 
 def _own_group(proc: Path, cgroups: Path) -> tuple[Path, int]:
-    """Return this process's group with a memory controller, and its cgroup version.
-
-    Raises:
-        NoMemoryGroupsError: there is none.
-    """
+    """Return this process's group with a memory controller, and its cgroup version; raise NoMemoryGroupsError without one."""
     reason = f"no control group with a memory controller is mounted at {cgroups}"
     for folder in cgroup_folders("memory", proc, cgroups):
         if (folder / "memory.limit_in_bytes").exists():
@@ -310,23 +289,19 @@ class Claims(Protocol):
     """The GPUs that this job may use of those that it shares with other jobs."""
 
     def take(self, gpus: Sequence[str], number: int, /) -> list[str]:
-        """Return the first ones that no other job has, `number` at most, and keep them from the others."""
-        ...
+        """Claim the first ones that no other job has, `number` at most; return them."""
 
     def give_back(self, gpus: Collection[str], /) -> None:
-        """Let other jobs have them."""
-        ...
+        """Release them to other jobs."""
 
     def holders(self, gpus: Sequence[str], /) -> str:
         """Name the jobs that have these GPUs."""
-        ...
 
 
-# Assign each node its share of this machine (cores, memory, GPUs) and have the system enforce it.
-#
-# Where the system does not allow memory limits, a warning is logged once and nodes run without a limit.
 class MachineShares:
     """Give nodes cores, memory and GPUs, and take them back.
+
+    Where the system does not allow memory limits, a warning is logged once and nodes run without a limit.
 
     Args:
         gpus: GPUs that each node owns exclusively; 0: all nodes share every GPU visible to this process.
@@ -342,7 +317,7 @@ class MachineShares:
         self._groups: MemoryGroups | None = None
         self._limits_mb: dict[str, int] = {}  # MiB, of nodes with a control group
         self._ended: set[str] = set()  # nodes that still hold a part of their share
-        self._told: set[str] = set()  # warnings already logged
+        self._warned: set[str] = set()  # topics of the warnings already logged
 
     @property
     def awaits(self) -> bool:
@@ -365,10 +340,10 @@ class MachineShares:
             self._give_back(node)
             raise NotTakenError(f"{node} cannot be given a control group with {size.memory_mb} MiB: {error}") from error
         if 0 < len(share.cores) < size.cpus:
-            self._tell_once("size", f"nodes ask for {size.cpus} cores, and get the {len(share.cores)} that there are")
+            self._warn_once("size", f"nodes ask for {size.cpus} cores, and get the {len(share.cores)} that there are")
         if shared := self._allocation.shared_cores(node):
             cores = f"core{'s' if len(shared) > 1 else ''} {', '.join(map(str, shared))}"
-            self._tell_once("cores", f"too few cores are free for {node}: it shares {cores} with other nodes until some are")
+            self._warn_once("cores", f"too few cores are free for {node}: it shares {cores} with other nodes until some are")
         # More threads than cores would slow each other down. Nodes without cores of their own compete, so each is limited to
         # one thread.
         exported = thread_variables(len(share.cores), self._workers_per_node)
@@ -407,11 +382,7 @@ class MachineShares:
             self._groups.close()
 
     def _claimed(self, node: str) -> list[str] | None:
-        """Return GPUs for a node that no other job has; None: any.
-
-        Raises:
-            NothingFreeError: too few.
-        """
+        """Return GPUs for a node that no other job has; None: any. Raise NothingFreeError if there are too few."""
         if self._claims is None or not self._gpus:
             return None
         free = self._allocation.free_devices
@@ -428,22 +399,18 @@ class MachineShares:
             self._claims.give_back(share.devices)
 
     def _memory_group(self, node: str, limit_mb: int) -> Path | None:
-        """Create the node's control group; return None if its memory is not limited.
-
-        Raises:
-            OSError: the kernel refuses another control group.
-        """
-        if not limit_mb or "memory" in self._told:
+        """Create the node's control group; return None if its memory is not limited."""
+        if not limit_mb or "memory" in self._warned:
             return None
         try:
             self._groups = self._groups or MemoryGroups()
         except NoMemoryGroupsError as error:
-            self._tell_once("memory", f"nodes run without a limit of memory: {error}")
+            self._warn_once("memory", f"nodes run without a memory limit: {error}")
             return None
         self._limits_mb[node] = limit_mb
         return self._groups.create(node, limit_mb << 20)
 
-    def _tell_once(self, what: str, text: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def _warn_once(self, topic: str, text: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
             log.warning("%s", text)

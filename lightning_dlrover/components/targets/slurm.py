@@ -33,6 +33,7 @@ from lightning_dlrover.components.targets.target import (
     NotTakenError,
     Polling,
     TargetError,
+    existing_logs,
     read_tail,
     set_aside,
     thread_variables,
@@ -89,10 +90,9 @@ class SlurmOptions:
 
     def arguments(self, size: NodeSize) -> list[str]:
         """Return the arguments for sbatch."""
-        asked = {name: getattr(self, name) for name in ("partition", "account", "qos", "time", "constraint", "nodelist")}
-        asked |= {"exclude": self.exclude, "gres": self.gres, "gpus": self.gpus}
-        asked["mem"] = f"{size.memory_mb}M" if size.memory_mb else ""
-        given = [f"--{name}={value}" for name, value in asked.items() if value]
+        asked = ("partition", "account", "qos", "time", "constraint", "nodelist", "exclude", "gres", "gpus")
+        given = [f"--{name}={value}" for name in asked if (value := getattr(self, name))]
+        given += [f"--mem={size.memory_mb}M"] if size.memory_mb else []
         # The signal goes to the batch script only (`components/node.py`), which forwards it to the worker and no other process.
         notice = [f"--signal=B:USR1@{self.notice_s}"] if self.notice_s else []
         # A node requeued by Slurm would return under its old name, outside of any plan. The controller starts a new one.
@@ -111,13 +111,8 @@ class _Row:
 
 
 def check_commands() -> None:
-    """Check that Slurm's commands are on PATH.
-
-    Raises:
-        TargetError: some are not.
-    """
-    missing = [command for command in _COMMANDS if shutil.which(command) is None]
-    if missing:
+    """Raise TargetError unless Slurm's commands are on PATH."""
+    if missing := [command for command in _COMMANDS if shutil.which(command) is None]:
         raise TargetError(
             f"{', '.join(missing)} not found on PATH; --target slurm works on a host from which `sbatch` and `squeue` do, such "
             "as a login node"
@@ -199,20 +194,20 @@ class SlurmTarget:
                 done = self._call("sbatch", *arguments)
             except OSError as error:
                 raise NotTakenError(f"sbatch cannot be run: {error}") from error
-            said = _text(done.stderr) or _text(done.stdout)
             if done.returncode == 0:
                 break
-            if not _NOT_SENT.search(said):
-                uncertain = _UNCERTAIN.search(said)
-                raise (TargetError if uncertain else NotTakenError)(f"sbatch ended with {done.returncode}: {said}")
+            message = _text(done.stderr.strip() or done.stdout)
+            if not _NOT_SENT.search(message):
+                uncertain = _UNCERTAIN.search(message)
+                raise (TargetError if uncertain else NotTakenError)(f"sbatch ended with {done.returncode}: {message}")
             if attempt == _NUM_ATTEMPTS - 1:
-                raise NotTakenError(f"sbatch could not reach Slurm {_NUM_ATTEMPTS} times: {said}")
+                raise NotTakenError(f"sbatch could not reach Slurm {_NUM_ATTEMPTS} times: {message}")
             time.sleep(2.0**attempt * min(1.0, self._poll_s))
         # A site's submit filter may print additional lines.
         lines = [line for line in done.stdout.splitlines() if line.strip()]
         match = re.fullmatch(r"(\d+)(?:;\S+)?", lines[-1].strip()) if lines else None
         if match is None:
-            raise TargetError(f"sbatch has not given the job's number, but {_text(done.stdout)!r}")
+            raise TargetError(f"sbatch printed no job number, but {_text(done.stdout)!r}")
         self._polling.note_start(match[1])
         return f"{match[1]}/{node}"
 
@@ -245,7 +240,7 @@ class SlurmTarget:
         has_run = known == "running" or (waits and self._is_new_list_for(handle) and os.path.exists(self._exit_file(node)))
         if has_run and status == "pending" and handle not in self._cancelled:
             # The job was requeued: its worker has gone, and the job may wait for long under an outdated plan. To the controller
-            # it has failed. The entry that Slurm still lists is a stray, which no record asks for.
+            # it has failed, and the entry that Slurm still lists is a stray.
             status = "failed"
         self._known[handle] = status
         if status == "failed" and handle not in self._cancelled:
@@ -270,8 +265,8 @@ class SlurmTarget:
             found = _OUT_OF_MEMORY.search(read_tail(file))
         if found:
             self._starved.add(handle)
-        told = "requeued" if _STATES.get(state) == "pending" else state if state not in ("FAILED", "COMPLETING") else ""
-        why = ", ".join(each for each in (told, f"out of memory: {found[1]}" if found else "") if each)
+        reported = "requeued" if _STATES.get(state) == "pending" else state if state not in ("FAILED", "COMPLETING") else ""
+        why = ", ".join(each for each in (reported, f"out of memory: {found[1]}" if found else "") if each)
         if why:
             log.warning("run %s: %s, job %s, has failed: %s", self._spec.run_id, node, job_id, why)
             with contextlib.suppress(OSError), file.open("a", encoding="utf-8") as stream:
@@ -304,7 +299,6 @@ class SlurmTarget:
         return handle in self._starved or (row is not None and row.state == "OUT_OF_MEMORY")
 
     def wants_back(self, handle: str) -> bool:
-        # Path.exists() would raise on a temporary error of a shared file system.
         return self._is_new_list_for(handle) and os.path.exists(notice_file(self._exit_file(handle.split("/")[1])))
 
     def _is_new_list_for(self, handle: str) -> bool:
@@ -314,13 +308,10 @@ class SlurmTarget:
         return is_new
 
     def logs(self, handle: str) -> list[Path]:
-        folder = self._log_dir / handle.split("/")[1]
-        return [file for name in ("stdout", "stderr") if os.path.exists(file := folder / f"{name}.log")]
+        return existing_logs(self._log_dir / handle.split("/")[1])
 
     def close(self) -> None:
         pass
-
-    # --- a node's script -----------------------------------------------------------------------------------------------
 
     def _job_name(self, node: str) -> str:
         return f"{self._spec.run_id}.{node}.{self._mark}"
@@ -335,16 +326,10 @@ class SlurmTarget:
             variables.EXIT_FILE: str(self._exit_file(node)),
             variables.NOTICE_S: str(self._options.notice_s),
         }
-        return "\n".join(
-            [
-                "#!/bin/bash",
-                f"# {node} of job {self._spec.run_id}, as `dlrover run --target slurm` has submitted it.",
-                *([self._options.setup] if self._options.setup else []),
-                *(f"export {name}={shlex.quote(value)}" for name, value in exported.items()),
-                f"exec {shlex.join([role.entrypoint, *role.args])}",
-                "",
-            ]
-        )
+        lines = ["#!/bin/bash", f"# {node} of job {self._spec.run_id}, as `dlrover run --target slurm` has submitted it."]
+        lines += [self._options.setup] if self._options.setup else []
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in exported.items()]
+        return "\n".join([*lines, f"exec {shlex.join([role.entrypoint, *role.args])}", ""])
 
     def _exit_file(self, node: str) -> Path:
         return self._log_dir / node / "exit_code"
@@ -354,8 +339,6 @@ class SlurmTarget:
         with contextlib.suppress(OSError, ValueError):
             return "succeeded" if int(self._exit_file(node).read_text()) == 0 else "failed"
         return None
-
-    # --- queries to Slurm ----------------------------------------------------------------------------------------------
 
     def _list(self) -> dict[str, _Row]:
         try:
@@ -368,13 +351,12 @@ class SlurmTarget:
         for line in done.stdout.splitlines():
             match = re.fullmatch(r"(\d+) (\S+) (.*?)\s*", line)
             if match is None:
-                raise TargetError(f"squeue printed something else than a list of jobs: {line[:200]!r}")
+                raise TargetError(f"squeue did not print a list of jobs, but {line[:200]!r}")
             if ours := self._name.fullmatch(match[3]):
                 if match[2] not in _STATES and match[2] not in self._unknown_states:
                     self._unknown_states.add(match[2])
                     log.warning(
-                        "run %s: Slurm's state %s is unknown: %s is taken to be as it was",
-                        *(self._spec.run_id, match[2], ours[1]),
+                        "run %s: Slurm's state %s is unknown: %s keeps its last state", self._spec.run_id, match[2], ours[1]
                     )
                 rows[match[1]] = _Row(match[1], match[2], ours[1])
         return rows
@@ -384,7 +366,7 @@ class SlurmTarget:
         try:
             done = self._call("scontrol", "--oneliner", "show", "job", job_id)
         except (OSError, TargetError) as error:
-            log.warning("job %s, %s: squeue does not list it, and scontrol does not tell: %s", job_id, node, error)
+            log.warning("job %s, %s: squeue does not list it, and scontrol has failed: %s", job_id, node, error)
             return None
         if done.returncode == 0:
             match = re.search(rf"\bJobId={job_id}\b(?: JobName=(.*?) UserId=)?.*?\bJobState=(\S+)", done.stdout)
@@ -392,24 +374,15 @@ class SlurmTarget:
                 return None
             if match[1] in (None, self._job_name(node)):
                 return _STATES.get(match[2]) or self._exit_status(node)
-            log.error(
-                "job %s, %s: it is another job, %r: its record was changed, or Slurm has restarted its count",
-                job_id,
-                node,
-                match[1],
-            )
+            text = "job %s, %s: it is another job, %r: its record was changed, or Slurm has restarted its count"
+            log.error(text, job_id, node, match[1])
         elif not _UNKNOWN_JOB.search(done.stderr + done.stdout):
             return None
         # Slurm forgets jobs `MinJobAge` seconds after their end. A killed agent has written no exit code.
         return self._exit_status(node) or "failed"
 
     def _call(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run one of Slurm's commands, and return its exit code and output.
-
-        Raises:
-            TargetError: no answer within the timeout.
-            OSError: the command cannot be run.
-        """
+        """Run one of Slurm's commands; raise TargetError at the timeout, and OSError if it cannot be run."""
         with subprocess.Popen(
             [command, *arguments],
             env=_environment(),
@@ -440,4 +413,4 @@ def _environment() -> dict[str, str]:
 
 def _text(output: str) -> str:
     """Return a command's output shortened to one line."""
-    return " ".join(output.split())[:500] or "it said nothing"
+    return " ".join(output.split())[:500] or "it printed nothing"

@@ -73,11 +73,8 @@ class App:
     is_living: bool
 
 
-# Interface between the controller and a place where nodes run.
-#
-# One class per kind of place implements it: in `local.py`, `slurm.py` and `kubernetes.py`.
 class Target(Protocol):
-    """A place that runs one-node apps."""
+    """A place that runs one-node apps; implemented in `local.py`, `slurm.py` and `kubernetes.py`."""
 
     name: str
     outlives_controller: bool  # nodes survive the end of the process that started them
@@ -131,11 +128,7 @@ class Target(Protocol):
 
 
 def thread_variables(num_cores: int, num_workers: int = 1) -> dict[str, str]:
-    """Return the variables for the threads of a node's workers: as in this process, else one thread per core, or one.
-
-    Args:
-        num_cores: cores of the node, which its workers share.
-    """
+    """Return the variables for the threads of a node's workers: as in this process, else one per core that they share."""
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores // num_workers)))}
 
 
@@ -147,29 +140,27 @@ TAIL_BYTES = 256 * 1024
 LONG_LINE_BYTES = 64 * 1024
 """Bytes of an unfinished line above which only its newest state is kept, as for a progress bar."""
 
-
 PIECE_BYTES = 256 * 1024
-"""Bytes to read at once. A longer line is given in parts."""
+"""Bytes to read at once. A longer line is returned in parts."""
 
 
 def set_aside(file: Path) -> None:
-    """Rename a file of an earlier job with a node of this name, so that its content does not count as the new node's.
+    """Rename an earlier job's file, so that its content does not count as that of a new node with the same name.
 
-    `log_files` finds the new name no more. An even earlier file of that name is lost.
-
-    Raises:
-        OSError: the file cannot be renamed.
+    `log_files` does not find the new name. A file that was renamed earlier is overwritten.
     """
     with contextlib.suppress(FileNotFoundError):
         file.replace(file.with_name(f"former-{file.name}"))
 
 
-def read_tail(file: Path, num_bytes: int = TAIL_BYTES) -> str:
-    """Return the end of a file, from the start of a line.
+def existing_logs(folder: Path) -> list[Path]:
+    """Return the output files in a node's folder, stderr last."""
+    # Path.exists() would raise on a temporary error of a shared file system.
+    return [file for name in ("stdout", "stderr") if os.path.exists(file := folder / f"{name}.log")]
 
-    Raises:
-        OSError: the file cannot be read.
-    """
+
+def read_tail(file: Path, num_bytes: int = TAIL_BYTES) -> str:
+    """Return the end of a file, from the start of a line."""
     with file.open("rb") as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, size - num_bytes))
@@ -206,10 +197,8 @@ class LogFile:
     def new_lines(self, whole: bool) -> Iterator[str]:
         """Yield the lines since the last call. The file is read in pieces, so it may be of any size.
 
-        A file that has become shorter, as logrotate's `copytruncate` makes it, is read from its start.
-
-        Args:
-            whole: the file is complete, so an unfinished last line is included.
+        A file truncated since, such as by logrotate's `copytruncate`, is read from its start. With `whole`, the file is
+        complete, and an unfinished last line is included.
         """
         with self.file.open("rb") as stream:
             if stream.seek(0, os.SEEK_END) < self.num_read:
@@ -223,9 +212,9 @@ class LogFile:
                     self.num_read += len(line) + 1
                     yield _newest_state(line)
                 if len(rest) > LONG_LINE_BYTES:  # otherwise each call would read it again
-                    num_passed = rest.rfind(b"\r", 0, -1) + 1
-                    self.num_read += num_passed
-                    rest = rest[num_passed:]
+                    num_overwritten = rest.rfind(b"\r", 0, -1) + 1
+                    self.num_read += num_overwritten
+                    rest = rest[num_overwritten:]
                 if len(rest) > PIECE_BYTES:
                     self.num_read += len(rest)
                     yield _newest_state(rest)
@@ -236,7 +225,7 @@ class LogFile:
 
 
 def _newest_state(line: bytes) -> str:
-    """Return the visible rest of a line that a progress bar has overwritten."""
+    """Return the visible part of a line that a progress bar has overwritten."""
     return line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
 
 
@@ -250,11 +239,10 @@ _SOON_S = 0.5
 """Maximum seconds until the next list after a change that was requested."""
 
 
-# When a target lists its nodes, and how long the newest list is valid.
-#
-# A failed request never means that a node has ended. It is repeated with growing pauses, and the last list holds.
 class Polling(Generic[T]):
-    """The newest list of a job's nodes.
+    """The newest list of a job's nodes, requested at intervals.
+
+    A failed request never means that a node has ended. It is repeated with growing pauses, and the last list holds.
 
     Args:
         request: lists the nodes; raises TargetError.
@@ -307,11 +295,7 @@ class Polling(Generic[T]):
         self._expect_change(min(_SOON_S, self._poll_s))
 
     def raise_trouble(self) -> None:
-        """Raise the error of the newest request, if it failed.
-
-        Raises:
-            TargetError: the newest request failed.
-        """
+        """Raise the TargetError of the newest request, if it failed."""
         if self._trouble is not None:
             raise self._trouble
 
@@ -329,5 +313,5 @@ class Polling(Generic[T]):
         return node in self._started_at
 
     def covers(self, node: str) -> bool:
-        """Whether the scheduler would have listed the node if it had it: in a list from after the node's start."""
+        """Whether the newest list is valid, and newer than the node's start: a node that it lacks does not exist."""
         return self._trouble is None and self.asked_at > self._started_at.get(node, -float("inf"))

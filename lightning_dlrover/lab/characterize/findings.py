@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lightning_dlrover.lab.characterize.points import Point, Study
 from lightning_dlrover.lab.characterize.results import Result
+from lightning_dlrover.output import counted
 
 WORDS = {
     "data": "waiting for data",
@@ -36,7 +37,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that the rules look at."""
+    """Inputs of the rules."""
 
     studies: Sequence[Study]
     results: Mapping[Point, Result]
@@ -47,6 +48,12 @@ class Evidence:
         """Results of a study that measure time, in the order of its points."""
         points = [point for study in self.studies if study.name == name for point in study.points]
         return [self.results[point] for point in points if point in self.results and not point.measures_loss]
+
+    def by_workload(self, name: str) -> Iterator[tuple[str, list[Result]]]:
+        """Yield each workload of a study with its results."""
+        found = self.of(name)
+        for workload in dict.fromkeys(r.point.workload for r in found):
+            yield workload, [r for r in found if r.point.workload == workload]
 
     def losses(self) -> list[Result]:
         points = [point for study in self.studies for point in study.points if point.measures_loss]
@@ -115,8 +122,7 @@ def _multiply(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "mlp",
             f"Torch's matrix multiply reaches {torchs:.0f} of the {best:.0f} GFLOP/s that another BLAS reaches on this "
-            "processor: "
-            f"a torch built with that BLAS would gain up to {best / torchs - 1:.0%} in large MLPs.",
+            f"processor: a torch built with that BLAS would gain up to {best / torchs - 1:.0%} in large MLPs.",
             "the faster of torch.mm and numpy's product, against torch.mm alone",
         )
     measured = [r for r in evidence.of("mlp") if r.mlp_flops_per_s]
@@ -131,9 +137,9 @@ def _multiply(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "mlp",
             f"MLPs of width {large.point.width} and depth {large.point.depth} on {_device(large.point)} reach "
-            f"{large.mlp_flops_per_s / 1e9:.0f} GFLOP/s, {large.mlp_flops_per_s / 1e9 / limit:.0%} of torch's matrix multiply; "
-            f"at width {small.point.width} and depth "
-            f"{small.point.depth} it is {small.mlp_flops_per_s / 1e9 / limit:.0%}. Throughput falls by a factor of "
+            f"{large.mlp_flops_per_s / 1e9:.0f} GFLOP/s, {large.mlp_flops_per_s / 1e9 / limit:.0%} of torch's matrix "
+            f"multiply; at width {small.point.width} and depth {small.point.depth} it is "
+            f"{small.mlp_flops_per_s / 1e9 / limit:.0%}. Throughput falls by a factor of "
             f"{small.samples_per_s / large.samples_per_s:.1f} between the two.",
             "FLOPs of both MLPs over the time of their parts",
         )
@@ -200,8 +206,7 @@ def _loss(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         "batch",
         f"On planted data, a batch of {largest} in place of {smallest.point.batch} raises the normalized entropy by "
-        f"{lost:.1f} % "
-        f"with the same learning rate, and by {left:.1f} % with {tuned.point.learning_rate:.2g} in place of "
+        f"{lost:.1f} % with the same learning rate, and by {left:.1f} % with {tuned.point.learning_rate:.2g} in place of "
         f"{smallest.point.learning_rate:.2g}: "
         + ("most of the loss comes back." if left < lost / 2 else "tuning brings little back."),
         "test loss over the base rate's entropy after one pass over the same rows, median of three seeds",
@@ -223,9 +228,8 @@ def _rows(evidence: Evidence) -> Iterator[Finding]:
         )
     elif factor >= CACHE_DROP:
         text = (
-            f"Steps become {factor:.1f} times as long between {sizes[0]:,.0f} and {sizes[1]:,.0f} MiB of tables: there "
-            "the tables "
-            f"leave the caches. From {line[0].point.rows:,} to {line[-1].point.rows:,} rows they become "
+            f"Steps become {factor:.1f} times as long between {sizes[0]:,.0f} and {sizes[1]:,.0f} MiB of tables: there the "
+            f"tables leave the caches. From {line[0].point.rows:,} to {line[-1].point.rows:,} rows they become "
             f"{line[-1].median / line[0].median:.1f} times as long."
         )
     else:
@@ -252,8 +256,8 @@ def _lookups(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "lookups",
             f"{many.point.lookups} lookups per table in place of {one.point.lookups} make a step "
-            f"{many.median / one.median:.1f} times "
-            f"as long; table lookups and their update then take {many.share('embedding') + many.share('optimizer'):.0%} of it.",
+            f"{many.median / one.median:.1f} times as long; table lookups and their update then take "
+            f"{many.share('embedding') + many.share('optimizer'):.0%} of it.",
             "steps at both ends of the sweep with uniform ids",
         )
     if len(skews) > 1 and {skews[0], skews[-1]} <= by_skew.keys():
@@ -267,38 +271,34 @@ def _lookups(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _placement(evidence: Evidence) -> Iterator[Finding]:
-    found = evidence.of("placement")
-    for workload in dict.fromkeys(r.point.workload for r in found):
-        ranked = sorted((r for r in found if r.point.workload == workload), key=lambda r: r.median)
+    for workload, found in evidence.by_workload("placement"):
+        ranked = sorted(found, key=lambda r: r.median)
         if len(ranked) < 2:
             continue
         best, worst = ranked[0], ranked[-1]
         yield Finding(
             "placement",
             f"Over {best.point.num_workers} workers, the tables of the {workload} model train fastest "
-            f"{_words(best.point.placement)} "
-            f"({best.samples_per_s:,.0f} samples/s, {best.share('communication'):.0%} of a step in communication) and slowest "
-            f"{_words(worst.point.placement)} ({worst.samples_per_s:,.0f}).",
+            f"{_words(best.point.placement)} ({best.samples_per_s:,.0f} samples/s, {best.share('communication'):.0%} of a "
+            f"step in communication) and slowest {_words(worst.point.placement)} ({worst.samples_per_s:,.0f}).",
             "median step times of the measured placements, with the same batch over all workers",
         )
 
 
 def _workers(evidence: Evidence) -> Iterator[Finding]:
-    found = evidence.of("workers")
-    for workload in dict.fromkeys(r.point.workload for r in found):
-        mine = [r for r in found if r.point.workload == workload]
+    for workload, mine in evidence.by_workload("workers"):
         alone = next((r for r in mine if (r.point.num_workers, r.point.threads, r.point.loader_workers) == (1, 1, 0)), None)
         if alone is None or len(mine) < 2:
             continue
         best = max(mine, key=lambda r: r.samples_per_s)
         speedup = best.samples_per_s / alone.samples_per_s
         cores = min(best.point.num_workers * best.point.threads, evidence.cores)
-        workers, threads = _count(best.point.num_workers, "worker"), _count(best.point.threads, "thread")
+        workers, threads = counted(best.point.num_workers, "worker"), counted(best.point.threads, "thread")
         yield Finding(
             "workers",
             f"The {workload} model runs best with {workers} of {threads} and "
-            f"{_count(best.point.loader_workers, 'loader worker')} each: {speedup:.2f} times one thread's throughput, "
-            f"{speedup / cores:.0%} of a linear gain over {_count(cores, 'core')}.",
+            f"{counted(best.point.loader_workers, 'loader worker')} each: {speedup:.2f} times one thread's throughput, "
+            f"{speedup / cores:.0%} of a linear gain over {counted(cores, 'core')}.",
             "best of the measured combinations, with the same batch over all workers",
         )
 
@@ -319,16 +319,15 @@ def _loader(evidence: Evidence) -> Iterator[Finding]:
         )
         yield Finding(
             "loader",
-            f"With {_format(name)}, {wait}; the fastest has {_count(best.point.loader_workers, 'loader worker')} "
+            f"With {_format(name)}, {wait}; the fastest has {counted(best.point.loader_workers, 'loader worker')} "
             f"({best.samples_per_s:,.0f} samples/s).",
             f"time until the next batch is there; below {SMALL_WAIT:.0%} counts as none",
         )
 
 
 def _devices(evidence: Evidence) -> Iterator[Finding]:
-    found = evidence.of("devices")
-    for workload in dict.fromkeys(r.point.workload for r in found):
-        mine = {r.point.device: r for r in found if r.point.workload == workload}
+    for workload, found in evidence.by_workload("devices"):
+        mine = {r.point.device: r for r in found}
         if "cpu" in mine and len(mine) > 1:
             best = max(mine.values(), key=lambda r: r.samples_per_s)
             yield Finding(
@@ -343,10 +342,6 @@ def _devices(evidence: Evidence) -> Iterator[Finding]:
 def _ms(seconds: float) -> str:
     milliseconds = 1e3 * seconds
     return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.2g}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _device(point: Point) -> str:

@@ -35,35 +35,22 @@ from lightning_dlrover.tuning.nvml import handle_of, load_nvml
 from lightning_dlrover.tuning.profiler import GpuPeak
 from lightning_dlrover.tuning.resources import MemoryWatch
 
-# Energy that the machine reports: RAPL of the processors, NVML of the GPUs. Without either, no figure is given.
-
 POWERCAP = Path("/sys/class/powercap")
 
 
 class EnergyMeter:
-    """Reads energy counters.
+    """Reads the energy counters of all packages of the processors (RAPL), and of the GPU in use (NVML).
 
-    Args:
-        counters: functions that return the joules of one counter since some moment; None for no counter.
+    A GPU without a counter gives no figure at all.
     """
 
-    def __init__(self, counters: list[Callable[[], float]]) -> None:
-        self._counters = counters
-
-    @classmethod
-    def of_machine(cls, cuda: bool, powercap: Path = POWERCAP) -> EnergyMeter:
-        """Use all packages of the processors, and the GPU in use. A GPU without a counter gives no figure at all."""
-        counters: list[Callable[[], float]] = [
+    def __init__(self, cuda: bool, powercap: Path = POWERCAP) -> None:
+        self._counters: list[Callable[[], float]] = [
             _Rapl(zone) for zone in sorted(powercap.glob("intel-rapl:*")) if zone.name.count(":") == 1 and _is_readable(zone)
         ]
         if cuda:
             counter = _gpu_counter()
-            counters = [*counters, counter] if counter else []
-        return cls(counters)
-
-    @property
-    def is_available(self) -> bool:
-        return bool(self._counters)
+            self._counters = [*self._counters, counter] if counter else []
 
     def joules(self) -> float | None:
         """Return joules since some moment; None if the machine does not report them."""
@@ -104,12 +91,10 @@ def _gpu_counter() -> Callable[[], float] | None:
     return lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
 
 
-# Limits of the machine, measured in a worker: memory and matrix multiply of each device, all-reduce and disk.
-
 GPU = "gpu_"
-"""Begin of the names of a GPU's limits."""
+"""Prefix of the names of a GPU's limits."""
 BLOCK_S = 0.12
-NUM_BLOCKS = 5
+NUM_BLOCKS, NUM_DISK_BLOCKS = 5, 3
 COPY_BYTES = 256 * 2**20
 ROWS_BYTES = 512 * 2**20
 ROW_VALUES = 32
@@ -183,21 +168,13 @@ def _all_reduce_latency(threads: int, folder: Path, device: torch.device) -> tup
     return tuple(1e6 / rate for rate in rates)
 
 
-def _disk_write(threads: int, folder: Path, device: torch.device) -> tuple[float, ...]:
-    return tuple(_disk(folder)[0])
-
-
-def _disk_read(threads: int, folder: Path, device: torch.device) -> tuple[float, ...]:
-    return tuple(_disk(folder)[1])
-
-
-def _disk(folder: Path, num_blocks: int = 3) -> tuple[list[float], list[float]]:
-    """Write a file through to the disk, drop it from the page cache, and read it."""
+def _disk(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Write a file through to the disk, drop it from the page cache, and read it. Return both rates of each block."""
     file = folder / f"disk-{os.getpid()}"
     data = os.urandom(2**20)
     written, read = [], []
     try:
-        for _ in range(num_blocks):
+        for _ in range(NUM_DISK_BLOCKS):
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             try:
                 began = time.perf_counter()
@@ -216,7 +193,7 @@ def _disk(folder: Path, num_blocks: int = 3) -> tuple[list[float], list[float]]:
                 os.close(descriptor)
     finally:
         file.unlink(missing_ok=True)
-    return written, read
+    return tuple(written), tuple(read)
 
 
 def _rates(call: Callable[[], object], amount: float, device: torch.device, num_calls: int | None = None) -> tuple[float, ...]:
@@ -244,15 +221,15 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-_MEASURES = {
+_MEASURES: dict[str, Callable[[int, Path, torch.device], tuple[float, ...]]] = {
     "copy": _copy,
     "rows": _rows,
     "multiply": _multiply,
     "multiply_torch": _multiply_in_torch,
     "all_reduce": _all_reduce,
     "all_reduce_latency": _all_reduce_latency,
-    "disk_write": _disk_write,
-    "disk_read": _disk_read,
+    "disk_write": lambda threads, folder, device: _disk(folder)[0],
+    "disk_read": lambda threads, folder, device: _disk(folder)[1],
 }
 LIMITS = {
     "copy": ("memory copy, read and written", "GB/s"),
@@ -272,8 +249,6 @@ LIMITS = {
 NEEDS_WORKERS = {"all_reduce": 2, "all_reduce_latency": 2}
 """Limits that take more than one worker."""
 
-
-# Measure one point in this worker: warm-up, then blocks of whole steps and of cut steps in turn.
 
 MIN_WARM_STEPS = 2
 MIN_BLOCK_STEPS, MAX_BLOCK_STEPS = 2, 400
@@ -305,7 +280,10 @@ class Share:
 
 
 def measure(point: Point, global_rank: int, effort: Effort, folder: Path) -> Share:
-    """Measure a point together with the other workers of the default process group."""
+    """Measure a point together with the other workers of the default process group.
+
+    After a warm-up, whole steps and cut steps run in turn, in blocks.
+    """
     try:
         return _measured(point, global_rank, effort, folder)
     finally:
@@ -359,7 +337,7 @@ def _run(
     cuda: bool,
 ) -> Share:
     num_steps = _warm_up(point, effort, step, cut_step, cuda)
-    energy = EnergyMeter.of_machine(cuda)
+    energy = EnergyMeter(cuda)
     whole, parts, reference_s, reference_total_s = [], [], [], 0.0
     reference.seconds()
     with _no_collection():
@@ -477,14 +455,15 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-# Loss after one pass over planted data: clicks drawn from a known model, so that the best possible loss is known.
-
 NUM_SAMPLES, NUM_TEST = 48_000, 16_000
 INIT_STD = 0.05
 
 
 def normalized_entropy(point: Point, seed: int) -> float:
-    """Train once over the planted data; return the test loss over that of the base rate. The same seed gives the same."""
+    """Train once over planted data, clicks drawn from a known model. Return the test loss over that of the base rate.
+
+    Equal seeds give equal results.
+    """
     torch.set_num_threads(point.threads)
     generator = torch.Generator().manual_seed(seed)
     dense, ids, clicks = _planted(point, generator)
@@ -522,8 +501,6 @@ def _planted(point: Point, generator: torch.Generator) -> tuple[Tensor, Tensor, 
     return dense, ids, torch.bernoulli(torch.sigmoid(logits), generator=generator)
 
 
-# The user's own LightningModule: found by name, and measured through a Trainer.
-
 WARM_STEPS = 3
 MAX_STEPS = 2000
 
@@ -536,7 +513,7 @@ def check_users_model(name: str) -> None:
     """
     module = _made(name)
     if not hasattr(module, "training_step") or not hasattr(module, "configure_optimizers"):
-        raise ValueError(f"--model {name}: {type(module).__name__} is no LightningModule: it has no training_step")
+        raise ValueError(f"--model {name}: {type(module).__name__} is not a LightningModule: it has no training_step")
     own = getattr(type(module), "train_dataloader", None)
     if own is None or "lightning" in own.__module__.partition(".")[0]:
         raise ValueError(
@@ -546,15 +523,15 @@ def check_users_model(name: str) -> None:
 
 
 def _made(name: str) -> Any:
-    place, _, class_name = name.rpartition(":")
-    if not place or not class_name.isidentifier():
+    source, _, class_name = name.rpartition(":")
+    if not source or not class_name.isidentifier():
         raise ValueError(f"--model {name}: give MODULE:CLASS or FILE.py:CLASS, such as train.py:ClickModel")
     try:
-        found = getattr(_module(place), class_name)
+        found = getattr(_module(source), class_name)
     except AttributeError as error:
-        raise ValueError(f"--model {name}: {place} has no {class_name}") from error
+        raise ValueError(f"--model {name}: {source} has no {class_name}") from error
     except Exception as error:
-        raise ValueError(f"--model {name}: {place} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ValueError(f"--model {name}: {source} cannot be imported: {type(error).__name__}: {error}") from error
     if not inspect.isclass(found):
         raise ValueError(f"--model {name}: {class_name} is a {type(found).__name__}, not a class")
     try:
@@ -565,11 +542,11 @@ def _made(name: str) -> Any:
         ) from error
 
 
-def _module(place: str) -> Any:
-    if not place.endswith(".py"):
+def _module(source: str) -> Any:
+    if not source.endswith(".py"):
         sys.path.insert(0, os.getcwd())
-        return importlib.import_module(place)
-    path = Path(place).resolve()
+        return importlib.import_module(source)
+    path = Path(source).resolve()
     sys.path.insert(0, str(path.parent))  # its neighbours, as for a script
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
@@ -581,9 +558,7 @@ def _module(place: str) -> Any:
 
 
 def measure_users_model(point: Point, effort: Effort) -> Share:
-    """Train the model for a while, and return its steps in blocks, with Lightning's parts of a step."""
-    import torch
-
+    """Train the user's model for a while, and return its steps in blocks, with Lightning's parts of a step."""
     torch.set_num_threads(point.threads)
     module = _made(point.model)
     lightning = importlib.import_module(package_of(module))
@@ -614,7 +589,6 @@ def measure_users_model(point: Point, effort: Effort) -> Share:
 
 def _watch(lightning: Any, effort: Effort, cuda: bool) -> Any:
     """Return a callback that times steps in blocks, and stops after the last one."""
-    import torch
 
     class Watch(lightning.Callback):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -645,10 +619,8 @@ def _watch(lightning: Any, effort: Effort, cuda: bool) -> Any:
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             self._mark("optimizer")
             self._num_steps += 1
-            if self._num_steps <= WARM_STEPS:
-                return
-            if self._num_steps == WARM_STEPS + 1:
-                self._block_began, self._in_block = self._last, 0
+            if self._num_steps <= WARM_STEPS + 1:
+                self._block_began = self._last
                 return
             self._in_block += 1
             self.num_measured += 1

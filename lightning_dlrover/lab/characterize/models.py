@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,8 +23,6 @@ from lightning_dlrover.lab.characterize.points import PARTS, Point, die_with_par
 from lightning_dlrover.tables.layout import Shard
 from lightning_dlrover.tables.sharded import ShardedTables
 from lightning_dlrover.tuning.profiler import Mark, marks_of
-
-# Batches of a point: ids with a power law, in memory or behind a DataLoader in several formats.
 
 MIN_BATCHES, MAX_BATCHES = 4, 64
 DATASET_ROWS = 4001
@@ -134,10 +132,6 @@ class _Parquet(Dataset[tuple[Tensor, Tensor, Tensor]]):
         )
 
 
-def _die_with_parent(_: int) -> None:
-    die_with_parent()
-
-
 class Batches:
     """An endless iterator over one worker's batches. `close` ends its loader workers.
 
@@ -152,7 +146,7 @@ class Batches:
             return
         options: dict[str, Any] = {"num_workers": point.loader_workers, "shuffle": False}
         if point.loader_workers:
-            options |= {"multiprocessing_context": "fork", "worker_init_fn": _die_with_parent}
+            options |= {"multiprocessing_context": "fork", "worker_init_fn": die_with_parent}
         if point.data == "parquet":
             self._loader = iter(DataLoader(_Parquet(point, local_batch, folder), None, **options))
         else:
@@ -189,10 +183,9 @@ def _prepare(point: Point, local_batch: int, global_rank: int) -> list[Batch]:
     return found
 
 
-# The reference DLRM (Naumov et al., arXiv 1906.00091), with a step that can be cut into parts.
-#
-# A step runs in one of two ways: as users write it, with one backward pass, or cut at the borders between the parts. Cut,
-# each part's forward and backward pass run separately, and the times of the parts can be read. Both do the same work.
+# A step of the reference DLRM (Naumov et al., arXiv 1906.00091) runs in one of two ways: as users write it, with one backward
+# pass, or cut at the borders between the parts. Cut, each part's forward and backward pass run separately, and the times of the
+# parts can be read. Both do the same work.
 
 LEARNING_RATE = 0.01
 
@@ -270,17 +263,17 @@ class LocalTables:
 class Model(nn.Module):
     """The dense part on this worker, and its tables."""
 
-    def __init__(self, point: Point, device: torch.device, tables: Tables | None, rate: float = LEARNING_RATE) -> None:
+    def __init__(self, point: Point, device: torch.device, tables: Tables | None) -> None:
         super().__init__()
         bottom, top = layers(point)
         self.bottom = _perceptron(bottom).to(device) if tables else None
         self.top = _perceptron(top)[:-1].to(device)  # the last layer has no ReLU
         self.tables = tables
         num_vectors = point.num_sparse + 1
-        self._pairs = torch.triu_indices(num_vectors, num_vectors, offset=1, device=device)
-        self._flat = (self._pairs[0] * num_vectors + self._pairs[1]).contiguous()
+        rows, columns = torch.triu_indices(num_vectors, num_vectors, offset=1, device=device)
+        self._flat = (rows * num_vectors + columns).contiguous()
         self._parameters_in_order = [*self.parameters()]
-        self._optimizer = torch.optim.SGD(self._parameters_in_order, lr=rate)
+        self._optimizer = torch.optim.SGD(self._parameters_in_order, lr=LEARNING_RATE)
         self._num_workers = point.num_workers
         self._device = device
 
@@ -352,8 +345,7 @@ class Model(nn.Module):
 
 
 def _perceptron(sizes: Sequence[tuple[int, int]]) -> nn.Sequential:
-    build: Callable[[int, int], list[nn.Module]] = lambda i, o: [nn.Linear(i, o), nn.ReLU()]  # noqa: E731
-    return nn.Sequential(*(part for i, o in sizes for part in build(i, o)))
+    return nn.Sequential(*(part for i, o in sizes for part in (nn.Linear(i, o), nn.ReLU())))
 
 
 def _average(gradients: Sequence[Tensor], num_workers: int) -> None:
@@ -367,14 +359,15 @@ def _average(gradients: Sequence[Tensor], num_workers: int) -> None:
         first += gradient.numel()
 
 
-# Tables divided over the workers, through the package's own sharding; the time of their exchanges is separate.
-
 REMOTE = "remote"
 """Placement of all tables on the last worker: the others look up at another process."""
 
 
 class TablesOverWorkers:
-    """One worker's part of tables that torchrec has sharded. Their optimizer runs in the backward pass."""
+    """One worker's part of tables that torchrec has sharded, through the package's own sharding.
+
+    The time of their exchanges is separate. Their optimizer runs in the backward pass.
+    """
 
     def __init__(self, point: Point, device: torch.device) -> None:
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
@@ -402,7 +395,6 @@ class TablesOverWorkers:
         for block in self._sharded.blocks():
             block.values.fill_(0.01)  # touches all pages
         self._collection: Any = holder.tables
-        self._lookups = point.lookups
         self._outputs: list[Tensor] = []
         self._leaves: list[Tensor] = []
 
@@ -414,18 +406,18 @@ class TablesOverWorkers:
         features = KeyedJaggedTensor(self._names, ids.flatten(), lengths=lengths)
         collection = self._collection
         context = collection.create_context()
-        if clock is None:
-            pooled = collection.output_dist(
-                context, collection.compute(context, collection.input_dist(context, features).wait().wait())
-            ).wait()
-        else:
+        if clock is not None:
             clock.mark("embedding")
-            local = collection.input_dist(context, features).wait().wait()
+        local = collection.input_dist(context, features).wait().wait()
+        if clock is not None:
             clock.mark("communication")
-            self._outputs = collection.compute(context, local)
-            self._leaves = [output.detach().requires_grad_() for output in self._outputs]
+        outputs = collection.compute(context, local)
+        if clock is not None:
+            # Cut here, so that the backward pass of the lookups runs on its own.
+            self._outputs = outputs
+            outputs = self._leaves = [output.detach().requires_grad_() for output in outputs]
             clock.mark("embedding")
-            pooled = collection.output_dist(context, self._leaves).wait()
+        pooled = collection.output_dist(context, outputs).wait()
         values: Tensor = pooled.values().unflatten(1, (num_tables, -1))
         if clock is not None:
             clock.mark("communication")
@@ -444,15 +436,16 @@ class TablesOverWorkers:
         self._sharded.close()
 
 
-# A short program of fixed work, run between steps: its time shows how fast the machine is at that moment.
-
 MATRIX = 256
 ROWS, ROW_VALUES = 131_072, 32  # 16 MiB
 IDS = (512, 8)
 
 
 class ReferenceProgram:
-    """One matrix multiply and some random rows of a table: about a millisecond on one core."""
+    """A short program of fixed work, run between steps: its time shows how fast the machine is at that moment.
+
+    It multiplies two matrices and reads some random rows of a table: about a millisecond on one core.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from lightning_dlrover.files import atomic_write
 from lightning_dlrover.lab.characterize.findings import Finding
 from lightning_dlrover.lab.characterize.measure import LIMITS
-from lightning_dlrover.lab.characterize.points import PARTS, Point, Scope, Study, Visit, all_studies, step_flops
+from lightning_dlrover.lab.characterize.points import PARTS, Point, Scope, Study, Visit, all_studies, lookup_bytes, step_flops
 from lightning_dlrover.lab.characterize.results import Measurements, Result, agreement, limit_values, results_of
 from lightning_dlrover.output import counted, text_table
 from lightning_dlrover.report.page import INK, WIDTH_INCHES, in_our_style, render_page
@@ -23,8 +21,6 @@ from lightning_dlrover.report.page import INK, WIDTH_INCHES, in_our_style, rende
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-# Figures of the studies, in the style of a job's report.
 
 PART_COLOURS = {
     "data": "#e69f00",
@@ -57,28 +53,21 @@ WORDS = {
     "learning_rate": "learning rate",
 }
 MAX_BARS = 24
-Drawn = TypeVar("Drawn", bound=Callable[..., Any])
 
 
-def _styled(draw: Drawn) -> Drawn:
-    @functools.wraps(draw)
-    def drawn(*arguments: Any) -> Any:
-        with in_our_style():
-            return draw(*arguments)
+def _new_figure(height: float) -> Figure:
+    from matplotlib.figure import Figure
 
-    return drawn  # type: ignore[return-value]
+    return Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
 
 
-@_styled
-def study_figure(study: Study, results: Mapping[Point, Result]) -> Figure | None:
-    """Plot throughput over the sweep, above the parts of a step; None for fewer than two points, which make no line."""
+def _study_figure(study: Study, results: Mapping[Point, Result]) -> Figure | None:
+    """Plot throughput over the sweep, next to the parts of a step; None for fewer than two points, which make no line."""
     found = [results[p] for p in study.points if p in results and not p.measures_loss]
     if len(found) < 2:
         return None
-    from matplotlib.figure import Figure as NewFigure
-
     shown = found[:: 1 + (len(found) - 1) // MAX_BARS]
-    figure = NewFigure(figsize=(WIDTH_INCHES, 4.2 + 0.02 * len(shown)), layout="constrained")
+    figure = _new_figure(4.2 + 0.02 * len(shown))
     rates, parts = figure.subplots(1, 2, width_ratios=[1, 1.25])
     _draw_rates(rates, study, found)
     _draw_parts(parts, study, shown)
@@ -93,12 +82,11 @@ def _draw_rates(axes: Axes, study: Study, found: Sequence[Result]) -> None:
         lines.setdefault(tuple(getattr(result.point, name) for name in study.series), []).append(result)
     values = [getattr(r.point, study.x) for r in found]
     is_number = all(isinstance(value, int | float) for value in values)
-    spots = {value: i for i, value in enumerate(dict.fromkeys(values if not is_number else sorted(values)))}
-    colours, dashes = itertools.cycle(LINES), itertools.cycle(["-", "--", ":"])
-    is_bar = not is_number
+    spots = {value: i for i, value in enumerate(dict.fromkeys(sorted(values) if is_number else values))}
+    style: dict[str, Any] = {"markersize": 4.5, "linewidth": 1.5, "elinewidth": 0.9, "capsize": 2.5}
     for number, (key, line) in enumerate(lines.items()):
         line.sort(key=lambda r: spots[getattr(r.point, study.x)])
-        offset = 0.16 * (number - (len(lines) - 1) / 2) if is_bar else 0.0
+        offset = 0.0 if is_number else 0.16 * (number - (len(lines) - 1) / 2)
         xs = [spots[getattr(r.point, study.x)] + offset for r in line]
         ys = [r.samples_per_s for r in line]
         errors = [
@@ -106,21 +94,8 @@ def _draw_rates(axes: Axes, study: Study, found: Sequence[Result]) -> None:
             [r.point.batch / r.low - y for y, r in zip(ys, line, strict=True)],
         ]
         label = ", ".join(_value(name, value) for name, value in zip(study.series, key, strict=True))
-        if number and number % len(LINES) == 0:
-            next(dashes)
-        style = "o" if is_bar else "o-"
-        axes.errorbar(
-            xs,
-            ys,
-            yerr=errors,
-            fmt=style,
-            color=next(colours),
-            markersize=4.5,
-            linewidth=1.5,
-            elinewidth=0.9,
-            capsize=2.5,
-            label=label or None,
-        )
+        colour = LINES[number % len(LINES)]
+        axes.errorbar(xs, ys, yerr=errors, fmt="o-" if is_number else "o", color=colour, label=label or None, **style)
     axes.set_xticks(
         range(len(spots)), [_tick(value) for value in spots], rotation=25 if len(spots) > 4 and not is_number else 0
     )
@@ -144,6 +119,8 @@ def _draw_rates(axes: Axes, study: Study, found: Sequence[Result]) -> None:
 
 def _draw_parts(axes: Axes, study: Study, found: Sequence[Result]) -> None:
     """Plot each point's step as a bar of its parts, in percent, labelled with its milliseconds."""
+    from matplotlib.patches import Patch
+
     names = [part for part in (*PARTS, "forward", "backward") if any(result.part_s.get(part) for result in found)]
     for place, result in enumerate(found):
         left = 0.0
@@ -160,26 +137,18 @@ def _draw_parts(axes: Axes, study: Study, found: Sequence[Result]) -> None:
     axes.set_xticks([0, 25, 50, 75, 100])
     axes.set_xlabel("percent of a step")
     axes.set_title("parts of a step, and its time")
-    handles = [_patch(PART_COLOURS[part], part.replace("_", " ").replace("mlp", "MLP")) for part in names]
+    labels = [part.replace("_", " ").replace("mlp", "MLP") for part in names]
+    handles = [Patch(color=PART_COLOURS[part], label=label, linewidth=0) for part, label in zip(names, labels, strict=True)]
     figure = axes.get_figure()
     assert figure is not None
     figure.legend(handles=handles, loc="outside upper center", ncols=len(names), fontsize=8.5)
 
 
-def _patch(colour: str, label: str) -> Any:
-    from matplotlib.patches import Patch
-
-    return Patch(color=colour, label=label, linewidth=0)
-
-
-@_styled
-def loss_figure(losses: Sequence[Result]) -> Figure | None:
+def _loss_figure(losses: Sequence[Result]) -> Figure | None:
     """Plot the normalized entropy over the batch: with one learning rate, and with the best of those tried."""
     if len(losses) < 2:
         return None
-    from matplotlib.figure import Figure as NewFigure
-
-    figure = NewFigure(figsize=(WIDTH_INCHES, 2.8), layout="constrained")
+    figure = _new_figure(2.8)
     axes = figure.subplots()
     smallest = min(losses, key=lambda r: r.point.batch)
     batches = sorted({r.point.batch for r in losses})
@@ -201,8 +170,7 @@ def loss_figure(losses: Sequence[Result]) -> Figure | None:
     return figure
 
 
-@_styled
-def roofline_figure(results: Sequence[Result], limits: Mapping[tuple[str, int], float], cores: int) -> Figure | None:
+def _roofline_figure(results: Sequence[Result], limits: Mapping[tuple[str, int], float], cores: int) -> Figure | None:
     """Plot FLOP/s over FLOPs per byte of rows, under the roofs of memory and of matrix multiply."""
     reads, multiply = limits.get(("rows", cores)), limits.get(("multiply", cores))
     shown = [
@@ -213,11 +181,8 @@ def roofline_figure(results: Sequence[Result], limits: Mapping[tuple[str, int], 
     if len(shown) < 2 or reads is None or multiply is None:
         return None
     import numpy as np
-    from matplotlib.figure import Figure as NewFigure
 
-    from lightning_dlrover.lab.characterize.points import lookup_bytes
-
-    figure = NewFigure(figsize=(WIDTH_INCHES, 3.8), layout="constrained")
+    figure = _new_figure(3.8)
     axes = figure.subplots()
     intensity = [step_flops(r.point) / lookup_bytes(r.point) for r in shown]
     roof = np.logspace(np.log10(min(intensity) / 3), np.log10(max(intensity) * 3), 100)
@@ -227,18 +192,10 @@ def roofline_figure(results: Sequence[Result], limits: Mapping[tuple[str, int], 
         axes.plot(
             roof, np.minimum(multiply, copy * roof), color=INK, linewidth=0.9, linestyle=":", label=f"copy, {copy:.3g} GB/s"
         )
-    for place, workload in enumerate(dict.fromkeys(r.point.workload for r in shown)):
+    for number, workload in enumerate(dict.fromkeys(r.point.workload for r in shown)):
         chosen = [i for i, r in enumerate(shown) if r.point.workload == workload]
-        rates = [shown[i].flops_per_s / 1e9 for i in chosen]
-        axes.plot(
-            [intensity[i] for i in chosen],
-            rates,
-            "o",
-            markersize=5,
-            alpha=0.75,
-            color=LINES[place % len(LINES)],
-            label=workload,
-        )
+        xs, ys = [intensity[i] for i in chosen], [shown[i].flops_per_s / 1e9 for i in chosen]
+        axes.plot(xs, ys, "o", markersize=5, alpha=0.75, color=LINES[number % len(LINES)], label=workload)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("FLOPs per byte of table rows moved")
@@ -267,14 +224,12 @@ def _tick(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value).replace("_", "-")
 
 
-# Two machines' results side by side.
-
 Rows = list[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Limits and throughput of both machines, with the ratio of the second to the first."""
+    """Limits and throughput of two machines, with the ratio of the second to the first."""
 
     limits: Rows  # limit, threads, A, B, B/A, unit
     points: Rows  # model, configuration, A, B, B/A, unit; only points that both have
@@ -344,9 +299,6 @@ def differences(point: Point) -> str:
     return " ".join(f"{name}={getattr(point, name)}" for name, default in fields.items() if getattr(point, name) != default)
 
 
-# Write the report of two machines: limits, and the figures of each study side by side, in one HTML file.
-
-
 @dataclass(frozen=True)
 class _Pair:
     title: str
@@ -354,17 +306,14 @@ class _Pair:
 
 
 def write_comparison(path: Path, one: Measurements, other: Measurements) -> None:
-    """Write the report to `path`, whole or not at all.
+    """Write the report of two machines to `path`, whole or not at all: limits and figures side by side, in one HTML file.
 
     Raises:
         OSError: `path` cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, _page_of_two(one, other, compared(one, other)))
-
-
-def _page_of_two(one: Measurements, other: Measurements, found: Comparison) -> str:
-    return render_page(
+    found = compared(one, other)
+    page = render_page(
         "lab/characterize",
         "compare_page.html.j2",
         machines=(one.header.machine, other.header.machine),
@@ -373,31 +322,31 @@ def _page_of_two(one: Measurements, other: Measurements, found: Comparison) -> s
         points=found.points,
         pairs=_pairs(one, other),
     )
+    atomic_write(path, page)
 
 
 def _pairs(one: Measurements, other: Measurements) -> list[_Pair]:
     """Return the figures of both machines by study. A study that neither has is skipped."""
-    from lightning_dlrover.report.page import to_svg
-
     sides = [(side, results_of(side.visits)) for side in (one, other)]
-    roofs = [roofline_figure([*results.values()], limit_values(side.limits), _cores(side)) for side, results in sides]
     titles = {"roofline": "Achieved and attainable"}
-    drawn = {"roofline": roofs}
-    for side, results in sides:
-        for study in _studies(side, results):
-            titles.setdefault(study.name, study.title)
-            drawn.setdefault(study.name, []).append(study_figure(study, results))
+    with in_our_style():
+        roofs = [_roofline_figure([*results.values()], limit_values(side.limits), _cores(side)) for side, results in sides]
+        drawn = {"roofline": roofs}
+        for side, results in sides:
+            for study in _studies(side, results):
+                titles.setdefault(study.name, study.title)
+                drawn.setdefault(study.name, []).append(_study_figure(study, results))
     return [
-        _Pair(
-            titles[name],
-            (
-                to_svg(figures[0], f"{name}-a") if figures[0] is not None else None,
-                to_svg(figures[1], f"{name}-b") if figures[1] is not None else None,
-            ),
-        )
+        _Pair(titles[name], (_svg(figures[0], f"{name}-a"), _svg(figures[1], f"{name}-b")))
         for name, figures in drawn.items()
         if any(figure is not None for figure in figures)
     ]
+
+
+def _svg(figure: Figure | None, name: str) -> str | None:
+    from lightning_dlrover.report.page import to_svg
+
+    return to_svg(figure, name) if figure is not None else None
 
 
 def _cores(side: Measurements) -> int:
@@ -407,28 +356,19 @@ def _cores(side: Measurements) -> int:
 def _studies(side: Measurements, results: dict[Point, Result]) -> list[Study]:
     """Return the studies of the size, quick or full, that covers more of the measured points."""
     machine = side.header.machine
-    models = {point.model for point in results} - {""}
-
-    def studies(size: str) -> list[Study]:
-        return all_studies(
-            Scope(
-                size="full" if size == "full" else "quick",
-                device="cuda" if machine.gpu else "cpu",
-                cores=_cores(side),
-                memory_bytes=machine.memory_gib << 30,
-                has_torchrec=True,
-                has_pyarrow=True,
-                users_model=min(models, default=""),
-            )
-        )
-
+    quick = Scope(
+        size="quick",
+        device="cuda" if machine.gpu else "cpu",
+        cores=_cores(side),
+        memory_bytes=machine.memory_gib << 30,
+        has_torchrec=True,
+        has_pyarrow=True,
+        users_model=min({point.model for point in results} - {""}, default=""),
+    )
     return max(
-        (studies(size) for size in ("quick", "full")),
+        (all_studies(scope) for scope in (quick, dataclasses.replace(quick, size="full"))),
         key=lambda made: len({point for study in made for point in study.points} & results.keys()),
     )
-
-
-# Write the report of a characterization: one HTML file.
 
 
 @dataclass(frozen=True)
@@ -444,22 +384,18 @@ class _Section:
 
 
 def write_page(path: Path, measured: Measurements, studies: Sequence[Study], found: Sequence[Finding], scope: Scope) -> None:
-    """Write the report to `path`, whole or not at all.
+    """Write the report of a characterization to `path`, whole or not at all: one HTML file.
 
     Raises:
         OSError: `path` cannot be written.
     """
-    atomic_write(path, _page_of_one(measured, studies, found, scope))
-
-
-def _page_of_one(measured: Measurements, studies: Sequence[Study], found: Sequence[Finding], scope: Scope) -> str:
-    from lightning_dlrover.report.page import to_svg
-
     results, limits = results_of(measured.visits), limit_values(measured.limits)
     shown = {point: results[point] for study in studies for point in study.points if point in results}
-    roofline = roofline_figure(list(shown.values()), limits, scope.cores)
+    with in_our_style():
+        roofline = _roofline_figure(list(shown.values()), limits, scope.cores)
+        sections = [_section(study, results, measured.visits) for study in studies]
     times = [*(visit.at for visit in measured.visits), *(limit.at for limit in measured.limits)]
-    return render_page(
+    page = render_page(
         "lab/characterize",
         "page.html.j2",
         machine=measured.header.machine,
@@ -469,11 +405,12 @@ def _page_of_one(measured: Measurements, studies: Sequence[Study], found: Sequen
         size=scope.size,
         facts=_facts(shown, limits, scope),
         found=found,
-        limits=_rows_of_limits(measured),
-        roofline=to_svg(roofline, "roofline") if roofline is not None else None,
-        studies=[_section(study, results, measured.visits) for study in studies],
+        limits=_rows_of_limits(measured, limits),
+        roofline=_svg(roofline, "roofline"),
+        studies=sections,
         num_visits=len(measured.visits),
     )
+    atomic_write(path, page)
 
 
 def _facts(
@@ -499,16 +436,13 @@ def _facts(
         is_known = any(r.num_visits > 1 for r in timed)  # one visit does not show how much a second would differ
         interval = f"{100 * spreads[len(spreads) // 2]:.0f} % wide" if is_known else "unknown"
         facts.append(("Interval of a second run", interval, "90 %, median over points" if is_known else "one visit each"))
-    measured = any(r.joules_per_step is not None for r in results.values())
-    facts.append(
-        ("Energy", "measured" if measured else "not measured", "" if measured else "neither RAPL nor NVML can be read")
-    )
-    return facts
+    if any(r.joules_per_step is not None for r in results.values()):
+        return [*facts, ("Energy", "measured", "")]
+    return [*facts, ("Energy", "not measured", "neither RAPL nor NVML can be read")]
 
 
-def _rows_of_limits(measured: Measurements) -> list[tuple[str, ...]]:
+def _rows_of_limits(measured: Measurements, best: Mapping[tuple[str, int], float]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    best = limit_values(measured.limits)
     for limit in {(limit.name, limit.threads): limit for limit in measured.limits}.values():
         text = LIMITS.get(limit.name, (limit.name, ""))[0]
         if not limit.blocks:
@@ -523,11 +457,7 @@ def _rows_of_limits(measured: Measurements) -> list[tuple[str, ...]]:
 
 
 def _section(study: Study, results: Mapping[Point, Result], visits: Sequence[Visit]) -> _Section:
-    from lightning_dlrover.report.page import to_svg
-
-    figure = study_figure(study, results)
     losses = [results[point] for point in study.points if point in results and point.measures_loss]
-    loss = loss_figure(losses)
     failed = {visit.point: visit.problem for visit in visits if visit.problem and visit.point not in results}
     missing = sum(point not in results and point not in failed for point in study.points)
     problems = [f"{differences(point)}: {failed[point]}" for point in study.points if point in failed]
@@ -536,8 +466,8 @@ def _section(study: Study, results: Mapping[Point, Result], visits: Sequence[Vis
     return _Section(
         title=study.title,
         skipped=study.skipped,
-        figure=to_svg(figure, study.name) if figure is not None else None,
-        loss=to_svg(loss, f"{study.name}-loss") if loss is not None else None,
+        figure=_svg(_study_figure(study, results), study.name),
+        loss=_svg(_loss_figure(losses), f"{study.name}-loss"),
         caption="A bar is the 90 % interval of a second run under the same load. Parts are timed in steps of their own, cut "
         "at the parts' borders; each part holds its forward and its backward pass.",
         rows=[_row(results[point]) for point in study.points if point in results],
@@ -548,14 +478,8 @@ def _section(study: Study, results: Mapping[Point, Result], visits: Sequence[Vis
 
 def _row(r: Result) -> tuple[str, ...]:
     if r.point.measures_loss:
-        return (
-            differences(r.point),
-            *("-" for _ in range(1)),
-            f"{r.median:.4f}",
-            f"{r.low:.4f} to {r.high:.4f}",
-            str(r.num_blocks),
-            *["-"] * 6,
-        )
+        interval = f"{r.low:.4f} to {r.high:.4f}"
+        return differences(r.point), "-", f"{r.median:.4f}", interval, str(r.num_blocks), *["-"] * 6
     return (
         f"{r.point.workload} {differences(r.point)}",
         f"{r.samples_per_s:,.0f}",

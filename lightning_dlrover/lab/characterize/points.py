@@ -11,7 +11,7 @@ import os
 import platform
 import signal
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -19,17 +19,13 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_dlrover.tuning.candidates import Descriptor
-from lightning_dlrover.tuning.resources import available_bytes, available_cores
-
-# Processes that end with their parent, whatever kills it.
+from lightning_dlrover.tuning.resources import available_cores
 
 
-def die_with_parent() -> None:
+def die_with_parent(*_: object) -> None:
     """Let the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
-
-# One configuration of a study, one visit to it, and a limit of the machine, as plain data.
 
 PARTS = ("data", "embedding", "bottom_mlp", "interaction", "top_mlp", "communication", "optimizer")
 """Parts of a step of the reference model; those of a user's own model are Lightning's."""
@@ -161,8 +157,6 @@ def _quantile(degrees: float) -> float:
     return float(stdtrit(degrees, (1 + LEVEL) / 2))
 
 
-# Work of one step of a point, by arithmetic: FLOPs, bytes and the descriptor for the job history. Pure.
-
 PASSES = 3
 """Ratio of the forward and the backward pass's FLOPs to those of the forward pass."""
 
@@ -174,14 +168,10 @@ def layers(point: Point) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Return inputs and outputs of each layer of the bottom and of the top MLP. Without tables the bottom MLP is empty."""
     hidden = [point.width] * point.depth
     if not point.num_sparse:
-        return [], list(_pairs([point.num_dense, *hidden, 1]))
+        return [], [*itertools.pairwise([point.num_dense, *hidden, 1])]
     vectors = point.num_sparse + 1
     joined = point.dim + vectors * (vectors - 1) // 2
-    return list(_pairs([point.num_dense, *hidden, point.dim])), list(_pairs([joined, *hidden, 1]))
-
-
-def _pairs(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    yield from itertools.pairwise(sizes)
+    return [*itertools.pairwise([point.num_dense, *hidden, point.dim])], [*itertools.pairwise([joined, *hidden, 1])]
 
 
 def mlp_flops(point: Point) -> float:
@@ -220,8 +210,6 @@ def descriptor(point: Point, node_cores: float) -> Descriptor:
         node_cores=node_cores,
     )
 
-
-# The nine studies: the points of each, quick or full, on a given machine. Pure.
 
 STUDIES = ("features", "batch", "rows", "mlp", "lookups", "placement", "workers", "loader", "devices")
 MEMORY_SHARE = 0.3
@@ -267,19 +255,9 @@ class Study:
 
 def all_studies(scope: Scope, names: Iterable[str] = STUDIES) -> list[Study]:
     """Return the studies in their order. Points with tables that exceed the memory are skipped, with a line."""
-    makers = {
-        "features": _features,
-        "batch": _batch,
-        "rows": _rows,
-        "mlp": _mlp,
-        "lookups": _lookups,
-        "placement": _placement,
-        "workers": _workers,
-        "loader": _loader,
-        "devices": _devices,
-    }
+    makers = (_features, _batch, _rows, _mlp, _lookups, _placement, _workers, _loader, _devices)
     wanted = set(names)
-    return [_fitting(makers[name](scope), scope) for name in STUDIES if name in wanted]
+    return [_fitting(make(scope), scope) for name, make in zip(STUDIES, makers, strict=True) if name in wanted]
 
 
 def _fitting(study: Study, scope: Scope) -> Study:
@@ -423,12 +401,9 @@ def _devices(scope: Scope) -> Study:
     return Study("devices", "Reference models on each device", "workload", ("device",), tuple(points), tuple(skipped))
 
 
-# The measured machine: its identity, and the resources that studies may use.
-
-
 @dataclass(frozen=True)
 class Machine:
-    """A machine, as the points of a folder belong to it."""
+    """Identity of the machine on which all points of a folder were measured."""
 
     name: str
     processor: str
@@ -458,10 +433,6 @@ def this_machine(device: str) -> Machine:
     return Machine(platform.node(), _processor(), available_cores(), memory_gib, gpu, torch.__version__)
 
 
-def usable_memory_bytes() -> int:
-    return available_bytes()
-
-
 def whole_cores() -> int:
     return max(1, min(int(available_cores()), len(os.sched_getaffinity(0))))
 
@@ -470,9 +441,9 @@ def has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def _processor() -> str:
     with suppress(OSError):
-        for line in cpuinfo.read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()

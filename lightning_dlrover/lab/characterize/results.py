@@ -7,8 +7,9 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lightning_dlrover._version import __version__
 from lightning_dlrover.files import RecordFile, RecordForm, read_lines
@@ -32,8 +33,6 @@ from lightning_dlrover.lab.characterize.points import (
 )
 from lightning_dlrover.tuning.history import JobEntry, JobHistory
 from lightning_dlrover.tuning.samples import StepProfile
-
-# Results of points: the median over their visits, its interval, and figures that follow from it. Pure.
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,6 @@ def _merged(point: Point, visits: list[Visit], half_width: float | None) -> Resu
     # The visits with the median ratio of parts to step: parts of different visits would not add up to any step.
     ordered = sorted(visits, key=lambda visit: sum(visit.part_s.values()) / statistics.median(visit.blocks))
     middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
-    names = [part for part in (*PARTS, *parts) if part in parts]
     return Result(
         point=point,
         num_visits=len(visits),
@@ -146,7 +144,8 @@ def _merged(point: Point, visits: list[Visit], half_width: float | None) -> Resu
         high=high,
         part_s={
             part: statistics.mean(v.part_s[part] * median / statistics.median(v.blocks) for v in middle)
-            for part in dict.fromkeys(names)
+            for part in dict.fromkeys((*PARTS, *parts))
+            if part in parts
         },
         peak_memory_bytes=max(visit.peak_memory_bytes for visit in visits),
         cpu_percent=statistics.median(visit.cpu_percent for visit in visits),
@@ -182,8 +181,6 @@ def _agree(a: Result, b: Result) -> bool:
     return a.low <= b.median / slower <= a.high or b.low <= a.median * slower <= b.high
 
 
-# The measurements of a folder: one line of JSON each, appended as soon as it is made.
-
 FILE_NAME = "points.jsonl"
 FORMAT = 1
 
@@ -206,21 +203,13 @@ class Measurements:
     """Content of a folder."""
 
     header: Header
-    visits: list[Visit] = field(default_factory=list)
-    limits: list[Limit] = field(default_factory=list)
+    visits: list[Visit]
+    limits: list[Limit]
 
     @staticmethod
-    def of(header: Header, records: Iterable[Visit | Limit]) -> Measurements:
-        found = Measurements(header)
-        for record in records:
-            found.add(record)
-        return found
-
-    def add(self, record: Visit | Limit) -> None:
-        if isinstance(record, Visit):
-            self.visits.append(record)
-        else:
-            self.limits.append(record)
+    def of(header: Header, records: Sequence[Visit | Limit]) -> Measurements:
+        visits = [record for record in records if isinstance(record, Visit)]
+        return Measurements(header, visits, [record for record in records if isinstance(record, Limit)])
 
 
 FORM = RecordForm(
@@ -255,7 +244,10 @@ class Store(RecordFile[Header]):
     def add(self, record: Visit | Limit) -> None:
         """Append a measurement."""
         super().add(record)
-        self.found.add(record)
+        if isinstance(record, Visit):
+            self.found.visits.append(record)
+        else:
+            self.found.limits.append(record)
 
     def _check(self, machine: Machine) -> None:
         header = self.found.header
@@ -265,11 +257,11 @@ class Store(RecordFile[Header]):
                 "give another --out"
             )
         if header.machine != machine:
-            names = [name for name, value in vars(machine).items() if getattr(header.machine, name) != value]
-            told = ", ".join(
-                f"{name} {getattr(header.machine, name)!r} there, {getattr(machine, name)!r} here" for name in names
+            there = vars(header.machine)
+            differences = ", ".join(
+                f"{name} {there[name]!r} there, {here!r} here" for name, here in vars(machine).items() if there[name] != here
             )
-            raise StoreError(f"{self.path} was measured on another machine ({told}); give another --out")
+            raise StoreError(f"{self.path} was measured on another machine ({differences}); give another --out")
 
 
 def read_store(folder: Path) -> Measurements:
@@ -289,35 +281,24 @@ def read_store(folder: Path) -> Measurements:
     return Measurements.of(read[0], read[1])
 
 
-# The tables of a characterization: one row per point, as CSV and as Parquet.
-
 Cell = str | float | int | None
 
 
-def rows_of(study: Study, results: Mapping[Point, Result]) -> list[dict[str, Cell]]:
-    """Return one row for each measured point of a study."""
-    return [{"study": study.name, **_row(results[point])} for point in study.points if point in results]
-
-
-def _row(result: Result) -> dict[str, Cell]:
+def _row(study: Study, result: Result) -> dict[str, Cell]:
+    """Return one row of a study's table."""
     point = result.point
-    row: dict[str, Cell] = dict(dataclasses.asdict(point))
-    is_loss = point.measures_loss
-    row |= {
+    is_loss, is_known = point.measures_loss, not (point.measures_loss or point.model)
+    interval = (result.median, result.low, result.high)
+    step, entropy = ((None,) * 3, interval) if is_loss else (interval, (None,) * 3)
+    return {
+        "study": study.name,
+        **dataclasses.asdict(point),
         "visits": result.num_visits,
         "blocks": result.num_blocks,
-        "step_s": None if is_loss else result.median,
-        "step_low_s": None if is_loss else result.low,
-        "step_high_s": None if is_loss else result.high,
+        **dict(zip(("step_s", "step_low_s", "step_high_s"), step, strict=True)),
         "samples_per_s": None if is_loss else result.samples_per_s,
-        "normalized_entropy": result.median if is_loss else None,
-        "entropy_low": result.low if is_loss else None,
-        "entropy_high": result.high if is_loss else None,
-    }
-    names = list(dict.fromkeys([*PARTS, *(("forward", "backward") if point.model else ())]))
-    row |= {f"{name}_s": result.part_s.get(name) for name in names}
-    is_known = not (is_loss or point.model)
-    row |= {
+        **dict(zip(("normalized_entropy", "entropy_low", "entropy_high"), entropy, strict=True)),
+        **{f"{name}_s": result.part_s.get(name) for name in (*PARTS, *(("forward", "backward") if point.model else ()))},
         "parts_over_step": result.parts_s / result.median if result.parts_s and not is_loss else None,
         "cpu_percent": None if is_loss else result.cpu_percent,
         "peak_memory_bytes": None if is_loss else result.peak_memory_bytes,
@@ -326,14 +307,13 @@ def _row(result: Result) -> dict[str, Cell]:
         "lookup_bytes_per_s": result.lookup_bytes_per_s if is_known else None,
         "joules_per_step": result.joules_per_step,
     }
-    return row
 
 
 def write_tables(folder: Path, studies: Sequence[Study], results: Mapping[Point, Result]) -> list[Path]:
     """Write `{study}.csv`, and `{study}.parquet` where pyarrow is installed. Return the files."""
     written = []
     for study in studies:
-        rows = rows_of(study, results)
+        rows = [_row(study, results[point]) for point in study.points if point in results]
         if not rows:
             continue
         names = list(dict.fromkeys(name for row in rows for name in row))
@@ -351,8 +331,6 @@ def write_tables(folder: Path, studies: Sequence[Study], results: Mapping[Point,
             pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), written[-1])
     return written
 
-
-# The reference models' measurements as jobs of the history, which later jobs start from.
 
 PREFETCH_FACTOR = 2
 """Batches that a DataLoader's worker prepares ahead by default."""
@@ -409,14 +387,14 @@ def as_window(visit: Visit, node_cores: float, global_batch: int) -> StepProfile
     compute_s = sum(s for name, s in parts.items() if name not in ("data", "communication", "optimizer"))
     # Parts come from blocks of their own, so they do not add up to the other blocks' steps exactly.
     scale = min(1.0, step_s / sum(parts.values())) if any(parts.values()) else 0.0
-    known = {
+    known: dict[str, Any] = {
         "data_wait_s": parts.get("data", 0.0) * scale,
         "forward_s": visit.forward_s * scale,
         "backward_s": max(0.0, compute_s - visit.forward_s) * scale,
         "communication_s": parts.get("communication", 0.0) * scale,
         "optimizer_s": parts.get("optimizer", 0.0) * scale,
     }
-    window = StepProfile(
+    return StepProfile(
         worker_id="characterize",
         round_number=1,
         global_rank=0,
@@ -431,11 +409,7 @@ def as_window(visit: Visit, node_cores: float, global_batch: int) -> StepProfile
         cores=node_cores,
         device="cpu",
         step_time_s=step_s,
-        data_wait_s=known["data_wait_s"],
-        forward_s=known["forward_s"],
-        backward_s=known["backward_s"],
-        communication_s=known["communication_s"],
-        optimizer_s=known["optimizer_s"],
+        **known,
         other_s=max(0.0, step_s - sum(known.values())),
         samples_per_s=global_batch / step_s,
         memory_bytes=visit.peak_memory_bytes // point.num_workers,
@@ -448,5 +422,5 @@ def as_window(visit: Visit, node_cores: float, global_batch: int) -> StepProfile
         lookups_per_sample=float(point.num_sparse * point.lookups),
         fullest_node=point.num_workers,
         emptiest_node=point.num_workers,
+        prefetch_factor=PREFETCH_FACTOR if point.loader_workers else 0,
     )
-    return replace(window, prefetch_factor=PREFETCH_FACTOR if point.loader_workers else 0)

@@ -1,4 +1,4 @@
-"""`dlrover characterize`: run the studies, limits first, then the points that the budget of time allows."""
+"""`dlrover lab characterize`: run the studies, limits first, then the points that the budget of time allows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from lightning_dlrover import variables
@@ -29,7 +28,7 @@ from lightning_dlrover.cli.errors import EXIT_OK, Interrupted, UsageError, signa
 from lightning_dlrover.codec import from_fields
 from lightning_dlrover.lab.characterize.findings import Evidence, findings
 from lightning_dlrover.lab.characterize.measure import GPU, LIMITS, NEEDS_WORKERS, Effort, Share, check_users_model
-from lightning_dlrover.lab.characterize.page import compare_text, write_comparison, write_page
+from lightning_dlrover.lab.characterize.page import compare_text, differences, write_comparison, write_page
 from lightning_dlrover.lab.characterize.points import (
     STUDIES,
     Limit,
@@ -41,7 +40,6 @@ from lightning_dlrover.lab.characterize.points import (
     all_studies,
     has,
     this_machine,
-    usable_memory_bytes,
     whole_cores,
 )
 from lightning_dlrover.lab.characterize.results import (
@@ -55,6 +53,7 @@ from lightning_dlrover.lab.characterize.results import (
 from lightning_dlrover.lab.characterize.worker import Request
 from lightning_dlrover.output import complain, counted, show
 from lightning_dlrover.tuning.history import HistoryError, JobHistory, history_url
+from lightning_dlrover.tuning.resources import available_bytes
 
 FIRST_ESTIMATE_S = 1.5
 """Seconds of a visit before any was made."""
@@ -98,14 +97,8 @@ def next_point(ordered: Sequence[Point], visits: Sequence[Visit], left_s: float,
             if len(made.get(point, ())) <= count and (count == 0 or not point.measures_loss):
                 return point
     results = results_of(visits)
-    wide = [
-        point
-        for point in able
-        if point in results
-        and not point.measures_loss
-        and len(made[point]) < aim.max_visits
-        and results[point].spread > aim.spread
-    ]
+    again = [point for point in able if point in results and not point.measures_loss and len(made[point]) < aim.max_visits]
+    wide = [point for point in again if results[point].spread > aim.spread]
     return max(wide, key=lambda point: results[point].spread / len(made[point]) / costs[point], default=None)
 
 
@@ -152,8 +145,6 @@ def _coarse_to_fine(count: int) -> list[int]:
     return list(found)
 
 
-# The worker processes that measure, as their parent sees them: started when needed, and ended with it.
-
 ANSWER_TIMEOUT_S = 120.0
 """Seconds for one visit before its workers are ended and the point is given up."""
 
@@ -161,8 +152,8 @@ END_TIMEOUT_S = 10.0
 """Seconds for a worker to end after it has closed its channel."""
 
 SPIN_COUNT = "0"
-"""Turns of OpenMP's threads in a barrier before they sleep. By default they spin for milliseconds: measured, a small program
-next to two threads on two cores then made steps five times as long, and no two runs agreed."""
+"""Turns of OpenMP's threads in a barrier before they sleep. By default they spin for milliseconds. With a small program next to
+two threads on two cores, steps then took five times as long, and no two runs agreed."""
 
 
 @dataclass
@@ -193,7 +184,7 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -230,14 +221,17 @@ class WorkerPool:
         )
 
     def limit(self, name: str, threads: int) -> Limit:
+        """Measure a limit of the machine once."""
         began, at = time.monotonic(), time.time()
         num_workers = NEEDS_WORKERS.get(name, 1)
         request = replace(self._request(num_workers), limit=name, threads=threads)
+        blocks: tuple[float, ...] = ()
+        problem = ""
         try:
             blocks = tuple(float(value) for value in self._ask(request, num_workers)[0]["blocks"])
         except WorkerPoolError as error:
-            return Limit(name, LIMITS[name][1], threads, at, time.monotonic() - began, (), str(error))
-        return Limit(name, LIMITS[name][1], threads, at, time.monotonic() - began, blocks)
+            problem = str(error)
+        return Limit(name, LIMITS[name][1], threads, at, time.monotonic() - began, blocks, problem)
 
     def _request(self, num_workers: int, point: Point | None = None) -> Request:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -330,8 +324,6 @@ def _answers(workers: Sequence[_Worker]) -> list[dict[str, Any]]:
     return [found[i] for i in range(len(workers))]
 
 
-# Run the studies: limits first, then the points that the budget allows, each stored as soon as it is measured.
-
 BUDGETS_S = {"quick": 240.0, "full": 3600.0}
 """Seconds for measurements without --budget. The report takes a few more."""
 
@@ -388,7 +380,7 @@ def measure_studies(store: Store, studies: Sequence[Study], scope: Scope, budget
             if point is None:
                 break
             progress.done = len({visit.point for visit in visits} & {*points})
-            progress.show(_brief(point), seconds_left(points, visits, left_s, aim))
+            progress.show(f"{point.workload} {differences(point)}", seconds_left(points, visits, left_s, aim))
             store.add(pool.visit(point))
         _measure_limits(store, scope, pool, progress, 2, deadline, 0.0)  # minutes later: their better visit is the limit
         progress.end()
@@ -418,15 +410,6 @@ def _missing_limits(store: Store, scope: Scope, visits: int) -> list[tuple[str, 
     return [each for each in dict.fromkeys(wanted) if known[each] < visits]
 
 
-def _brief(point: Point) -> str:
-    """Return the fields of a point that differ from the default."""
-    default = Point(point.workload)
-    changed = [f"{name}={value}" for name, value in vars(point).items() if value != getattr(default, name)]
-    return f"{point.workload} {' '.join(changed)}"
-
-
-# `dlrover lab characterize`: measure where a DLRM's training time goes on this machine.
-
 MIN_BUDGET_S, MAX_BUDGET_S = 10.0, 7 * 24 * 3600.0
 COMPARISON = "comparison.html"
 
@@ -454,7 +437,7 @@ def characterize_command(options: argparse.Namespace) -> int:
         size=options.size,
         device=options.device,
         cores=whole_cores(),
-        memory_bytes=usable_memory_bytes(),
+        memory_bytes=available_bytes(),
         has_torchrec=has("torchrec") and has("fbgemm_gpu"),
         has_pyarrow=has("pyarrow"),
         users_model=options.model or "",
@@ -499,8 +482,7 @@ def _write(
             show(f"history: {counted(count, 'reference model')} recorded, from which later jobs start")
     except HistoryError as error:  # the measurements are safe, and the history is a convenience
         complain(str(error))
-    num_points = len({point for study in studies for point in study.points} & results.keys())
-    num_asked = len({point for study in studies for point in study.points})
-    if num_points < num_asked:
-        show(f"{num_asked - num_points} of {counted(num_asked, 'point')} not measured; the same command continues")
-    show(f"{counted(num_points, 'point')} in {took_s / 60:.1f} min; report: {report}")
+    asked = {point for study in studies for point in study.points}
+    if missing := len(asked - results.keys()):
+        show(f"{missing} of {counted(len(asked), 'point')} not measured; the same command continues")
+    show(f"{counted(len(asked) - missing, 'point')} in {took_s / 60:.1f} min; report: {report}")

@@ -17,8 +17,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
 from lightning_dlrover.codec import from_fields
-from lightning_dlrover.lab.characterize.measure import Effort, Share
+from lightning_dlrover.lab.characterize.measure import (
+    Effort,
+    Share,
+    measure,
+    measure_limit,
+    measure_users_model,
+    normalized_entropy,
+)
 from lightning_dlrover.lab.characterize.points import Point, die_with_parent
 
 GROUP_TIMEOUT_S = 60.0
@@ -57,20 +67,14 @@ def main() -> None:
 
 
 def _answer(request: Request) -> dict[str, Any]:
-    from lightning_dlrover.lab.characterize.measure import measure, measure_limit
-
     folder = Path(request.folder)
     with _group(request):
         if request.point is None:
             return {"blocks": measure_limit(request.limit, request.threads, folder)}
         point = request.point
         if point.model:
-            from lightning_dlrover.lab.characterize.measure import measure_users_model
-
             return asdict(measure_users_model(point, request.effort))
         if point.measures_loss:
-            from lightning_dlrover.lab.characterize.measure import normalized_entropy
-
             losses = tuple(normalized_entropy(point, seed) for seed in range(NUM_SEEDS))
             return asdict(Share(losses, {}, 0.0, 0, 0.0, 0, None))
         return asdict(measure(point, request.global_rank, request.effort, folder))
@@ -80,13 +84,9 @@ def _answer(request: Request) -> dict[str, Any]:
 def _group(request: Request) -> Iterator[None]:
     """Form the process group of one request. Tables divided over workers need one even for a worker alone."""
     point = request.point
-    is_alone = request.num_workers == 1 and (point is None or point.placement in ("local", "replicated"))
-    if is_alone:
+    if request.num_workers == 1 and (point is None or point.placement in ("local", "replicated")):
         yield
         return
-    import torch.distributed as dist
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
     timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     store = TCPStore("127.0.0.1", request.store_port, is_master=False, timeout=timeout)
     prefixed = PrefixStore(f"visit{request.number}", store)

@@ -145,9 +145,6 @@ def _next_size(share: Share, index: int, left: int) -> int:
     return now
 
 
-"""Seconds that a change is expected to last."""
-
-
 # DLRover-RM: weighted greedy on the gain of throughput for each unit of resources (Wang et al., PVLDB 17(12), 2024).
 #
 # Each job has its fewest devices, and candidates of more. The job and candidate with the largest weighted gain per device
@@ -179,8 +176,6 @@ def dlrover_rm(share: Share) -> Ints:
     gains = weights[:, None] * kept * allowed / np.where(best > 0, best, 1.0)[:, None]
     return share.sizes[by_hulls(np.where(share.filling, gains, -np.inf), share.sizes, share.num_devices)]
 
-
-"""Seconds over which usage is aggregated, so a job is not changed again for as long after a change."""
 
 MARGIN = 1.15
 """Factor on usage."""

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from lightning_dlrover.lab.simulate.simulator import (
     GUESS_STEPS_PER_S,
     Cluster,
-    ElasticTruth,
     ElasticWorkload,
     Family,
     SimulationOutcome,
@@ -23,8 +22,7 @@ from lightning_dlrover.lab.simulate.simulator import (
 )
 from lightning_dlrover.lab.simulate.traces import Placement, even_placement
 from lightning_dlrover.tuning.cluster import Device, Floats, Job, Policy, Scaling, Speeds
-from lightning_dlrover.tuning.prior import NORMAL_WIDTH
-from lightning_dlrover.tuning.samples import Columns, Configuration, StepProfile
+from lightning_dlrover.tuning.samples import NORMAL_WIDTH, Columns, StepProfile, configuration_of
 from lightning_dlrover.tuning.step_time import StepTimeModel
 
 NOISE = 0.03
@@ -94,7 +92,7 @@ class PerfectKnowledge:
             self._tables[name] = grid.table(speeds, np.zeros(len(speeds)))
 
     def ran(self, job: Job, devices: Sequence[Device]) -> None:
-        """Nothing remains to be learned."""
+        """Do nothing: nothing remains to be learned."""
 
     def scaling(self, job: Job) -> Scaling:
         return self._tables[job.family]
@@ -118,7 +116,8 @@ class _Learned:
     @classmethod
     def of(cls, family: Family, cluster: Cluster) -> _Learned:
         grid = _Grid.of(family, cluster)
-        columns = Columns.of([_configuration(placement, family.global_batch) for placement in grid.placements()])
+        windows = [_window(placement, family.global_batch, 1.0, 0.0) for placement in grid.placements()]
+        columns = Columns.of([configuration_of(window) for window in windows])
         return cls(family, cluster, grid, columns)
 
     def add(self, placement: Placement, rng: random.Random) -> None:
@@ -132,13 +131,9 @@ class _Learned:
 
     def scaling(self) -> ScalingTable:
         if self.table is None:
-            if not self.windows:
-                self.table = self._guess()
-                return self.table
-            if self._is_news():
+            if self.windows and (self.fitted is None or self._is_news()):
                 self._fit()
-            assert self.fitted is not None
-            self.table = self._with_measured(self.fitted)
+            self.table = self._guess() if self.fitted is None else self._with_measured(self.fitted)
         return self.table
 
     def _is_news(self) -> bool:
@@ -169,13 +164,11 @@ class _Learned:
         return self.grid.table(speeds, np.full(len(speeds), GUESS_SPREAD))
 
 
-# Knowledge of the speed of elastic jobs: learned from noisy windows of the simulated run, or all of it.
-#
 # Jobs of one family share their knowledge, as jobs of one model share their history. Step times are fitted by the model
 # that plans real jobs (`tuning`), which sees windows only at the placements that jobs have run on. Before the first window
 # of a family, all that is assumed is a speed that grows linearly up to one node and no further, with a wide spread.
 class LearnedKnowledge:
-    """Learns the speed of each family from the windows of its jobs. Equal seeds and windows give equal knowledge."""
+    """Learns the speed of each family from noisy windows of its jobs. Equal seeds and windows give equal knowledge."""
 
     def __init__(self, families: Mapping[str, Family], cluster: Cluster, seed: int = 0) -> None:
         self._families = {name: _Learned.of(family, cluster) for name, family in families.items()}
@@ -187,22 +180,6 @@ class LearnedKnowledge:
 
     def scaling(self, job: Job) -> Scaling:
         return self._families[job.family].scaling()
-
-
-def _configuration(placement: Placement, global_batch: int) -> Configuration:
-    devices = sum(placement)
-    return Configuration(
-        num_workers=devices,
-        num_nodes=len(placement),
-        cores=1.0,
-        local_batch=math.ceil(global_batch / devices),
-        loader_workers=0,
-        intra_op_threads=1,
-        dense_bytes=0,
-        device="gpu",
-        fullest_node=max(placement),
-        emptiest_node=min(placement),
-    )
 
 
 def _merged(windows: Sequence[StepProfile]) -> StepProfile:
@@ -251,9 +228,6 @@ def _window(placement: Placement, global_batch: int, step_s: float, sync_s: floa
     )
 
 
-# One simulation of elastic jobs under a policy, and how fairly each of them was treated.
-
-
 def run_elastic(
     workload: ElasticWorkload, policy: Policy, *, every_s: float = 60.0, seed: int = 0, oracle: bool = False
 ) -> SimulationOutcome:
@@ -266,19 +240,14 @@ def run_elastic(
     Raises:
         SimulationError: the policy exceeds a limit, or leaves jobs waiting forever.
     """
+    families, cluster = workload.families, workload.cluster
     knowledge: PerfectKnowledge | LearnedKnowledge
-    if oracle:
-        knowledge = PerfectKnowledge(workload.families, workload.cluster)
-    else:
-        knowledge = LearnedKnowledge(workload.families, workload.cluster, seed)
-    return simulate(
-        workload.arrivals,
-        workload.cluster.devices(),
-        policy,
-        ElasticTruth(workload.families),
-        every_s=every_s,
-        knowledge=knowledge,
-    )
+    knowledge = PerfectKnowledge(families, cluster) if oracle else LearnedKnowledge(families, cluster, seed)
+
+    def truth(job: Job, devices: Sequence[Device], others: object) -> float:
+        return families[job.family].steps_per_s(placement_of(devices))
+
+    return simulate(workload.arrivals, cluster.devices(), policy, truth, every_s=every_s, knowledge=knowledge)
 
 
 def fairness_ratios(outcome: SimulationOutcome, workload: ElasticWorkload) -> Floats:

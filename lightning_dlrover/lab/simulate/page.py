@@ -1,4 +1,4 @@
-"""`dlrover simulate`: the command, and the report of a study with its figures in one HTML file."""
+"""`dlrover lab simulate`: the command, and the report of a study with its figures in one HTML file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from lightning_dlrover.lab.simulate.study import (
     Results,
     Simulated,
     by_trace,
-    cells,
     questions,
     read_inputs,
     run_study,
@@ -39,45 +38,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Pictures of a study, in the style of a job's report.
-
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#8566d0", "#9a9a9a", "#b5a100", "#7a4a1e")
 MOST_SIZES = 4
 """Number of policies with drawn sizes."""
 TIME_BINS = 600
-
-
-def completions_figure(simulations: Sequence[Simulated]) -> Figure:
-    """Draw the fraction of jobs that have ended within a JCT, for each policy."""
-    return _styled(_completions, simulations)
-
-
-def costs_figure(simulations: Sequence[Simulated]) -> Figure | None:
-    """Draw the mean JCT over the cost of a resize, for each policy; None if there is one cost only.
-
-    Costs are compared on the traces and seeds that all of them have.
-    """
-    found: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
-    for s in simulations:
-        found[s.cost].add((s.trace, s.seed))
-    common = set.intersection(*found.values())
-    shown = [s for s in simulations if (s.trace, s.seed) in common]
-    return _styled(_costs, shown) if len(found) > 1 and common else None
-
-
-def use_figure(simulations: Sequence[Simulated]) -> Figure:
-    """Draw the devices in use over time, of one simulation for each policy."""
-    return _styled(_use, simulations)
-
-
-def sizes_figure(simulations: Sequence[Simulated]) -> Figure:
-    """Draw the devices of each job over time, of one simulation for each of the first policies."""
-    return _styled(_sizes, simulations[:MOST_SIZES])
-
-
-def _styled(draw: Callable[[Sequence[Simulated]], Figure], simulations: Sequence[Simulated]) -> Figure:
-    with in_our_style():
-        return draw(simulations)
 
 
 def _figure(height: float, rows: int = 1, **options: Any) -> tuple[Figure, Any]:
@@ -88,6 +52,7 @@ def _figure(height: float, rows: int = 1, **options: Any) -> tuple[Figure, Any]:
 
 
 def _completions(simulations: Sequence[Simulated]) -> Figure:
+    """Draw the fraction of jobs that have ended within a JCT, for each policy."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     figure, axes = _figure(3.8)
@@ -117,9 +82,19 @@ def _unit(longest_s: float) -> tuple[float, str]:
     return (3600.0, "hours") if longest_s >= 7200 else (60.0, "minutes") if longest_s >= 120 else (1.0, "seconds")
 
 
-def _costs(simulations: Sequence[Simulated]) -> Figure:
+def _costs(simulations: Sequence[Simulated]) -> Figure | None:
+    """Draw the mean JCT over the cost of a resize, for each policy; None if there is one cost only.
+
+    Costs are compared on the traces and seeds that all of them have.
+    """
+    found: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
+    for s in simulations:
+        found[s.cost].add((s.trace, s.seed))
+    common = set.intersection(*found.values())
+    if len(found) == 1 or not common:
+        return None
     figure, axes = _figure(3.8)
-    rows = summarize(simulations)
+    rows = summarize([s for s in simulations if (s.trace, s.seed) in common])
     seconds, unit = _unit(max(row.mean_s for row in rows))
     costs = sorted({row.cost for row in rows}, key=_cost_order)
     places = {cost: number for number, cost in enumerate(costs)}
@@ -138,6 +113,7 @@ def _costs(simulations: Sequence[Simulated]) -> Figure:
 
 
 def _use(simulations: Sequence[Simulated]) -> Figure:
+    """Draw the devices in use over time, of one simulation for each policy."""
     figure, axes = _figure(3.2)
     for colour, simulated in zip(_colours(len(simulations)), simulations, strict=True):
         edges, devices = _devices_over_time(simulated)
@@ -152,6 +128,7 @@ def _use(simulations: Sequence[Simulated]) -> Figure:
 
 
 def _sizes(simulations: Sequence[Simulated]) -> Figure:
+    """Draw the devices of each job over time, of one simulation for each policy."""
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -221,15 +198,13 @@ def _legend(figure: Figure) -> None:
     figure.legend(loc="outside upper left", ncols=6)
 
 
-# Write a study's report: one HTML file with its tables and pictures.
-
 REPORT = "report.html"
 FAVOURITE = "jct"
 """Policy that is drawn first where there is room for a few only."""
 
 
 def write_report(path: Path, inputs: Inputs, simulations: Sequence[Simulated]) -> None:
-    """Write the report of at least one simulation to `path`, whole or not at all.
+    """Write the report of at least one simulation to `path`, whole or not at all: one HTML file with tables and figures.
 
     Raises:
         OSError: `path` cannot be written.
@@ -239,20 +214,22 @@ def write_report(path: Path, inputs: Inputs, simulations: Sequence[Simulated]) -
     first = simulations[0]
     at_first_cost = [s for s in simulations if s.cost == first.cost]
     example = [s for s in at_first_cost if (s.trace, s.seed) == (first.trace, first.seed)]
-    costs = costs_figure(simulations)
+    drawn = sorted(example, key=lambda s: s.policy != FAVOURITE)[:MOST_SIZES]
+    with in_our_style():
+        costs, completions, use, sizes = _costs(simulations), _completions(at_first_cost), _use(example), _sizes(drawn)
     page = render_page(
         "lab/simulate",
         "page.html.j2",
         facts=_facts(inputs, simulations),
         columns=COLUMNS,
-        rows=[cells(row) for row in summarize(simulations)],
+        rows=[row.cells for row in summarize(simulations)],
         policies=list(dict.fromkeys(s.policy for s in simulations)),
         traces=by_trace(simulations),
         example=example[0],
-        completions=to_svg(completions_figure(at_first_cost), "completions"),
+        completions=to_svg(completions, "completions"),
         costs=to_svg(costs, "costs") if costs is not None else None,
-        use=to_svg(use_figure(example), "use"),
-        sizes=to_svg(sizes_figure(sorted(example, key=lambda s: s.policy != FAVOURITE)), "sizes"),
+        use=to_svg(use, "use"),
+        sizes=to_svg(sizes, "sizes"),
         oracle=inputs.oracle,
         lengths=inputs.lengths,
         every_s=inputs.every_s,
@@ -268,9 +245,6 @@ def _facts(inputs: Inputs, simulations: Sequence[Simulated]) -> list[tuple[str, 
         ("Seeds", str(len({s.seed for s in simulations})), "0: arrivals as in the trace"),
         ("Simulations", str(len(simulations)), ""),
     ]
-
-
-# `dlrover lab simulate`: replay traces of jobs on a simulated cluster, under one policy after the other.
 
 
 def simulate_command(options: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -24,9 +24,7 @@ from lightning_dlrover.lab.simulate.traces import (
     WorkloadError,
     even_placement,
 )
-from lightning_dlrover.tuning.cluster import Allocation, Device, Floats, Job, Policy, Profile, Running, Scaling, State
-
-# Lost nodes in a simulation, and their cost for a job.
+from lightning_dlrover.tuning.cluster import Allocation, Device, Job, Policy, Profile, Running, Scaling, State
 
 
 @dataclass(frozen=True)
@@ -71,9 +69,6 @@ def draw_losses(nodes: Sequence[str], per_node_hour: float, rng: random.Random) 
         yield NodeLoss(at_s, rng.choice(nodes))
 
 
-# Results of a simulation: each job's times, and figures of the whole.
-
-
 @dataclass(frozen=True)
 class Span:
     """A period that a job spent on the same devices."""
@@ -102,16 +97,6 @@ class Finished:
         """Seconds from its submission to its end: the JCT."""
         return self.ended_s - self.job.submitted_s
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds until it first started."""
-        return self.started_s - self.job.submitted_s
-
-    @property
-    def alone_s(self) -> float:
-        """Seconds that it would take alone on one device of its fastest kind."""
-        return self.steps / max(profile.steps_per_s for profile in self.job.profiles.values())
-
 
 @dataclass(frozen=True)
 class SimulationOutcome:
@@ -126,40 +111,14 @@ class SimulationOutcome:
     spans: tuple[Span, ...] = ()  # all jobs, in the order of their ends
 
     @property
-    def makespan_s(self) -> float:
-        return self.end_s - self.start_s
-
-    @property
-    def completions_s(self) -> Floats:
-        """JCT of each job, shape ``(num_jobs,)``."""
-        return np.array([job.completion_s for job in self.finished])
-
-    @property
     def mean_completion_s(self) -> float:
-        return float(self.completions_s.mean())
-
-    @property
-    def p99_completion_s(self) -> float:
-        return float(np.quantile(self.completions_s, 0.99))
-
-    @property
-    def longest_wait_s(self) -> float:
-        return max(job.waited_s for job in self.finished)
-
-    @property
-    def utilisation(self) -> float:
-        """Fraction of the devices' time that jobs held them."""
-        return self.busy_device_s / (self.num_devices * self.makespan_s) if self.makespan_s else 0.0
+        """Mean JCT."""
+        return float(np.mean([job.completion_s for job in self.finished]))
 
     @property
     def changes_per_job(self) -> float:
         """Changes of a running job's devices, and times that it was put back to wait."""
         return sum(job.changes + job.starts - 1 for job in self.finished) / len(self.finished)
-
-    @property
-    def unfairness(self) -> float:
-        """Largest ratio of a job's JCT to its time alone on one device."""
-        return max(job.completion_s / job.alone_s for job in self.finished)
 
 
 WINDOW_S = 20.0
@@ -180,25 +139,25 @@ class Arrival:
     Args:
         job: as the policy sees it; while it runs, `steps_left` is kept where it is known.
         steps: until the job ends.
-        told: ratio of the steps reported to policies to the real ones. A job that has made more has an unknown end.
+        length_factor: steps reported to policies over the real ones. A job that has made more has an unknown end.
         fragility: the consequences of lost nodes.
     """
 
     job: Job
     steps: float
     fragility: Fragility = field(default_factory=Fragility)
-    told: float = 1.0
+    length_factor: float = 1.0
 
 
 class Truth(Protocol):
     """The real speed of jobs."""
 
-    def __call__(self, job: Job, devices: Sequence[Device], beside: Mapping[str, Sequence[Job]], /) -> float:
+    def __call__(self, job: Job, devices: Sequence[Device], others: Mapping[str, Sequence[Job]], /) -> float:
         """Return a job's steps/s.
 
         Args:
             devices: of the job, one for each worker.
-            beside: the other workers on each of those devices, by the device's name.
+            others: the other workers on each of those devices, by the device's name.
         """
         ...
 
@@ -213,14 +172,6 @@ class Knowledge(Protocol):
     def scaling(self, job: Job, /) -> Scaling:
         """Return the present knowledge. The same object as before if nothing has been learned since."""
         ...
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds without a step, added to each job's own `start_s` and `change_s`."""
-
-    start_s: float = 0.0
-    change_s: float = 0.0  # other devices, or more or fewer of them
 
 
 @dataclass
@@ -274,21 +225,14 @@ class _Progress:
     starts: int = 0
     changes: int = 0
 
-    def told_left(self, left: float) -> float | None:
+    def reported_left(self, left: float) -> float | None:
         """Return the steps reported to a policy, given the steps that remain until the job ends or fails."""
         if self.arrival.job.steps_left is None:
             return None
-        told = left + self.beyond + (self.arrival.told - 1) * self.arrival.steps
-        return told if told > 0 or self.arrival.told == 1 else None
+        reported = left + self.beyond + (self.arrival.length_factor - 1) * self.arrival.steps
+        return reported if reported > 0 or self.arrival.length_factor == 1 else None
 
 
-def _progress(arrival: Arrival) -> _Progress:
-    possible = min(arrival.steps, arrival.fragility.fails_at_steps)
-    return _Progress(arrival, possible, arrival.steps - possible)
-
-
-# Simulate a policy with one clock: jobs come, share devices and end.
-#
 # Event driven and deterministic. The policy is asked when a job comes or ends, and at fixed intervals where it wants to be.
 # The same function also decides on real devices. The truth gives each job's speed on its devices, given the jobs that share
 # them, and may hold more than the policy sees: of an elastic job, a policy sees only `Knowledge`. A job that starts
@@ -300,12 +244,11 @@ def simulate(
     policy: Policy,
     truth: Truth,
     *,
-    costs: Costs | None = None,
     every_s: float | None = None,
     knowledge: Knowledge | None = None,
     losses: Iterable[NodeLoss] = (),
 ) -> SimulationOutcome:
-    """Run all jobs to their ends.
+    """Simulate a policy with one clock: jobs come, share devices and end.
 
     Args:
         every_s: seconds between decisions without a cause; None: only when jobs come and end.
@@ -314,7 +257,7 @@ def simulate(
     Raises:
         SimulationError: a job could never run, the policy exceeds memory or places, or leaves jobs waiting forever.
     """
-    return _Simulation(arrivals, tuple(devices), policy, truth, costs or Costs(), every_s, knowledge, iter(losses)).run()
+    return _Simulation(arrivals, tuple(devices), policy, truth, every_s, knowledge, iter(losses)).run()
 
 
 @dataclass
@@ -323,7 +266,6 @@ class _Simulation:
     devices: tuple[Device, ...]
     policy: Policy
     truth: Truth
-    costs: Costs
     every_s: float | None
     knowledge: Knowledge | None
     losses: Iterator[NodeLoss]
@@ -338,19 +280,23 @@ class _Simulation:
 
     def run(self) -> SimulationOutcome:
         self._check()
-        self.progress = {a.job.name: _progress(a) for a in self.arrivals}
+        self.progress: dict[str, _Progress] = {}
+        for arrival in self.arrivals:
+            possible = min(arrival.steps, arrival.fragility.fails_at_steps)
+            self.progress[arrival.job.name] = _Progress(arrival, possible, arrival.steps - possible)
         self.loss = next(self.losses, None)
         self.by_name = {device.name: device for device in self.devices}
         coming = sorted(self.arrivals, key=lambda a: (a.job.submitted_s, a.job.name))
         next_tick_s = math.inf if self.every_s is None or not coming else coming[0].job.submitted_s
         start_s = coming[0].job.submitted_s if coming else 0.0
+        endless = "the policy lets {} wait for ever on free devices"
         position = decisions = 0
         while position < len(coming) or self.running or self.waiting:
             comes_s = coming[position].job.submitted_s if position < len(coming) else math.inf
             loss_s = self.loss.at_s if self.loss is not None and self.running else math.inf
             next_s = min(comes_s, self._next_end_s(), loss_s, next_tick_s if self.running or self.waiting else math.inf)
             if next_s == math.inf:
-                raise SimulationError(f"the policy lets {sorted(self.waiting)[:5]} wait for ever on free devices")
+                raise SimulationError(endless.format(sorted(self.waiting)[:5]))
             self._advance(next_s)
             self._lose(next_s)
             while position < len(coming) and coming[position].job.submitted_s <= next_s:
@@ -361,7 +307,7 @@ class _Simulation:
             self._apply(self.policy(self._state()))
             decisions += 1
             if self.waiting and not self.running and position == len(coming) and self.every_s is None:
-                raise SimulationError(f"the policy lets {sorted(self.waiting)[:5]} wait for ever on free devices")
+                raise SimulationError(endless.format(sorted(self.waiting)[:5]))
         return SimulationOutcome(
             tuple(self.finished), start_s, self.now_s, len(self.devices), self.busy_s, decisions, tuple(self.spans)
         )
@@ -451,7 +397,7 @@ class _Simulation:
             progress = self.progress[run.job.name]
             run.advance(self.now_s)
             served = progress.served_device_s + len(run.devices) * (self.now_s - run.since_s)
-            left = progress.told_left(run.left)
+            left = progress.reported_left(run.left)
             scaling = run.job.scaling if self.knowledge is None else self.knowledge.scaling(run.job)
             restarts = progress.changes + progress.starts - 1
             job = replace(run.job, steps_left=left, served_device_s=served, restarts=restarts, scaling=scaling)
@@ -497,20 +443,20 @@ class _Simulation:
                     run.job,
                     waiting_since_s=self.now_s,
                     served_device_s=progress.served_device_s,
-                    steps_left=progress.told_left(progress.left),
+                    steps_left=progress.reported_left(progress.left),
                     restarts=progress.changes + progress.starts,
                 )
         for name in starting:
             self.progress[name].starts += 1
             job = self.waiting.pop(name)
-            self._begin(job, wanted[name], self.costs.start_s + job.start_s)
+            self._begin(job, wanted[name], job.start_s)
         self._check_limits(changed)
         self._set_speeds(changed)
 
     def _change(self, run: _Run, devices: tuple[Device, ...]) -> None:
         kept = tuple(device for device in run.working(self.now_s) if device in devices)
         join_s = run.job.join_s if len(kept) < len(devices) else 0.0
-        self._begin(run.job, devices, join_s + self.costs.change_s + run.job.change_s)
+        self._begin(run.job, devices, join_s + run.job.change_s)
         if kept and join_s:
             begun = self.running[run.job.name]
             begun.kept, begun.joined_s = kept, self.now_s + join_s
@@ -547,23 +493,19 @@ class _Simulation:
                     f"and {-packing.free_bytes(device)} bytes too few"
                 )
 
-    def _groups(self, names: set[str]) -> dict[str, list[Job]]:
-        groups: dict[str, list[Job]] = {name: [] for name in names}
-        for run in self.running.values():
-            for device in run.devices:
-                if device.name in groups:
-                    groups[device.name].append(run.job)
-        return groups
-
     def _set_speeds(self, changed: set[str]) -> None:
         """Ask the truth again for all jobs on devices with other workers than before."""
         affected = [run for run in self.running.values() if any(device.name in changed for device in run.devices)]
-        everywhere = self._groups({device.name for run in affected for device in run.devices})
+        workers: dict[str, list[Job]] = {device.name: [] for run in affected for device in run.devices}
+        for run in self.running.values():
+            for device in run.devices:
+                if device.name in workers:
+                    workers[device.name].append(run.job)
         for run in affected:
             run.advance(self.now_s)
-            beside = {d.name: [job for job in everywhere[d.name] if job.name != run.job.name] for d in run.devices}
-            run.steps_per_s = self.truth(run.job, run.devices, beside)
-            run.kept_per_s = self.truth(run.job, run.kept, beside) if self.now_s < run.joined_s else 0.0
+            others = {d.name: [job for job in workers[d.name] if job.name != run.job.name] for d in run.devices}
+            run.steps_per_s = self.truth(run.job, run.devices, others)
+            run.kept_per_s = self.truth(run.job, run.kept, others) if self.now_s < run.joined_s else 0.0
             # Counted over all jobs, so that an entry of a job's earlier devices cannot be taken for one of the present.
             self.version += 1
             run.version = self.version
@@ -636,16 +578,6 @@ class ElasticWorkload:
     cluster: Cluster
 
 
-@dataclass(frozen=True)
-class ElasticTruth:
-    """Real steps/s of elastic jobs; a `Truth` of the simulator."""
-
-    families: Mapping[str, Family]
-
-    def __call__(self, job: Job, devices: Sequence[Device], beside: Mapping[str, Sequence[Job]]) -> float:
-        return self.families[job.family].steps_per_s(placement_of(devices))
-
-
 def placement_of(devices: Sequence[Device]) -> Placement:
     """Return the number of devices on each node, in the order of the nodes' first devices."""
     counts: dict[str, int] = {}
@@ -706,35 +638,24 @@ def elastic_workload(
         family = families.setdefault(family.name, family)
         begin_s = start_s if isinstance(start_s, float | int) else _looked_up(start_s, job, "the cost of a start")
         cost_s = change_s if isinstance(change_s, float | int) else _looked_up(change_s, job, "the cost of a change")
-        costs = _Costs(float(begin_s), float(cost_s), float(begin_s) if joins else 0.0)
         steps = _steps(job, family, cluster, samples)
-        told = random.Random(f"{seed}/length/{job.name}").lognormvariate(0, LENGTH_SPREAD) if lengths == "wrong" else 1.0
-        known = None if lengths == "unknown" else steps * told
-        arrivals.append(Arrival(_job(job, family, costs, known), steps, told=told))
+        factor = random.Random(f"{seed}/length/{job.name}").lognormvariate(0, LENGTH_SPREAD) if lengths == "wrong" else 1.0
+        seen = Job(
+            job.name,
+            {KIND: Profile(0, GUESS_STEPS_PER_S)},
+            steps_left=None if lengths == "unknown" else steps * factor,
+            submitted_s=job.at_s,
+            num_devices=job.num_devices,
+            min_devices=1,
+            max_devices=family.max_devices,
+            family=family.name,
+            batch_size=family.global_batch / job.num_devices,
+            start_s=float(begin_s),
+            change_s=float(cost_s),
+            join_s=float(begin_s) if joins else 0.0,
+        )
+        arrivals.append(Arrival(seen, steps, length_factor=factor))
     return ElasticWorkload(tuple(arrivals), families, cluster)
-
-
-class _Costs(NamedTuple):
-    start_s: float
-    change_s: float
-    join_s: float
-
-
-def _job(submission: Submission, family: Family, costs: _Costs, steps: float | None) -> Job:
-    return Job(
-        submission.name,
-        {KIND: Profile(0, GUESS_STEPS_PER_S)},
-        steps_left=steps,
-        submitted_s=submission.at_s,
-        num_devices=submission.num_devices,
-        min_devices=1,
-        max_devices=family.max_devices,
-        family=family.name,
-        batch_size=family.global_batch / submission.num_devices,
-        start_s=costs.start_s,
-        change_s=costs.change_s,
-        join_s=costs.join_s,
-    )
 
 
 def _steps(job: Submission, family: Family, cluster: Cluster, samples: Mapping[str, int]) -> float:
@@ -762,4 +683,4 @@ def _drawn(job: Submission, applications: Mapping[str, MeasuredApplication], see
     if not suitable:
         raise WorkloadError(f"{job.where}: no application with a usual batch was measured on {job.num_devices} devices")
     application, batch = random.Random(f"{seed}/{job.name}").choice(suitable)
-    return Submission(job.name, application, job.at_s, job.num_devices, batch, job.duration_s, job.where)
+    return replace(job, application=application, batch_size=batch)

@@ -38,8 +38,6 @@ from lightning_dlrover.lab.simulate.traces import (
 )
 from lightning_dlrover.tuning.cluster import Policy, PolicySettings
 
-# The file of finished simulations: one record for each, on disk as soon as it has ended.
-
 FILE_NAME = "simulations.jsonl"
 BY_MODEL: Literal["by-model"] = "by-model"
 LIVE: Literal["live"] = "live"
@@ -149,18 +147,12 @@ class Results(RecordFile[Header]):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / FILE_NAME, FORM, Header(FORMAT))
-        self._by_key = {record.key: record for record in self.records}
-
-    @property
-    def by_key(self) -> Mapping[str, Simulated]:
-        return self._by_key
+        self.by_key: dict[str, Simulated] = {record.key: record for record in self.records}
 
     def add(self, record: Simulated) -> None:
         super().add(record)
-        self._by_key[record.key] = record
+        self.by_key[record.key] = record
 
-
-# All simulations of a study, one for each trace, policy, cost of a resize and seed, and the answer to each of them.
 
 LIVE_S = 0.5
 """Seconds without a step at a live resize; `live_resize.py` measures less."""
@@ -169,7 +161,7 @@ Cost: TypeAlias = float | Literal["by-model", "live"]
 """Seconds without a step when a running job's devices change.
 
 `by-model`: those of a restart, by application. `live`: `LIVE_S`, after the workers on new devices have started while the others
-went on; new devices idle for as long as a start takes.
+train; new devices idle for as long as a start takes.
 """
 
 StartCost: TypeAlias = float | Literal["by-model"]
@@ -249,16 +241,8 @@ def read_inputs(
     of_files = hashlib.sha256()
     for path in sorted(speeds.glob("*.csv")):
         of_files.update(path.name.encode() + path.read_bytes())
-    settings: tuple[object, ...] = (
-        __version__,
-        cluster.num_nodes,
-        cluster.per_node,
-        sorted(samples.items()),
-        every_s,
-        oracle,
-        start_cost,
-        lengths,
-    )
+    nodes, work = (cluster.num_nodes, cluster.per_node), sorted(samples.items())
+    settings: tuple[object, ...] = (__version__, *nodes, work, every_s, oracle, start_cost, lengths)
     digest = hashlib.sha256(f"{of_files.hexdigest()} {settings}".encode()).hexdigest()
     found = [_trace(path, applications, cluster) for path in traces]
     names = [trace.name for trace in found]
@@ -328,50 +312,54 @@ def _trace(path: Path, applications: Mapping[str, MeasuredApplication], cluster:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise WorkloadError(f"{path} is not UTF-8, so it is no CSV file of jobs: {error.reason}") from error
+        raise WorkloadError(f"{path} is not UTF-8, so it is not a CSV file of jobs: {error.reason}") from error
     submissions = read_submissions(text.splitlines(), str(path), applications, cluster.num_devices)
     if not submissions:
         raise WorkloadError(f"{path} holds no job; give a trace with one job for each line after the header")
     return Trace(path.stem, tuple(submissions), hashlib.sha256(text.encode()).hexdigest())
 
 
-# Figures of a study: means over all simulations with one policy and one cost of a resize, and their table.
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:.2f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f} %"
+
+
+FIGURES: Mapping[str, tuple[Callable[[Simulated], float], Callable[[float], str]]] = {
+    "mean JCT": (lambda s: s.mean_completion_s, _hours),
+    "median": (lambda s: s.median_completion_s, _hours),
+    "p99": (lambda s: s.p99_completion_s, _hours),
+    "makespan": (lambda s: s.makespan_s, _hours),
+    "utilisation": (lambda s: s.utilisation, _percent),
+    "resizes/job": (lambda s: s.resizes_per_job, "{:.1f}".format),
+    "unfairness": (lambda s: s.unfairness, "{:.2f}".format),
+    "unfair jobs": (lambda s: float(np.mean(np.array(s.fairness) > 1)), _percent),  # with a ratio above 1
+}
+"""Figures of a simulation by their titles, each with its form as text."""
+
+COLUMNS = ("policy", "resize cost", *FIGURES)
+"""Titles of `Row.cells`."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Means over the simulations with one policy and one cost; all simulations have the same weight.
-
-    Args:
-        unfairness: largest ratio of a job's JCT to its JCT alone with a fair share.
-        unfair: fraction of the jobs with a ratio above 1.
-    """
+    """Means of `FIGURES` over the simulations with one policy and one cost; all simulations have the same weight."""
 
     policy: str
     cost: str
-    mean_s: float
-    median_s: float
-    p99_s: float
-    makespan_s: float
-    utilisation: float
-    resizes_per_job: float
-    unfairness: float
-    unfair: float
+    means: tuple[float, ...]
 
+    @property
+    def mean_s(self) -> float:
+        """Mean JCT."""
+        return self.means[0]
 
-COLUMNS = (
-    "policy",
-    "resize cost",
-    "mean JCT",
-    "median",
-    "p99",
-    "makespan",
-    "utilisation",
-    "resizes/job",
-    "unfairness",
-    "unfair jobs",
-)
-"""Titles of `cells`."""
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row as text, in the order of `COLUMNS`."""
+        return (self.policy, self.cost, *(text(mean) for (_, text), mean in zip(FIGURES.values(), self.means, strict=True)))
 
 
 def summarize(simulations: Sequence[Simulated]) -> list[Row]:
@@ -379,20 +367,10 @@ def summarize(simulations: Sequence[Simulated]) -> list[Row]:
     groups: defaultdict[tuple[str, str], list[Simulated]] = defaultdict(list)
     for simulated in simulations:
         groups[simulated.shown_cost, simulated.policy].append(simulated)
-    return [_row(policy, cost, found) for (cost, policy), found in groups.items()]
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    """Return a row as text, in the order of `COLUMNS`."""
-    return (
-        row.policy,
-        row.cost,
-        *(_hours(seconds) for seconds in (row.mean_s, row.median_s, row.p99_s, row.makespan_s)),
-        f"{100 * row.utilisation:.0f} %",
-        f"{row.resizes_per_job:.1f}",
-        f"{row.unfairness:.2f}",
-        f"{100 * row.unfair:.0f} %",
-    )
+    return [
+        Row(policy, cost, tuple(float(np.mean([figure(each) for each in found])) for figure, _ in FIGURES.values()))
+        for (cost, policy), found in groups.items()
+    ]
 
 
 def by_trace(simulations: Sequence[Simulated]) -> list[tuple[str, str, list[str]]]:
@@ -416,35 +394,11 @@ def table_text(rows: Sequence[Row], width: int) -> str:
     for number, title in enumerate(COLUMNS):
         table.add_column(title, justify="left" if number == 0 else "right", overflow="fold", no_wrap=number == 0)
     for row in rows:
-        table.add_row(*cells(row))
+        table.add_row(*row.cells)
     text = io.StringIO()
     Console(file=text, width=width, highlight=False, markup=False).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
-
-def _row(policy: str, cost: str, simulations: Sequence[Simulated]) -> Row:
-    def mean(figure: Callable[[Simulated], float]) -> float:
-        return float(np.mean([figure(simulated) for simulated in simulations]))
-
-    return Row(
-        policy,
-        cost,
-        mean(lambda s: s.mean_completion_s),
-        mean(lambda s: s.median_completion_s),
-        mean(lambda s: s.p99_completion_s),
-        mean(lambda s: s.makespan_s),
-        mean(lambda s: s.utilisation),
-        mean(lambda s: s.resizes_per_job),
-        mean(lambda s: s.unfairness),
-        mean(lambda s: float(np.mean(np.array(s.fairness) > 1))),
-    )
-
-
-def _hours(seconds: float) -> str:
-    return f"{seconds / 3600:.2f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
-
-
-# Run the simulations of a study that have no stored result yet, one after the other or several at a time.
 
 END_WITHIN_S = 60.0
 """Seconds for an idle process to end, or one that was asked to. It needs a few milliseconds."""
@@ -468,7 +422,7 @@ def run_study(
     processes: int = 1,
     ended: Callable[[Simulated], None] | None = None,
 ) -> list[Simulated]:
-    """Answer all questions, and return the answers in their order. Each answer is stored as soon as it is known.
+    """Run the simulations that have no stored result, and return all results in order. Each is stored as soon as it is known.
 
     Args:
         results: those of earlier runs are taken from there.
@@ -537,9 +491,9 @@ def _join(processes: Sequence[SpawnProcess]) -> None:
             killed.append(f"{process.name} (pid {process.pid})")
     if killed:
         raise RuntimeError(
-            f"simulating processes had not ended {END_WITHIN_S:g} s after they were told to, and were killed: "
+            f"simulating processes did not end within {END_WITHIN_S:g} s of a request, and were killed: "
             f"{', '.join(killed)}; perhaps something has stopped them, or the machine is short of memory. "
-            "All finished simulations are on record: give the same command again"
+            "All finished simulations are stored: run the same command again"
         )
 
 

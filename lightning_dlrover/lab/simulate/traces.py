@@ -48,6 +48,7 @@ class Trace:
     """The rows of one file, and their oddities."""
 
     samples: tuple[StepProfile, ...]
+    placements: tuple[str, ...]  # of each sample, one digit for each node; empty where the row has none
     remarks: tuple[str, ...]
 
 
@@ -81,7 +82,7 @@ def read_trace(path: Path) -> Trace:
                 "parts of this row are not used. If all rows are like that, the two are not in the same unit"
             )
             no_parts: dict[str, Any] = {f"{part}_s": 0.0 for part in STEP_PARTS}
-            sample = dataclasses.replace(sample, **no_parts)
+            sample = replace(sample, **no_parts)
         key = (row.get("placement"), *(getattr(sample, name) for name in _CONFIGURED_BY))
         before, before_s = seen.setdefault(key, (line, sample.step_time_s))
         if not 1 / MAX_CONTRADICTION <= sample.step_time_s / before_s <= MAX_CONTRADICTION:
@@ -90,7 +91,7 @@ def read_trace(path: Path) -> Trace:
                 "which has the same configuration; both are used"
             )
         samples.append(sample)
-    return Trace(tuple(samples), tuple(remarks))
+    return Trace(tuple(samples), tuple(str(row.get("placement") or "") for _, row in rows), tuple(remarks))
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -102,9 +103,9 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 try:
                     fields = json.loads(record)
                 except json.JSONDecodeError as error:
-                    raise TraceError(f"{path}:{line} is no JSON object of a profile: {error}") from error
+                    raise TraceError(f"{path}:{line} is not a JSON object of a profile: {error}") from error
                 if not isinstance(fields, dict):
-                    raise TraceError(f"{path}:{line} holds {fields!r}, not a JSON object of a profile")
+                    raise TraceError(f"{path}:{line} is not a JSON object of a profile: {fields!r}")
                 yield line, fields
         return
     reader = csv.DictReader(text.splitlines())
@@ -131,7 +132,7 @@ def _sample(path: Path, line: int, row: Mapping[str, Any]) -> StepProfile:
         raise TraceError(f"{path}:{line} has no step_time_s (step_time), in seconds; columns are: {', '.join(map(str, row))}")
     step_s, workers = fields["step_time_s"], fields["num_workers"]
     if not 0 < step_s < math.inf:
-        raise TraceError(f"{path}:{line}: step_time={step_s!r} is no time of a step: seconds above 0")
+        raise TraceError(f"{path}:{line}: step_time={step_s!r} is not a time: give seconds above 0")
     if step_s > MAX_STEP_TIME_S:
         raise TraceError(f"{path}:{line}: step_time={step_s:g} would be hours; if it is in milliseconds, convert it to seconds")
     if workers < fields["num_nodes"]:
@@ -161,12 +162,8 @@ def _placed(path: Path, line: int, placement: str) -> dict[str, int]:
     workers = [int(digit) for digit in placement if digit.isdecimal() and digit != "0"]
     if len(workers) != len(placement):
         raise TraceError(f"{path}:{line}: placement={placement!r} is not one digit from 1 to 9 for each node")
-    return {
-        "num_nodes": len(workers),
-        "num_workers": sum(workers),
-        "fullest_node": max(workers),
-        "emptiest_node": min(workers),
-    }
+    nodes = {"num_nodes": len(workers), "num_workers": sum(workers)}
+    return {**nodes, "fullest_node": max(workers), "emptiest_node": min(workers)}
 
 
 def _value(path: Path, line: int, column: str, value: Any, kind: Any) -> Any:
@@ -176,7 +173,7 @@ def _value(path: Path, line: int, column: str, value: Any, kind: Any) -> Any:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise TraceError(f"{path}:{line}: {column}={value!r} is no number") from None
+        raise TraceError(f"{path}:{line}: {column}={value!r} is not a number") from None
     if not 0 <= number < math.inf:
         raise TraceError(f"{path}:{line}: {column}={value!r} must be finite and not negative")
     if kind == "int":
@@ -367,10 +364,6 @@ USUAL_BATCHES: Mapping[str, tuple[int, ...]] = {
 """Global batches that jobs of Pollux's workloads ask for, for traces that hold none."""
 
 
-class WorkError(ValueError):
-    """A file of work that cannot be used; the message names the line."""
-
-
 # Work of an application: a fixed number of samples, the same for all policies. Traces do not hold it.
 #
 # A job trains as many epochs as in Pollux's artefact (simulator/applications.py in github.com/petuum/adaptdl, branch
@@ -380,25 +373,21 @@ def read_work(path: Path) -> dict[str, int]:
     """Read samples by application from a CSV file with the columns `application` and `samples`.
 
     Raises:
-        WorkError: with file and line.
+        WorkloadError: with file and line.
         OSError: the file cannot be read.
     """
     reader = csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines())
     missing = [column for column in ("application", "samples") if column not in (reader.fieldnames or ())]
     if missing:
-        raise WorkError(f"{path}:1: no column {' and '.join(missing)}; the columns are application and samples")
+        raise WorkloadError(f"{path}:1: no column {' and '.join(missing)}; the columns are application and samples")
     found: dict[str, int] = {}
     for row in reader:
-        try:
-            samples = float(row["samples"])
-        except (TypeError, ValueError):
-            samples = math.nan
-        if not (math.isfinite(samples) and samples >= 1):
-            raise WorkError(f"{path}:{reader.line_num}: samples is {row['samples']!r}; it is a number above 0")
-        if samples > MAX_SAMPLES:
-            raise WorkError(f"{path}:{reader.line_num}: samples is {row['samples']}, and the largest is {MAX_SAMPLES:,}")
+        at = f"{path}:{reader.line_num}"
+        samples = _number(row["samples"], "samples", at, MAX_SAMPLES)
+        if samples < 1:
+            raise WorkloadError(f"{at}: samples is {row['samples']!r}; it is a number above 0")
         if not row["application"]:
-            raise WorkError(f"{path}:{reader.line_num}: the application has no name")
+            raise WorkloadError(f"{at}: the application has no name")
         found[row["application"]] = round(samples)
     return found
 
@@ -445,10 +434,10 @@ class _Curve:
 
     def at(self, local_batch: float) -> tuple[float, float]:
         """Return the log of the step's seconds and the share of synchronisation; log-linear in the local batch."""
-        where = math.log(local_batch)
-        return float(np.interp(where, self.log_batch, self.log_step_s)), float(
-            np.interp(where, self.log_batch, self.sync_share)
+        log_step_s, sync_share = (
+            float(np.interp(math.log(local_batch), self.log_batch, known)) for known in (self.log_step_s, self.sync_share)
         )
+        return log_step_s, sync_share
 
 
 @dataclass(frozen=True)
@@ -468,7 +457,7 @@ class MeasuredApplication:
     max_devices: int
     max_on_node: int
     by_placement: Mapping[Placement, _Curve] = field(repr=False)
-    by_nodes: Mapping[int, Sequence[tuple[float, _Curve]]] = field(repr=False)
+    by_nodes: Mapping[int, Mapping[float, _Curve]] = field(repr=False)
     _found: dict[tuple[Placement, int], StepTime] = field(default_factory=dict, repr=False, compare=False)
 
     def most_devices(self, global_batch: int) -> int:
@@ -484,10 +473,9 @@ class MeasuredApplication:
         Raises:
             ValueError: the local batch is below the smallest measured one, or a node has more devices than were measured.
         """
-        key = placement, global_batch
-        if key not in self._found:
-            self._found[key] = self._step_time(placement, global_batch)
-        return self._found[key]
+        if (found := self._found.get((placement, global_batch))) is None:
+            found = self._found[placement, global_batch] = self._step_time(placement, global_batch)
+        return found
 
     def steps_per_s(self, placement: Placement, global_batch: int) -> float:
         """Return the steps/s of a job with this placement. Raises as `step_time` does."""
@@ -520,14 +508,10 @@ class MeasuredApplication:
                 return [(1.0, curve)]
         nodes, per_node = len(placement), sum(placement) / len(placement)
         return [
-            (of_nodes * of_density, curve)
+            (of_nodes * of_density, self.by_nodes[int(count)][density])
             for of_nodes, count in _between(nodes, sorted(self.by_nodes))
-            for of_density, curve in self._on_nodes(int(count), per_node)
+            for of_density, density in _between(per_node, sorted(self.by_nodes[int(count)]))
         ]
-
-    def _on_nodes(self, num_nodes: int, per_node: float) -> list[tuple[float, _Curve]]:
-        curves = dict(self.by_nodes[num_nodes])
-        return [(weight, curves[density]) for weight, density in _between(per_node, sorted(curves))]
 
 
 def even_placement(num_devices: int, num_nodes: int) -> Placement:
@@ -556,41 +540,28 @@ def read_applications(folder: Path) -> dict[str, MeasuredApplication]:
 
 def _application(folder: Path, name: str) -> MeasuredApplication:
     path = folder / f"{name}{PLACEMENTS}"
-    samples = read_trace(path).samples
+    trace = read_trace(path)
+    samples = trace.samples
     groups: defaultdict[Placement, list[StepProfile]] = defaultdict(list)
-    for sample, placement in zip(samples, _placements(path), strict=True):
-        groups[_smallest_rotation(placement)].append(sample)
-    shapes: defaultdict[tuple[int, int], list[StepProfile]] = defaultdict(list)
-    for sample in samples:
-        shapes[sample.num_nodes, sample.num_workers].append(sample)
+    for number, (sample, placement) in enumerate(zip(samples, trace.placements, strict=True), 1):
+        if not placement:
+            raise TraceError(f"{path}, row {number}, has no placement: one digit for each node, devices on it")
+        groups[_smallest_rotation(tuple(map(int, placement)))].append(sample)
     further = folder / f"{name}{SCALABILITY}"
-    if further.exists():
-        for sample in read_trace(further).samples:
-            shapes[sample.num_nodes, sample.num_workers].append(sample)
-    by_nodes: defaultdict[int, list[tuple[float, _Curve]]] = defaultdict(list)
+    shapes: defaultdict[tuple[int, int], list[StepProfile]] = defaultdict(list)
+    for sample in (*samples, *(read_trace(further).samples if further.exists() else ())):
+        shapes[sample.num_nodes, sample.num_workers].append(sample)
+    by_nodes: defaultdict[int, dict[float, _Curve]] = defaultdict(dict)
     for (nodes, devices), found in sorted(shapes.items()):
-        by_nodes[nodes].append((devices / nodes, _Curve.of(found)))
+        by_nodes[nodes][devices / nodes] = _Curve.of(found)
     return MeasuredApplication(
         name,
         min_local_batch=min(sample.local_batch for sample in samples),
         max_devices=max(devices for _, devices in shapes),
         max_on_node=max(sample.fullest_node for sample in samples),
         by_placement={placement: _Curve.of(found) for placement, found in groups.items()},
-        by_nodes=dict(by_nodes),
+        by_nodes=by_nodes,
     )
-
-
-def _placements(path: Path) -> list[Placement]:
-    """Return the placement of each row. `read_trace` has checked that it is made of digits above 0, where there is one."""
-    reader = csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines())
-    if "placement" not in (reader.fieldnames or ()):
-        raise TraceError(f"{path}:1 has no column placement: one digit for each node, devices on it")
-    found = []
-    for row in reader:
-        if not row["placement"]:
-            raise TraceError(f"{path}:{reader.line_num} has no placement: one digit for each node, devices on it")
-        found.append(tuple(map(int, row["placement"])))
-    return found
 
 
 def _smallest_rotation(placement: Placement) -> Placement:

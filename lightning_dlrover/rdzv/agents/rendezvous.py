@@ -76,11 +76,9 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
     worker_name_of,
 )
-from lightning_dlrover.rdzv.membership.coordinator import burial
+from lightning_dlrover.rdzv.membership.coordinator import eviction
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.spares import Spares, check_platform
-
-# Configuration of an agent: torchrun's options and the values of --rdzv-conf.
 
 T = TypeVar("T")
 
@@ -199,9 +197,6 @@ def _readable_file(path: str) -> str | None:
         return os.path.abspath(path)
 
 
-# Environment variables that describe the job to an agent's workers, which inherit them.
-
-
 def export(config: HandlerConfig, agent_id: str, left_state_folder: str | None) -> None:
     """Export the location of the job's records to the workers, which inherit the agent's environment."""
     give_home()
@@ -224,9 +219,6 @@ def export(config: HandlerConfig, agent_id: str, left_state_folder: str | None) 
             os.environ.pop(name, None)  # a variable left from an outer job would not fit this endpoint
         else:
             os.environ[name] = value
-
-
-# The record that an agent writes about itself.
 
 
 class Registration:
@@ -267,9 +259,6 @@ class Registration:
                 break
             # The record expired with an earlier lease, or holds our own write with a lost response. No other process writes it.
             self._revision = written.values[0].mod_revision if written.values else 0
-
-
-# The records of a run, as one of its agents reads and ends them.
 
 
 @dataclass(frozen=True)
@@ -356,7 +345,7 @@ class RunRecords:
             raise RendezvousTimeoutError(f"run {self._run_id!r} could not be closed in time: {error}") from error
 
     def remove_leftovers(self) -> None:
-        """Remove the leftovers of killed workers from this host's memory, if the job will never continue."""
+        """Remove snapshots of killed workers from this host's memory, if the job will never continue."""
         try:
             is_over = self._journal.is_over()
         except RecordError:
@@ -377,7 +366,7 @@ class RunRecords:
             if worker is not None and worker.agent_id == self._agent_id:
                 self._client.delete(kv.key)  # no transaction: a full etcd takes none, but it deletes
                 with contextlib.suppress(EtcdFullError):
-                    for write in burial(kv, self._client.get(self._keys.coordinator), self._keys)[1:]:
+                    for write in eviction(kv, self._client.get(self._keys.coordinator), self._keys)[1:]:
                         self._client.txn(write.compare, write.ops)
 
     def tidy_up(self, is_live: bool) -> None:
@@ -397,8 +386,8 @@ BACKEND = "etcd-v3"
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.5  # seconds between polls; the mirror wakes us, so this only bounds the cost of a missed wake-up
-_WORD_TTL_S = 5.0  # minimum lifetime of an agent's sign-off in seconds; a dead coordinator may have to be replaced first
+_POLL_S = 0.5  # seconds between polls; the mirror wakes this agent, so this only bounds the cost of a missed wake-up
+_SIGN_OFF_TTL_S = 5.0  # minimum lifetime of an agent's sign-off; a dead coordinator may have to be replaced first
 _CHECK_S = 20.0  # seconds between checks for changes that the mirror missed; with many agents more checks would load etcd
 
 
@@ -459,7 +448,7 @@ class _RoundDeadline:
                 remaining_s = self.remaining_s()
                 if remaining_s <= 0:
                     raise
-                if not is_reported and not isinstance(error, EtcdFullError):  # its client reports that etcd is full
+                if not is_reported and not isinstance(error, EtcdFullError):  # the client reports a full etcd itself
                     logger.warning(
                         "run %r: this agent waits for etcd, for up to %.0f s: %s", self._keys.run_id, remaining_s, error
                     )
@@ -599,7 +588,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._config.live or self._is_live:
             return 0
         if self._must_restart or known.round_number > self._own.record.round_number:
-            return 1  # rejoin: the ranks were provisional, or the others declared us dead and went on without us
+            return 1  # rejoin: the ranks were provisional, or the others declared us dead and formed a round without us
         counts = known.counts
         if counts is None or counts.round_number != self._own.record.round_number:
             return 0
@@ -641,7 +630,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _raise_if_over(self, why: str, has_waited: bool) -> None:
         if not why:
             return
-        text = f"run {self._config.run_id!r} {why}: this node has come too late to join; a new job needs another --rdzv-id"
+        text = f"run {self._config.run_id!r} {why}: this node came too late to join; for a new job use another --rdzv-id"
         was_spare = has_waited and (why == why_over(None, _FINISHED) or _NODES_FINISHED in why)
         if was_spare:
             logger.warning("run %r was finished by other nodes before this one was needed", self._config.run_id)
@@ -664,7 +653,6 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._drop_store()
         self._has_finished = self._must_restart = False
         self._coordinator_error = None
-        # From now on the coordinator's notices report the state of the job.
         job = self._run.read(JobRecord, deadline.answer_to(lambda: self._client.get(self._keys.job)))
         self._is_live = job is not None and job.live
         last_round = self._known().round_number
@@ -690,7 +678,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
                     port = free_port(self._all_addresses) if is_first else 0
                     self._enter(deadline, "running", known.round_number, port)
             elif self._own.record.state != "waiting":
-                logger.warning("run %r: a round broke up before it began", self._config.run_id)
+                logger.warning("run %r: a round lost a member before it began; waiting for the next one", self._config.run_id)
                 last_round = known.round_number
                 self._enter(deadline, "waiting", last_round)
             remaining_s = deadline.remaining_s()
@@ -740,9 +728,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         elif num_running >= limits.max_nodes:
             why = f"the job has its maximum of {limits.max_nodes} nodes: raise --nnodes, or do not start more"
         elif num_running:
-            why = f"{num_running} nodes still run the round before and did not make room"
+            why = f"{num_running} nodes still run the previous round and did not make room"
         else:
-            why = f"only {num_waiting} of at least {limits.min_nodes} nodes came: start more or lower --nnodes"
+            why = f"only {num_waiting} of at least {limits.min_nodes} nodes joined: start more, or lower --nnodes"
         self._client.delete(self._keys.agents + self._agent_id)
         raise RendezvousTimeoutError(
             f"run {run_id!r}: no room in a round within join_timeout={self._config.join_timeout_s:g} s; {why}. "
@@ -781,7 +769,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def wait_for_others(self, timeout_s: float) -> None:
         """TorchElastic's exit barrier among the members that are still present; a live job has none."""
         deadline = time.monotonic() + timeout_s
-        heard_at = time.monotonic()
+        reached_at = time.monotonic()
         while True:
             self._wake.clear()
             self._stay_registered()
@@ -794,9 +782,11 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 self._has_finished = not counts.num_members_waiting
                 return
             now = time.monotonic()
-            heard_at = now if self._mirror is None or self._mirror.healthy else heard_at
-            if now - heard_at > self._config.etcd.timeout_s:
-                raise DistNetworkError(f"run {self._config.run_id!r}: etcd cannot be asked whether other nodes have finished")
+            reached_at = now if self._mirror is None or self._mirror.healthy else reached_at
+            if now - reached_at > self._config.etcd.timeout_s:
+                raise DistNetworkError(
+                    f"run {self._config.run_id!r}: etcd does not answer, so it is unknown whether other nodes have finished"
+                )
             remaining_s = deadline - now
             if remaining_s <= 0:
                 raise DistStoreError(f"run {self._config.run_id!r}: other nodes did not finish within {timeout_s:g} s")
@@ -813,9 +803,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._client.delete(self._own.key)
         else:
             # The sign-off has a lease of its own, which expires after the coordinator has read it.
-            lease_id = self._client.lease(max(_WORD_TTL_S, 2 * self._config.timeouts.lease_ttl_s)).id
-            word = Put(self._keys.agents_left + self._agent_id, self._agent_id.encode(), lease_id)
-            self._client.txn([], [word, Delete(self._own.key)])
+            lease_id = self._client.lease(max(_SIGN_OFF_TTL_S, 2 * self._config.timeouts.lease_ttl_s)).id
+            sign_off = Put(self._keys.agents_left + self._agent_id, self._agent_id.encode(), lease_id)
+            self._client.txn([], [sign_off, Delete(self._own.key)])
         if self._own.lease is not None:
             self._own.lease.revoke()
         self._run.tidy_up(self._is_live)
@@ -837,14 +827,14 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Register again after our lease was lost, as after a long outage, and stand for coordinator if there is none."""
         if not self._own.is_lost:
             self._campaign()  # the change that called for a candidate may have come while our own former term was ending
-        else:
-            try:
-                self._register()
-                self._is_unregistered = False
-            except (EtcdError, TimeoutError) as error:
-                if not self._is_unregistered:
-                    logger.warning("run %r: agent %s is not registered: %s", self._config.run_id, self._agent_id, error)
-                self._is_unregistered = True
+            return
+        try:
+            self._register()
+            self._is_unregistered = False
+        except (EtcdError, TimeoutError) as error:
+            if not self._is_unregistered:
+                logger.warning("run %r: agent %s is not registered: %s", self._config.run_id, self._agent_id, error)
+            self._is_unregistered = True
 
     # -- spare processes
 

@@ -1,7 +1,12 @@
-"""Rounds of elastic agents: decided by pure functions, and formed by the agent that watches all others.
+"""Rounds of elastic agents: TorchElastic's contract as pure functions, and the agent that carries out their decisions.
 
 `next_notice` and `members_of_next_round` decide from an `AgentView`, without a clock or etcd. `AgentCoordinator` runs the
 election and writes their decisions.
+
+The record of a waiting agent names the round that it has left (`round_number`). So a round is over exactly when each of its
+members is gone or waits for a later one. A round is written first, and confirmed once all its members have entered it. Before
+that no member has started workers, so if one dies the round is void and another takes its place. Both decisions are level
+triggered and use only the records: the next coordinator continues where the last one stopped.
 """
 
 from __future__ import annotations
@@ -21,14 +26,6 @@ from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import Compare, EtcdError, EtcdFullError, KeyValue, modified
 from lightning_dlrover.rdzv.job.journal import Journal
 from lightning_dlrover.rdzv.job.records import AgentNotice, AgentRecord, AgentRound, JobRecord, Keys, decode
-
-# Decide when elastic agents form a round, and with which members: TorchElastic's contract as pure functions.
-#
-# The record of a waiting agent names the round that it has left (`round_number`). So a round is over exactly when each of
-# its members is gone or waits for a later one. A round is written first, and confirmed once all its members have entered
-# it. Before that no member has started workers, so if one dies the round is void and another takes its place. Both
-# decisions are level triggered and use only the records: the next coordinator continues where the last one stopped. Clocks
-# and etcd stay in `AgentCoordinator` and `rendezvous.py`.
 
 
 @dataclass(frozen=True)
@@ -65,13 +62,17 @@ class AgentView:
     @property
     def missing(self) -> Set[str]:
         """Members of the current round without a record that have not signed off: their leases have ended."""
-        members = set(self.round.agents) if self.round is not None else set()
-        return members - self.agents.keys() - self.all_signed_off
+        return self.members - self.agents.keys() - self.all_signed_off
 
     @property
     def all_signed_off(self) -> Set[str]:
         # Copied from notice to notice, because a sign-off expires with its lease.
         return {*self.signed_off, *(self.notice.signed_off if self.notice is not None else ())}
+
+    @property
+    def members(self) -> Set[str]:
+        """Members of the current round."""
+        return set(self.round.agents) if self.round is not None else set()
 
 
 def why_over(round_: AgentRound | None, job: JobRecord | None) -> str:
@@ -120,10 +121,10 @@ def members_of_next_round(view: AgentView, limits: Limits, last_call_is_over: bo
     waiting = candidates(view)
     if len(waiting) < limits.min_nodes:
         return []
-    if view.returning and view.is_confirmed and view.round is not None and not set(waiting) & set(view.round.agents):
+    if view.returning and view.is_confirmed and not view.members & set(waiting):
         return []  # all may be cut off while their workers train; a member that waits itself would show that these do not
     # If only members of the previous round continue, no newcomer needs the round to be held open.
-    has_newcomers = view.round is None or not set(waiting) <= set(view.round.agents)
+    has_newcomers = not set(waiting) <= view.members
     if len(waiting) < limits.max_nodes and has_newcomers and not last_call_is_over:
         return []
     return waiting[: limits.max_nodes]
@@ -138,9 +139,7 @@ def next_notice(view: AgentView, term: int) -> AgentNotice:
     if not view.is_confirmed and inside and all(_has_entered(view, agent) for agent in inside):
         first = view.agents[inside[0]].record
         confirmed, address, port = view.round_number, first.address, first.port
-    members = set(view.round.agents) if view.round is not None else set()
     over = why_over(view.round, view.job)
-    signed_off = members & view.all_signed_off
     return AgentNotice(
         term=term,
         confirmed_round=confirmed,
@@ -152,22 +151,22 @@ def next_notice(view: AgentView, term: int) -> AgentNotice:
         # Those that may come back may not have finished: the last agent to finish would close the run, and remove its store.
         num_unfinished=sum(view.agents[agent].record.state != "finished" for agent in inside) + len(view.returning),
         num_waiting=len(waiting),
-        num_members_waiting=len(set(waiting).intersection(view.round.agents)) if view.round is not None else 0,
+        num_members_waiting=len(view.members & set(waiting)),
         live=view.job is not None and view.job.live,
-        signed_off=[] if over else sorted(signed_off),
+        signed_off=[] if over else sorted(view.members & view.all_signed_off),
         num_lost=0 if over else len(view.missing - view.returning),  # once the run is over, no agent counts as lost
         over=over,
     )
 
 
-def is_urgent(notice: AgentNotice, told: AgentNotice | None) -> bool:
+def is_urgent(notice: AgentNotice, last: AgentNotice | None) -> bool:
     """Whether agents act on the changes since the last notice. Changes of mere counts can be published together, and later."""
     return (
-        told is None
-        or notice.confirmed_round != told.confirmed_round
-        or notice.over != told.over
-        or (notice.num_waiting > 0 and not told.num_waiting)
-        or (notice.num_lost > 0 and not told.num_lost)
+        last is None
+        or notice.confirmed_round != last.confirmed_round
+        or notice.over != last.over
+        or (notice.num_waiting > 0 and not last.num_waiting)
+        or (notice.num_lost > 0 and not last.num_lost)
     )
 
 
@@ -193,7 +192,7 @@ def waits(view: AgentView) -> dict[str, str]:
         elif (missing := record.min_nodes - len(waiting)) > 0:
             found[agent] = f"waits for {missing} more node{'s' * (missing > 1)} of at least {record.min_nodes}"
         else:
-            found[agent] = "last call: waits whether more nodes come"
+            found[agent] = "last call: waits for more nodes"
     return found
 
 
@@ -245,15 +244,14 @@ class RecordReader:
             self._read = {key: kept for key, kept in self._read.items() if key in keys}
 
 
-# Coordinate the elastic agents: one of them watches all others, forms their rounds and publishes a notice for them.
-#
-# The functions above decide the content of a write; this class decides which agent may write it. The coordinator is the
-# agent that created the election key. The key expires with its agent's lease, and then another agent takes over. Each write
-# is fenced on the key and on the value that it replaces, so a coordinator that was declared dead cannot change anything.
-# All other agents watch three small keys. A change therefore costs a job of n agents one write and n notifications, and
-# only one agent reads all records.
 class AgentCoordinator:
-    """An agent's candidacy for the office, and its term in it. A thread of its own runs only during these."""
+    """An agent's candidacy for coordinator, and its term. Its thread runs only during these.
+
+    The coordinator watches all other agents, forms their rounds and publishes a notice for them. It is the agent that created
+    the election key, which expires with the agent's lease. Each write is fenced on the key and on the value that it replaces,
+    so a coordinator that was declared dead cannot change anything. All other agents watch three small keys. A change therefore
+    costs a job of n agents one write and n notifications, and only one agent reads all records.
+    """
 
     def __init__(
         self,
@@ -288,7 +286,7 @@ class AgentCoordinator:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._enough_since: float | None = None
-        self._told_at = 0.0
+        self._published_at = 0.0
         # Members with an expired lease, and when this agent, in office, first saw it.
         self._missing_since: dict[str, float] = {}
 
@@ -365,8 +363,8 @@ class AgentCoordinator:
                         pause_s = self._act(entries, term, return_s)
                         must_wait = False
                     except EtcdError as error:
-                        if not must_wait and not isinstance(error, EtcdFullError):  # its client reports a full etcd
-                            logger.warning("agents' coordinator %s must wait: %s", self._agent_id, error)
+                        if not must_wait and not isinstance(error, EtcdFullError):  # the client reports a full etcd itself
+                            logger.warning("the coordinator of the agents, %s, waits for etcd: %s", self._agent_id, error)
                         must_wait = True
                         pause_s = _RETRY_S
                 # Use at most half of a core. Changes during a look are then handled together in the next one.
@@ -393,10 +391,10 @@ class AgentCoordinator:
             self._enough_since = None
         notice = next_notice(view, term)
         if notice != view.notice:
-            rest_s = 0.0 if is_urgent(notice, view.notice) else self._told_at + _REST_PER_AGENT_S * len(view.agents) - now
-            if rest_s > 0:
+            rest_s = self._published_at + _REST_PER_AGENT_S * len(view.agents) - now
+            if rest_s > 0 and not is_urgent(notice, view.notice):
                 return min(pause_s, rest_s)
-            self._told_at = now
+            self._published_at = now
             self._write(self._keys.agent_notice, notice, entries, term)
             return min(pause_s, _RETRY_S)
         return pause_s

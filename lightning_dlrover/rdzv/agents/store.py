@@ -1,6 +1,6 @@
 """c10d's key-value store on etcd, for agents, gloo and NCCL; and stores that keep an agent from waiting forever.
 
-`EtcdStore` serves any run. `RoundStore` and `LiveAgentStore` answer for agents that have joined or left a live job.
+`EtcdStore` serves any run. `RoundStore` and `LiveAgentStore` answer requests for which an agent would wait forever.
 """
 
 from __future__ import annotations
@@ -56,14 +56,12 @@ def is_in_use(client: EtcdClient) -> bool:
     return any(store._client is client for store in list(_open_stores))
 
 
-# c10d's key-value store on etcd, usable from Python and from the C++ of gloo and NCCL.
-#
-# Decides nothing about the job. The creator of a store chooses a prefix for it and deletes that prefix later.
 class EtcdStore(Store):
-    """A `torch.distributed.Store` that keeps its keys under one prefix in etcd.
+    """A `torch.distributed.Store` that keeps its keys under one prefix in etcd, for Python and the C++ of gloo and NCCL.
 
     The semantics are those of TCPStore: `get` and `wait` block until the keys exist or the timeout is over (`DistStoreError`).
-    An unreachable etcd raises `DistNetworkError`. Values have at most `MAX_VALUE_BYTES`. Closing does not delete the keys.
+    An unreachable etcd raises `DistNetworkError`. Values have at most `MAX_VALUE_BYTES`. Closing does not delete the keys: the
+    creator of a store chooses its prefix, and deletes it later.
 
     torch's bridge from C++ to stores written in Python does not support `list_keys`, queues, or keys that are not UTF-8. For
     these, a `PrefixStore` around this store raises `NotImplementedError` or `UnicodeDecodeError`.
@@ -140,7 +138,7 @@ class EtcdStore(Store):
             try:
                 return str(int(current or b"0") + value).encode()
             except ValueError as error:
-                raise DistStoreError(f"{self._path(key)!r} holds {current!r:.80}, which is no number to add to") from error
+                raise DistStoreError(f"{self._path(key)!r} holds {current!r:.80}, not a number that can be added to") from error
 
         return int(self._modify(key, increase) or b"0")
 
@@ -339,12 +337,6 @@ def _chunks_of(puts: Sequence[Op], max_bytes: int) -> list[list[Op]]:
     return [chunk for chunk in chunks if chunk]
 
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-else:
-    from torch.distributed import Store
-
-
 _ROLE_INFO = "torchelastic/role_info/"
 _ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
 _EXIT_BARRIER = "torchelastic/agent/terminal_state"
@@ -371,11 +363,6 @@ class RoundAgent(Protocol):
         """Wait until all living members have finished, or until waiting has no point."""
 
 
-# Stores for elastic agents, which answer requests that would otherwise wait until their timeout.
-#
-# TorchElastic's agent exchanges ranks, and meets the others at its end, in the store of *its* round. In a live job the set
-# of nodes changes under a running agent. A late agent would wait 300 s for ranks that running agents do not write again,
-# and a leaving agent for agents that are gone.
 class RoundStore(EtcdStore):
     """The store of a normal round: etcd, except where an agent would wait for a dead one.
 
@@ -457,7 +444,9 @@ class RoundStore(EtcdStore):
 class LiveAgentStore(Store):
     """Respond to all of the agent's requests locally and at once; ranks are true at joining time.
 
-    The workers find each other through etcd and agree on their own ranks, so nothing depends on these.
+    TorchElastic's agent exchanges ranks, and waits at its end, in the store of its own round. In a live job a late agent would
+    wait 300 s for ranks that running agents do not write again, and a leaving agent for agents that are gone. The workers find
+    each other through etcd and agree on their own ranks, so nothing depends on these.
     """
 
     def __init__(self, num_workers_before: int, on_local_world_size: Callable[[int], None], timeout_s: float = 300.0) -> None:

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lightning_dlrover.rdzv.etcd.connection import (
     RETRY_PAUSE_S,
@@ -49,13 +49,10 @@ from lightning_dlrover.rdzv.etcd.types import (
     read_password,
 )
 
-# Leases: etcd deletes their keys once the process that refreshes them is gone.
-
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CLOSE_DEADLINE_S = 2.0
-"""Seconds to wait for threads to end."""
+CLOSE_DEADLINE_S = 2.0  # seconds to wait for threads to end
 
 
 class Lease:
@@ -122,11 +119,7 @@ class Lease:
                 continue
             if remaining_s <= 0:
                 self.lost.set()
-                logger.warning(
-                    "lease %x was lost: etcd did not hear from this process for %g s, or it was revoked",
-                    self.id,
-                    self.ttl_s,
-                )
+                logger.warning("lease %x was lost: etcd received no refresh for %g s, or it was revoked", self.id, self.ttl_s)
                 return
             self._refreshed_at = time.monotonic()
             pause_s = self.ttl_s / times_per_ttl
@@ -150,32 +143,25 @@ class Leases:
     def grant(self, ttl_s: float) -> Lease:
         """Create a lease, which expires after `ttl_s` unless kept alive (etcd: whole seconds, at least 2)."""
         # An id of our own makes the request safe to retry: a second grant of the same id is refused, not added.
-        lease_id = random.SystemRandom().randrange(1, 1 << 62)
-        request = etcdrpc.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)), ID=lease_id)
-        attempts: list[None] = []
-        try:
-            granted = float(self._caller.call("create a lease", "Lease", "LeaseGrant", request, attempts).TTL)
-        except EtcdError as error:
-            if len(attempts) < 2 or "already exists" not in str(error):
-                raise
-            granted = float(request.TTL)
-        lease = Lease(self, lease_id, granted)
-        self._adopt(lease)
-        return lease
+        return self._granted(random.SystemRandom().randrange(1, 1 << 62), ttl_s, is_shared=False)
 
     def join(self, prefix: str, ttl_s: float) -> Lease:
         """Return the lease that all clients of a prefix share, and keep it alive from here as well."""
-        number = int.from_bytes(hashlib.sha256(prefix.encode()).digest()[:7], "big") | 1
-        request = etcdrpc.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)), ID=number)
+        lease_id = int.from_bytes(hashlib.sha256(prefix.encode()).digest()[:7], "big") | 1
+        return self._granted(lease_id, ttl_s, is_shared=True).keep_alive(times_per_ttl=3)
+
+    def _granted(self, lease_id: int, ttl_s: float, is_shared: bool) -> Lease:
+        request = etcdrpc.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)), ID=lease_id)
+        attempts: list[None] = []
         try:
-            granted = float(self._caller.call("create a lease", "Lease", "LeaseGrant", request).TTL)
+            granted_s = float(self._caller.call("create a lease", "Lease", "LeaseGrant", request, attempts).TTL)
         except EtcdError as error:
-            if "already exists" not in str(error):
+            if not (is_shared or len(attempts) > 1) or "already exists" not in str(error):
                 raise
-            granted = float(self.refresh(number, self.timeout_s))
-        lease = Lease(self, number, granted or ttl_s)
+            granted_s = float(self.refresh(lease_id, self.timeout_s) if is_shared else request.TTL)
+        lease = Lease(self, lease_id, granted_s or ttl_s)
         self._adopt(lease)
-        return lease.keep_alive(times_per_ttl=3)
+        return lease
 
     def refresh(self, lease_id: int, timeout_s: float) -> int:
         """Refresh a lease; return the seconds that it has left, 0 if it no longer exists in etcd."""
@@ -221,19 +207,14 @@ class SharedLease:
         return write()
 
 
-MOST_RANGES = 128
-"""Prefixes read in one transaction. etcd's default limit of operations (`--max-txn-ops`)."""
-
-KEYS_PER_PAGE = 256
-"""Keys in one answer of a list of folders."""
+MOST_RANGES = 128  # prefixes read in one transaction; etcd's default limit of operations (`--max-txn-ops`)
+KEYS_PER_PAGE = 256  # keys in one answer of a list of folders
 
 
 class _Child(Protocol):
     def close(self, timeout_s: float) -> None: ...
 
 
-# Decides when to retry and when to give up. The meaning of the keys is defined in `job/records.py` and above. A live copy
-# of a prefix is in `mirror.py`.
 class EtcdClient:
     """Thread-safe client of one etcd cluster.
 
@@ -272,8 +253,13 @@ class EtcdClient:
         with contextlib.suppress(PermissionDeniedError):  # this user may not ask about the server itself
             self.caller.call("check the connection", "Maintenance", "Status", etcdrpc.StatusRequest())
 
+    def _range(self, action: str, first: bytes, end: bytes = b"", timeout_s: float | None = None, **options: Any) -> Any:
+        """Return the response to a read of the keys from `first` to before `end`, or of `first` alone."""
+        request = etcdrpc.RangeRequest(key=first, range_end=end, **options)
+        return self.caller.call(action, "KV", "Range", request, timeout_s=timeout_s)
+
     def get(self, key: str) -> KeyValue | None:
-        response = self.caller.call(f"read {key!r}", "KV", "Range", etcdrpc.RangeRequest(key=key.encode()))
+        response = self._range(f"read {key!r}", key.encode())
         return key_value(response.kvs[0]) if response.kvs else None
 
     def get_prefix(self, prefix: str, newer_than: int = 0, per_answer: int = 0) -> tuple[int, list[KeyValue]]:
@@ -285,13 +271,10 @@ class EtcdClient:
         """
         first, revision, found = prefix.encode(), 0, []
         while True:
-            request = etcdrpc.RangeRequest(
-                key=first,
-                range_end=range_end(prefix),
-                min_mod_revision=newer_than + 1 if newer_than else 0,  # given a condition, etcd reads all keys for each answer
-                limit=per_answer,
+            since = newer_than + 1 if newer_than else 0  # given a condition, etcd reads all keys for each answer
+            response = self._range(
+                f"read prefix {prefix!r}", first, range_end(prefix), min_mod_revision=since, limit=per_answer
             )
-            response = self.caller.call(f"read prefix {prefix!r}", "KV", "Range", request)
             revision = revision or int(response.header.revision)
             found += [key_value(kv) for kv in response.kvs]
             if not response.more:
@@ -324,19 +307,13 @@ class EtcdClient:
 
     def oldest(self, prefix: str, most: int) -> list[KeyValue]:
         """Return the `most` keys under a prefix that were created first, oldest first."""
-        request = etcdrpc.RangeRequest(
-            key=prefix.encode(),
-            range_end=range_end(prefix),
-            limit=most,
-            sort_order=etcdrpc.RangeRequest.ASCEND,
-            sort_target=etcdrpc.RangeRequest.CREATE,
-        )
-        return [key_value(kv) for kv in self.caller.call(f"read the oldest of {prefix!r}", "KV", "Range", request).kvs]
+        order = {"sort_order": etcdrpc.RangeRequest.ASCEND, "sort_target": etcdrpc.RangeRequest.CREATE}
+        response = self._range(f"read the oldest of {prefix!r}", prefix.encode(), range_end(prefix), limit=most, **order)
+        return [key_value(kv) for kv in response.kvs]
 
     def count(self, prefix: str) -> int:
         """Return the number of keys under a prefix."""
-        request = etcdrpc.RangeRequest(key=prefix.encode(), range_end=range_end(prefix), count_only=True)
-        return int(self.caller.call(f"count prefix {prefix!r}", "KV", "Range", request).count)
+        return int(self._range(f"count prefix {prefix!r}", prefix.encode(), range_end(prefix), count_only=True).count)
 
     def folders(self, prefix: str, after: str | None = None, most: int | None = None) -> list[str]:
         """Return the names of folders right below a prefix, which ends with `/`, in order.
@@ -350,8 +327,7 @@ class EtcdClient:
         names: list[str] = []
         first, end = prefix.encode() if after is None else range_end(f"{prefix}{after}/"), range_end(prefix)
         while most is None or len(names) < most:
-            request = etcdrpc.RangeRequest(key=first, range_end=end, keys_only=True, limit=KEYS_PER_PAGE)
-            found = self.caller.call(f"list the folders below {prefix!r}", "KV", "Range", request).kvs
+            found = self._range(f"list the folders below {prefix!r}", first, end, keys_only=True, limit=KEYS_PER_PAGE).kvs
             if not found:
                 break
             for kv in found:
@@ -363,24 +339,15 @@ class EtcdClient:
 
     def newest_in(self, prefix: str, timeout_s: float) -> tuple[int, int, int]:
         """Return the revision of this read, the number of keys under a prefix, and their newest `mod_revision` (0: no key)."""
-        request = etcdrpc.RangeRequest(
-            key=prefix.encode(),
-            range_end=range_end(prefix),
-            limit=1,
-            keys_only=True,
-            sort_order=etcdrpc.RangeRequest.DESCEND,
-            sort_target=etcdrpc.RangeRequest.MOD,
+        order = {"sort_order": etcdrpc.RangeRequest.DESCEND, "sort_target": etcdrpc.RangeRequest.MOD}
+        response = self._range(
+            f"check prefix {prefix!r}", prefix.encode(), range_end(prefix), timeout_s, limit=1, keys_only=True, **order
         )
-        response = self.caller.call(f"look at prefix {prefix!r}", "KV", "Range", request, timeout_s=timeout_s)
         newest = int(response.kvs[0].mod_revision) if response.kvs else 0
         return int(response.header.revision), int(response.count), newest
 
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
-        """Write a key and return the revision of the write.
-
-        Raises:
-            LeaseLostError: the lease no longer exists in etcd.
-        """
+        """Write a key and return the revision of the write. Raises `LeaseLostError` if the lease no longer exists in etcd."""
         op = Put(key, value, lease.id if lease else 0)
 
         def write() -> int:
@@ -404,8 +371,7 @@ class EtcdClient:
         excess = self.count(prefix) - most
         if excess <= 0:
             return 0
-        request = etcdrpc.RangeRequest(key=prefix.encode(), range_end=range_end(prefix), keys_only=True, limit=excess)
-        oldest = self.caller.call(f"list prefix {prefix!r}", "KV", "Range", request).kvs
+        oldest = self._range(f"list prefix {prefix!r}", prefix.encode(), range_end(prefix), keys_only=True, limit=excess).kvs
         if not oldest:
             return 0
         cut = etcdrpc.DeleteRangeRequest(key=prefix.encode(), range_end=oldest[-1].key + b"\0")
@@ -500,14 +466,13 @@ def candidacy_delay_s(num_candidates: int) -> float:
     return random.SystemRandom().uniform(0.0, num_candidates * PER_CANDIDATE_S)
 
 
-# Elect the holder of a key: when to stand, how to take the key, and the proof that it is still held, which fences writes.
-#
-# Workers and agents elect their coordinators, and `job/journal.py` controllers, brains and places in a pool. The key is
-# bound to its holder's lease. Its create revision is the holder's term: it changes with every loss of the key, so a write
-# that is fenced on it and arrives late is refused.
 @dataclass(frozen=True)
 class Election:
-    """The election for one key."""
+    """The election for one key: how to take it, and the proof that it is still held, which fences writes.
+
+    The key is bound to its holder's lease. Its create revision is the holder's term: it changes with every loss of the key, so
+    a late write that is fenced on it is refused.
+    """
 
     key: str
 
@@ -535,10 +500,7 @@ class Election:
         return self.fence(term).holds(entry)
 
 
-# A random password for an etcd that serves one job, for clients that a Unix socket cannot reach.
-
-USER = "root"
-"""User of a job's own etcd. It has no other users, so none needs fewer permissions."""
+USER = "root"  # user of a job's own etcd; it has no other users, so none needs fewer permissions
 
 
 def make_password(file: Path) -> None:

@@ -53,11 +53,8 @@ import grpc as grpc  # type: ignore[import-untyped]
 etcdrpc: Any = importlib.import_module("pyetcd.etcdrpc")
 
 
-# Keys, conditions and operations as etcd's messages, and back.
-
-
 def range_end(prefix: str) -> bytes:
-    """First key after all keys with this prefix."""
+    """Return the first key after all keys with this prefix."""
     raw = prefix.encode()
     if not raw:
         raise ValueError("an empty prefix would mean every key in etcd")
@@ -99,8 +96,6 @@ def op_message(op: Op) -> Any:
     return etcdrpc.RequestOp(request_range=etcdrpc.RangeRequest(key=key))
 
 
-# gRPC channels to etcd: the one in use, and a spare one while the first is in doubt.
-
 logger = logging.getLogger(__name__)
 
 _CHANNEL_OPTIONS = (
@@ -118,7 +113,7 @@ _WATCH_WAIT_S = 60.0  # seconds after which a watch's reader wakes up without a 
 
 
 _open_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
-_is_cut_off_by_fork = False
+_is_cut_off_by_fork = False  # this process was forked while its parent was connected: gRPC's threads are in the parent
 
 
 def _note_fork() -> None:
@@ -130,17 +125,12 @@ def _note_fork() -> None:
 os.register_at_fork(after_in_child=_note_fork)
 
 
-def is_cut_off_by_fork() -> bool:
-    """Whether this process was forked while its parent was connected: gRPC's threads are in the parent."""
-    return _is_cut_off_by_fork
-
-
 class Connection:
     """One gRPC channel to one endpoint."""
 
     def __init__(self, target: str, credentials: grpc.ChannelCredentials | None) -> None:
         self.target = target
-        self.heard_at = time.monotonic()  # time of the newest response, or of opening
+        self.responded_at = time.monotonic()  # time of the newest response, or of opening
         if credentials is None:
             self.channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
         else:
@@ -158,7 +148,6 @@ class Connection:
             request_serializer=etcdrpc.LeaseKeepAliveRequest.SerializeToString,
             response_deserializer=etcdrpc.LeaseKeepAliveResponse.FromString,
         )
-
         _open_connections.add(self)
 
     def close(self) -> None:
@@ -188,7 +177,7 @@ class WatchStream:
     def __iter__(self) -> Iterator[Any]:
         try:
             for response in self._call:
-                self._connection.heard_at = time.monotonic()
+                self._connection.responded_at = time.monotonic()
                 if not self._is_patient:  # the request has arrived, so only this thread waits for the call from now on
                     self._is_patient = True
                     _wait_without_polling(self._call)
@@ -224,16 +213,12 @@ class Connections:
     def __init__(self, config: EtcdConfig) -> None:
         self._config = config
         scheme = re.compile(r"^https?://")
-        self._targets = [scheme.sub("", part.strip()).rstrip("/") for part in config.endpoints.split(",")]
+        self.targets = [scheme.sub("", part.strip()).rstrip("/") for part in config.endpoints.split(",")]
         self._lock = threading.Lock()
         self._credentials = _tls_credentials(config)  # credentials of the last read; see `_open`
-        self._target_index = random.SystemRandom().randrange(len(self._targets))
+        self._target_index = random.SystemRandom().randrange(len(self.targets))
         self._connection: Connection | None = None
         self._spare: Connection | None = None  # also used while the connection in use is late
-
-    @property
-    def num_targets(self) -> int:
-        return len(self._targets)
 
     def current(self) -> Connection:
         with self._lock:
@@ -255,19 +240,19 @@ class Connections:
         try:
             self._credentials = _tls_credentials(self._config)
         except EtcdError as error:
-            logger.warning("%s; going on with the certificates as they were read before", error)
-        self._target_index = (self._target_index + 1) % len(self._targets)
-        return Connection(self._targets[self._target_index], self._credentials)
+            logger.warning("%s; using the certificates that were read before", error)
+        self._target_index = (self._target_index + 1) % len(self.targets)
+        return Connection(self.targets[self._target_index], self._credentials)
 
     def doubt(self, asked: Collection[Connection], late_s: float) -> None:
         """Add another connection because none of those asked has responded in time."""
         silent_since = time.monotonic() - late_s
         with self._lock:
             # Another thread has replaced the connection, or the server responds on it, but not yet to this request.
-            if self._connection is None or self._connection not in asked or self._connection.heard_at > silent_since:
+            if self._connection is None or self._connection not in asked or self._connection.responded_at > silent_since:
                 return
             late = self._spare
-            if late is not None and (late not in asked or late.heard_at > silent_since):
+            if late is not None and (late not in asked or late.responded_at > silent_since):
                 return
             self._spare = self._open()
         if late is not None:
@@ -321,10 +306,7 @@ def _tls_credentials(config: EtcdConfig) -> grpc.ChannelCredentials | None:
     )
 
 
-# Requests to etcd, retried through lost connections and elections until they time out.
-
-RETRY_PAUSE_S = 0.05
-"""Seconds between two attempts of a request."""
+RETRY_PAUSE_S = 0.05  # seconds between two attempts of a request
 
 # Seconds between two writes to a full etcd, at first and at most. Each one makes etcd agree on its alarm again.
 _FULL_PAUSES_S = (0.1, 1.0)
@@ -334,14 +316,14 @@ _LATE_S = 1.5  # seconds without a response after which a second connection is t
 
 
 class Caller:
-    """Send requests: chooses the connection and the user, and limits retries and time. Thread-safe."""
+    """Send requests, retried through lost connections and elections until they time out. Thread-safe."""
 
     def __init__(self, config: EtcdConfig) -> None:
         self.config = config
         self.connections = Connections(config)
         read_password(config)  # fail early on an unreadable file, not at the first request for a token
-        self._num_refused = 0  # writes that a full etcd has refused since it took one
-        self._may_write_at = 0.0  # monotonic clock; a full etcd is asked no earlier
+        self._num_refused = 0  # writes that a full etcd has refused since it accepted one
+        self._may_write_at = 0.0  # monotonic clock; no write is sent to a full etcd earlier
         self._lock = threading.Lock()
         self._token: str | None = None
         self._was_authenticated = False
@@ -369,7 +351,7 @@ class Caller:
         deadline = time.monotonic() + limit_s
         if method in _NEEDS_ROOM and (pause_s := self._may_write_at - time.monotonic()) > 0:
             self._closed.wait(min(pause_s, 0.5 * limit_s))
-        late_s = min(max(limit_s / (2 * self.connections.num_targets), _LATE_S), 0.6 * limit_s)
+        late_s = min(max(limit_s / (2 * len(self.connections.targets)), _LATE_S), 0.6 * limit_s)
         last_error: grpc.RpcError | None = None
         num_failed = 0
         answers: queue.SimpleQueue[tuple[Connection, Any]] = queue.SimpleQueue()
@@ -418,7 +400,7 @@ class Caller:
                 future.cancel()
 
     def _refuse_after_fork(self, action: str) -> None:
-        if is_cut_off_by_fork():
+        if _is_cut_off_by_fork:
             # gRPC's threads exist only in the parent. A call would wait forever for them, or for a lock that one of them held.
             raise EtcdError(
                 f"cannot {action} in etcd at {self.config.endpoints}: process {os.getpid()} was forked while its parent was "
@@ -429,11 +411,11 @@ class Caller:
     def _note_answer(self, connection: Connection, response: Any, method: str) -> None:
         if self._num_refused and method in _NEEDS_ROOM:
             if self._num_refused > 1:
-                logger.warning("etcd at %s has room again and takes writes", connection.target)
+                logger.warning("etcd at %s has room again and accepts writes", connection.target)
             self._num_refused, self._may_write_at = 0, 0.0
         with self._lock:
             self._last_revision = max(self._last_revision, response.header.revision)
-            self._answered_at = connection.heard_at = time.monotonic()
+            self._answered_at = connection.responded_at = time.monotonic()
         self.connections.prefer(connection)
 
     def _judge(
@@ -467,23 +449,19 @@ class Caller:
             raise EtcdUnavailableError(
                 f"{where}: the server there answers, but not as etcd v3 ({code.name}: {details}); check the endpoint"
             ) from error
-        advice = {
-            grpc.StatusCode.PERMISSION_DENIED: "; grant the user readwrite there, or change key_prefix"
-            if self.config.user is not None
-            else "; this etcd wants a user and a password (--rdzv-conf user=...,password_file=...)",
-            grpc.StatusCode.UNAUTHENTICATED: "; check user and password",
-        }.get(code, "")
-        if "user name is empty" in details:
-            advice = "; this etcd wants a user and a password (--rdzv-conf user=...,password_file=...)"
-        elif "authentication failed" in details:
+        if "database space exceeded" in details:
+            raise self._full(action, connection) from error
+        is_denied = code is grpc.StatusCode.PERMISSION_DENIED
+        advice = ""
+        if "user name is empty" in details or (is_denied and self.config.user is None):
+            advice = "; this etcd has authentication enabled: give a user (--rdzv-conf user=...,password_file=...)"
+        elif "authentication failed" in details or code is grpc.StatusCode.UNAUTHENTICATED:
             advice = "; check user and password"
+        elif is_denied:
+            advice = "; grant the user readwrite there, or change key_prefix"
         elif "too large" in details:
             advice = "; values are limited to about 1 MB"
-        elif "database space exceeded" in details:
-            raise self._full(action, connection) from error
-        if code is grpc.StatusCode.PERMISSION_DENIED:
-            raise PermissionDeniedError(f"{where}: {code.name}: {details}{advice}") from error
-        raise EtcdError(f"{where}: {code.name}: {details}{advice}") from error
+        raise (PermissionDeniedError if is_denied else EtcdError)(f"{where}: {code.name}: {details}{advice}") from error
 
     def _full(self, action: str, connection: Connection) -> EtcdFullError:
         problem = full_text(connection.target)
@@ -492,15 +470,15 @@ class Caller:
         pause_s = min(longest_s, first_s * 2.0 ** min(20, self._num_refused - 1))
         self._may_write_at = time.monotonic() + pause_s * random.SystemRandom().uniform(0.8, 1.0)
         if self._num_refused == 2:  # a command ends with its first refusal, and this line would only repeat its error
-            logger.warning("%s. Until then workers train on, and changes of the job wait", problem)
+            logger.warning("%s. Until then workers continue to train, and changes of the job wait", problem)
         return EtcdFullError(f"cannot {action}: {problem}")
 
     def _unavailable(self, action: str, limit_s: float, error: grpc.RpcError | None) -> EtcdUnavailableError:
         cause = f"{error.code().name}: {error.details()}" if error is not None else "no answer"
-        tls = " and whether it asks for TLS (ca_cert)"
+        tls = " and whether etcd requires TLS (ca_cert)"
         if self.config.uses_tls:
-            # etcd refuses a client without a certificate after the handshake, so on a busy machine there is only no answer.
-            tls = ", that ca_cert is of the authority that signed its certificate, and whether it asks for one of us (cert)"
+            # etcd refuses a client without a certificate after the handshake, so a busy machine may only see a timeout.
+            tls = ", that ca_cert belongs to the authority that signed etcd's certificate, and whether etcd requires one (cert)"
         return EtcdUnavailableError(
             f"cannot {action}: no etcd v3 answered at {self.config.endpoints} within {limit_s:g} s "
             f"({cause}); check that etcd runs, that the endpoint is right and reachable from this host{tls}"
@@ -547,7 +525,7 @@ class Caller:
 def full_text(endpoint: str) -> str:
     """Describe a full etcd in one sentence, with the next move."""
     return (
-        f"etcd at {endpoint} is full: its database has reached its quota (NOSPACE), so it takes no writes. "
+        f"etcd at {endpoint} is full: its database has reached its quota (NOSPACE), so it accepts no writes. "
         "Make room: etcdctl compact REVISION, etcdctl defrag, etcdctl alarm disarm; "
         "then start etcd with --auto-compaction-retention=1h, or a larger --quota-backend-bytes"
     )

@@ -35,8 +35,6 @@ from lightning_dlrover.rdzv.etcd.types import (
     socket_path,
 )
 
-# Warn about releases of etcd with known faults.
-
 # Oldest release of each line that enforces a user's permissions on a prefix (CVE-2026-33413, -33343, -44283).
 FIXED_VERSIONS = ((3, 4, 44), (3, 5, 30), (3, 6, 11))
 
@@ -84,13 +82,13 @@ class Clock:
     uncertain_s: float  # half of that interval
 
 
-# Read the condition of an etcd server: release, size, quota, compaction, alarms, latency and clock.
-#
-# Release, size and alarms come from gRPC, and every user may read them. The quota, the last compaction and the clock come
-# from the HTTP pages that etcd serves on the same port; they stay unknown where a proxy passes gRPC alone.
 @dataclass(frozen=True)
 class EtcdCondition:
-    """The condition of one server; None: unknown."""
+    """The condition of one server; None: unknown.
+
+    Every user may read release, size and alarms through gRPC. The quota, the last compaction and the clock come from HTTP pages
+    that etcd serves on the same port. They stay unknown where a proxy passes gRPC only.
+    """
 
     version: str
     has_leader: bool
@@ -235,16 +233,13 @@ def _page(config: EtcdConfig, path: str) -> tuple[str, str]:
         return "", ""
 
 
-# Judge an etcd server's condition: find problems, and name the next move for each.
-
 MANY_REVISIONS = 200_000
 """Number of writes after which to warn about an etcd that was never compacted: it then holds some hundred MiB, and grows."""
 
 NEARLY_FULL, FULL = 0.8, 0.95
 """Fractions of its quota at which etcd's database is a warning, and an error."""
 
-SLOW_S = 0.1
-"""Seconds for a read above which changes of a job's workers, which take a dozen requests, are felt."""
+SLOW_S = 0.1  # seconds for a read above which changes of a job's workers, which take a dozen requests, are felt
 
 
 def judge(endpoint: str, condition: EtcdCondition, many_revisions: int = MANY_REVISIONS) -> list[Finding]:
@@ -295,9 +290,9 @@ def _size(condition: EtcdCondition) -> Finding:
     room += ", then etcdctl alarm disarm" if condition.alarms else ""
     move = f"{room}; then --auto-compaction-retention=1h, or a larger --quota-backend-bytes, in etcd's command line"
     if condition.alarms:
-        return error(check, f"{text}; alarm {', '.join(condition.alarms)}: it takes no writes", move)
+        return error(check, f"{text}; alarm {', '.join(condition.alarms)}: it accepts no writes", move)
     if part >= NEARLY_FULL:
-        return (error if part >= FULL else warning)(check, f"{text}, {part:.0%}: at its quota it takes no writes", move)
+        return (error if part >= FULL else warning)(check, f"{text}, {part:.0%}: at its quota it accepts no writes", move)
     return ok(check, text)
 
 
@@ -325,10 +320,8 @@ logger = logging.getLogger(__name__)
 _TIMEOUT_S = 2.0  # seconds for each of a dozen requests; a server that is slower has troubles of its own
 
 
-# Warn once, when a job starts, about problems of its etcd. Nothing waits for this, and an error here fails nothing.
-# `judge` finds the problems, as for `dlrover doctor`.
 def warn_of_troubles(config: EtcdConfig, warn: Callable[[str], None]) -> threading.Thread:
-    """Ask each endpoint in a thread for release, size, quota and compaction, and call `warn` at most once. Returns at once."""
+    """Inspect each endpoint in a thread, and call `warn` at most once. Returns at once; an error here fails nothing."""
 
     def run() -> None:
         try:
@@ -359,8 +352,6 @@ def troubles_of(config: EtcdConfig) -> str:
                 found.setdefault(finding.check, (endpoint, finding))  # members of a cluster mostly have the same troubles
     return "\n".join(f"{each.check} ({endpoint}): {each.text} -> {each.next_move}" for endpoint, each in found.values())
 
-
-# Wait for a full etcd to take writes again.
 
 T = TypeVar("T")
 

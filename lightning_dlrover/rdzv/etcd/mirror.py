@@ -37,7 +37,7 @@ class Mirror:
         """Load the prefix. Raises the errors of `EtcdClient.get_prefix`.
 
         Args:
-            on_change: called from the mirror's own thread after each update of the copy; must not block for long.
+            on_change: called from the mirror's own thread after each update of the copy; must return quickly.
         """
         self.prefix = prefix
         self._client = client
@@ -125,10 +125,8 @@ class Mirror:
         """End and join the threads; `on_change` is not called afterwards."""
         self._closed.set()
         with self._changed:
-            stream = self._stream
             self._changed.notify_all()
-        if stream is not None:
-            stream.cancel()
+        self._cancel_watch()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -155,12 +153,12 @@ class Mirror:
             except (grpc.RpcError, ValueError, EtcdError) as error:
                 logger.debug("watch of %r ended: %r", self.prefix, error)
             except Exception:  # without this thread a stale copy would go undetected
-                logger.exception("watch of %r ended; it is begun again", self.prefix)
+                logger.exception("watch of %r ended; restarting it", self.prefix)
             if not self._closed.is_set():
                 self._reload()
 
     def _reload(self) -> None:
-        """Read the prefix afresh, retrying until etcd responds."""
+        """Read the prefix again, retrying until etcd responds."""
         reported = False
         while not self._closed.is_set():
             try:
@@ -228,19 +226,18 @@ class Mirror:
                 self._healthy = False
                 continue
             self._healthy = True
-            copy = _extent(self.snapshot())
-            truth = (found[0], found[1])
+            copy, truth = _extent(self.snapshot()), tuple(found)
             if truth == copy:
                 suspect = None
             elif suspect == copy:
                 # The copy has not changed although etcd differs: the watch is dead.
                 logger.warning("the watch of %r missed a change; reading again", self.prefix)
                 suspect = None
-                self._resubscribe()
+                self._cancel_watch()
             else:
                 suspect = copy
 
-    def _resubscribe(self) -> None:
+    def _cancel_watch(self) -> None:
         with self._changed:
             stream = self._stream
         if stream is not None:

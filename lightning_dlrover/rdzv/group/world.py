@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dlrover._version import __version__
 from lightning_dlrover.rdzv.desync import (
+    Begun,
+    CollectiveCall,
     CollectiveMonitor,
     MismatchError,
     OutsideOfLoops,
     PlaceInProgram,
-    Purpose,
-    Vote,
     compare_with,
+    shown,
 )
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.health import when_there_is_room
@@ -43,7 +46,7 @@ from lightning_dlrover.rdzv.group.failures import (
     end_with_agent,
     is_group_failure,
 )
-from lightning_dlrover.rdzv.group.forming import Forming, Neighbour, Patrol, Reach
+from lightning_dlrover.rdzv.group.forming import FailureDetector, Forming, PeerMonitor, Reachability
 from lightning_dlrover.rdzv.group.loop import Stateful, Step, steps
 from lightning_dlrover.rdzv.job.events import Event, StateKept
 from lightning_dlrover.rdzv.job.records import RoundRecord, WorkerState
@@ -81,14 +84,36 @@ from lightning_dlrover.rdzv.transport.torch_names import HashStore
 from lightning_dlrover.rdzv.transport.transfer import HostStateCache, Packed
 from lightning_dlrover.rdzv.transport.waits import RoundGroups, raise_limit
 
-# The world of a script that was started by hand, with one worker, no etcd, and the same methods.
+
+class _Unavailable:
+    """A part of `World` that a worker without a job lacks. Reading it raises a `WorldError`."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __get__(self, world: LoneWorld | None, owner: type[LoneWorld]) -> NoReturn:
+        raise WorldError(
+            f"this worker runs outside a job and has no {self._what}: "
+            "start the script with torchrun --rdzv-backend=etcd-v3, or with dlrover run"
+        )
 
 
 class LoneWorld:
-    """A `World` of a single worker, which no other worker can join.
+    """A `World` of a single worker, which no other worker can join: a script that was started by hand, without etcd.
 
     It has all methods of `World`. Those that need other workers or the job's records raise a `WorldError`.
     """
+
+    config = _Unavailable("configuration")
+    membership = view = records = standing = _Unavailable("records of a job")
+    admit = switch = recover = connect = _Unavailable("other workers to form a round with")
+
+    worker_id = "alone"
+    left_state: HostStateCache | None = None
+    owned_sockets: Sequence[tuple[int, int]] = ()
+    num_begun = 0
+    broken = False
+    is_voting = False
 
     def __init__(self) -> None:
         self.backend = "gloo"
@@ -96,8 +121,8 @@ class LoneWorld:
         self.num_fits = 0
         self.place: PlaceInProgram = OutsideOfLoops()  # place of the training loop that runs
         self.wishes: list[int] = []
-        self._formation: Formation | None = None
-        self._has_finished = False
+        self.formation: Formation | None = None
+        self.has_finished = False
 
     def __enter__(self) -> LoneWorld:
         return self
@@ -109,80 +134,32 @@ class LoneWorld:
         """See `World.steps`."""
         yield from steps(self, num_steps, first_step, state, check_interval_s)
 
-    # --- entering and leaving ----------------------------------------------------------------------------------------
-
-    @property
-    def worker_id(self) -> str:
-        return "alone"
-
-    @property
-    def formation(self) -> Formation | None:
-        return self._formation
-
-    @property
-    def left_state(self) -> HostStateCache | None:
-        return None
-
-    @property
-    def owned_sockets(self) -> list[tuple[int, int]]:
-        return []
-
-    @property
-    def num_begun(self) -> int:
-        return 0
-
     def start(self) -> Formation:
         """Form a group of one worker, so that the user's collectives work as usual."""
         round_ = RoundRecord(1, [self.worker_id], "start with 1 worker", "start", planned=True)
         dist.init_process_group(self.backend, store=HashStore(), rank=0, world_size=1)
-        self._formation = Formation(round_, {self.worker_id: b""}, 0)
-        return self._formation
-
-    def guard(self, replica: DistributedDataParallel) -> None:
-        pass  # a lone worker has no peer to lose
-
-    def wait_for_device(self, device: torch.device) -> None:
-        pass  # gradients need no reduction
-
-    def listen_for_sigterm(self) -> None:
-        pass  # a lone worker has no peer that would continue
-
-    def resign(self) -> None:
-        pass
+        self.formation = Formation(round_, {self.worker_id: b""}, 0)
+        return self.formation
 
     def leave(self) -> None:
         """Leave the group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    # --- the job -----------------------------------------------------------------------------------------------------
-
-    def announce(self, fingerprint: str, global_batch_size: int = 0, data: str = "") -> None:
-        pass
-
-    @property
-    def has_finished(self) -> bool:
-        return self._has_finished
+    # A lone worker has no peer that it could lose, and no record of its job.
+    def guard(self, replica: DistributedDataParallel) -> None: ...
+    def wait_for_device(self, device: torch.device) -> None: ...
+    def listen_for_sigterm(self) -> None: ...
+    def resign(self) -> None: ...
+    def announce(self, fingerprint: str, global_batch_size: int = 0, data: str = "") -> None: ...
+    def keep_for_successors(self, step: int, packed: Packed) -> None: ...
+    def event(self, event: Event, text: str) -> None: ...
+    def report_error(self, error: BaseException) -> None: ...
 
     def finish(self, num_steps: int, fit: int = 1) -> None:
-        self._has_finished = True
+        self.has_finished = True
 
     def is_stop(self, number: int) -> bool:
-        return False
-
-    def keep_for_successors(self, step: int, packed: Packed) -> None:
-        pass
-
-    def event(self, event: Event, text: str) -> None:
-        pass
-
-    def report_error(self, error: BaseException) -> None:
-        pass
-
-    # --- while the round lasts ---------------------------------------------------------------------------------------
-
-    @property
-    def broken(self) -> bool:
         return False
 
     def broken_error(self) -> WorldError:
@@ -194,7 +171,7 @@ class LoneWorld:
     def is_recoverable(self, error: BaseException, is_in_step: bool) -> bool:
         return False
 
-    def compared(self, purpose: Callable[[], Purpose]) -> contextlib.AbstractContextManager[None]:
+    def compared(self, call: Callable[[], CollectiveCall]) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def alone(self, reason: str) -> contextlib.AbstractContextManager[None]:
@@ -206,69 +183,17 @@ class LoneWorld:
     def propose(self, check_every: int = 1, wishes: Sequence[int] = (), place: int = 0) -> None:
         self.wishes = list(wishes)  # without peers the minimum is the worker's own number
 
-    @property
-    def is_voting(self) -> bool:
-        return False
-
     def agreed(self) -> tuple[int | None, int]:
         return None, 1
 
-    # --- unavailable without others ----------------------------------------------------------------------------------
-
-    @property
-    def config(self) -> NoReturn:
-        raise _refusal("a configuration")
-
-    @property
-    def membership(self) -> NoReturn:
-        raise _refusal("records of a job")
-
-    @property
-    def view(self) -> NoReturn:
-        raise _refusal("records of a job")
-
-    @property
-    def records(self) -> NoReturn:
-        raise _refusal("records of a job")
-
-    @property
-    def standing(self) -> NoReturn:
-        raise _refusal("a record of its job")
-
-    def admit(self, hello: bytes, fingerprint: str) -> Formation:
-        raise _refusal("a job to be admitted to")
-
-    def switch(self, number: int, hello: bytes) -> Formation:
-        raise _refusal(f"a round {number} to switch to")
-
-    def recover(self, hello: bytes) -> Formation:
-        raise _refusal("other workers to recover with")
-
-    def connect(self, target: RoundRecord, name: str, workers: Sequence[str]) -> dist.ProcessGroupGloo:
-        raise _refusal("other workers to connect to")
-
-
-def _refusal(what: str) -> WorldError:
-    return WorldError(
-        f"this worker was started by hand, so it has not got {what}: "
-        "start the script with torchrun --rdzv-backend=etcd-v3, or with dlrover run"
-    )
-
-
-# Operations of a worker's process for the membership protocol.
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-NEWS_S = 3.0
-"""Seconds of waiting after which a worker logs the reason."""
-
-WAIT_PROBE_S = 0.05
-"""Seconds between two probes of workers during a wait."""
-
-FULL_PAUSE_S = 0.2
-"""Seconds between two attempts to write a record while etcd's database is full."""
+NEWS_S = 3.0  # log why a worker is waiting after this many seconds
+WAIT_PROBE_S = 0.05  # seconds between two probes of workers during a wait
+FULL_PAUSE_S = 0.2  # seconds between two attempts to write a record while etcd's database is full
 
 
 class ProcessBackend:
@@ -283,7 +208,7 @@ class ProcessBackend:
         self,
         config: WorldConfig,
         membership: Membership,
-        reach: Reach,
+        reach: Reachability,
         reports: Reports,
         form: Callable[[RoundRecord, bytes], Formation],
         destroy: Callable[[], None],
@@ -308,14 +233,14 @@ class ProcessBackend:
     ) -> T:
         membership = self._membership
         news_at = time.monotonic() + NEWS_S
-        patrol = Patrol(membership, probe, WAIT_PROBE_S).pause()
+        detector = FailureDetector(membership, probe, WAIT_PROBE_S).pause()
 
         def tick() -> None:
             nonlocal news_at
             if time.monotonic() > news_at:
                 news_at = float("inf")
                 self._reports.wait(what)
-            patrol.look()
+            detector.look()
 
         try:
             limit_s = timeout_s or self._config.wait_timeout_s
@@ -337,8 +262,8 @@ class ProcessBackend:
                     raise WorldError(f"worker {self.worker_id} could not publish that it is {state}: {error}") from error
                 time.sleep(FULL_PAUSE_S)  # a full etcd refuses writes at once
 
-    async def bury_the_dead(self, workers: Sequence[str]) -> None:
-        Patrol(self._membership, workers, WAIT_PROBE_S).look()
+    async def evict_dead(self, workers: Sequence[str]) -> None:
+        FailureDetector(self._membership, workers, WAIT_PROBE_S).look()
 
     async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
         return self._reach.silent(workers)
@@ -358,11 +283,8 @@ class ProcessBackend:
         self._destroy()
 
 
-LEAVE_S = 5.0
-"""Seconds for an abort that follows a shutdown, before the process ends."""
-
-VOTES_TO_DROP = 3
-"""Votes of a round after which its loop has made steps, and holds nothing of the round before any more."""
+LEAVE_S = 5.0  # seconds for an abort that follows a shutdown, before the process ends
+VOTES_TO_DROP = 3  # votes of a round after which its loop has made steps, and holds nothing of the round before any more
 
 
 def always_meet(hellos: Mapping[str, bytes]) -> bool:
@@ -370,21 +292,13 @@ def always_meet(hellos: Mapping[str, bytes]) -> bool:
     return True
 
 
-# This is all that a training loop needs to be live-elastic. Most loops need only `World.steps`
-# (docs/guide/plain_pytorch.md). Loops that want more control use its building blocks:
-#   - `World.start` or `World.admit` to enter the job;
-#   - `World.propose` and `World.agreed` between steps;
-#   - `World.switch` after a new round was agreed;
-#   - `World.recover` after a failed collective;
-#   - `World.finish` and `World.leave` at the end.
-#
-# Every worker enters a round with a `hello` of a few bytes. It receives the hellos of all others before the process group
-# exists, which is enough to determine which worker is ahead.
-#
-# The main thread forms and destroys groups. The membership thread only severs them (`RoundSockets`), so that a collective
-# in which the main thread is blocked raises at once.
 class World:
     """This worker's process groups, one round after the other.
+
+    Most training loops need only `World.steps` (docs/guide/plain_pytorch.md). Loops that want more control enter the job with
+    `start` or `admit`, vote between steps with `propose` and `agreed`, change the round with `switch` or `recover`, and end
+    with `finish` and `leave`. Every worker enters a round with a `hello` of a few bytes. It receives those of all others before
+    the process group exists, which is enough to determine which worker is ahead.
 
     Args:
         config: the job and this worker's place in it.
@@ -439,23 +353,22 @@ class World:
         self.place: PlaceInProgram = OutsideOfLoops()  # place of the training loop that runs
         self.wishes: list[int] = []  # minimum over all members of each wish in this round's newest vote
         self._left_state = HostStateCache(Path(config.left_state_folder)) if config.left_state_folder else None
-        self._vote: Vote | None = None
+        self._ballot: list[int] | None = None  # None: no vote is in progress
+        self._vote: Begun | None = None  # the vote with this ballot; None if this worker is alone in the round
         self._num_votes = 0  # votes in this round
-        self._meeting: CollectiveMonitor | None = None  # the round's meeting; None if this worker is alone in the round
+        self._monitor: CollectiveMonitor | None = None  # the round's monitor; None if this worker is alone in the round
         self._watched: list[RoundSockets] = []  # still empty when the membership reads its first view
+        served = dataclasses.replace(config, address=address, port=server.port)
         self.membership = when_there_is_room(
-            lambda: Membership(
-                self._client, config.of_member(address, server.port), self._on_view, lambda: self._neighbour.probe()
-            ),
-            config.wait_timeout_s,
+            lambda: Membership(self._client, served, self._on_view, lambda: self._peer_monitor.probe()), config.wait_timeout_s
         )
         self._groups = RoundGroups()
-        reach = Reach(self.membership)
+        reach = Reachability(self.membership)
         self._reports = Reports(self.membership, config.run_id, self)
         self._member = Member(ProcessBackend(config, self.membership, reach, self._reports, self._bring_up, self._tear_down))
         self._sockets = RoundSockets(self._member, server, config.collective_timeout_s)
         self._device_wait = DeviceWait(config.collective_timeout_s, self._sockets.sever_current)
-        self._neighbour = Neighbour(self.membership, self._member, self._sockets)
+        self._peer_monitor = PeerMonitor(self.membership, self._member, self._sockets)
         self._forming = Forming(
             *(config, backend, device or _only_device(backend), can_meet, self.membership, self._member),
             *(self._sockets, self._groups, reach, self),
@@ -463,12 +376,12 @@ class World:
         self._sigterm = DrainOnSigterm(self.membership, config.wait_timeout_s, config.agent_pid)
         self._all_leave = False  # whether all members have agreed to leave the current group
         self._watched.append(self._sockets)
-        self._failures = Failures(self._sockets, self._current_meeting)
+        self._failures = Failures(self._sockets, self._current_monitor)
         self._growth = Growth(self.membership, config.run_id)
         self.standing = JobStanding(self.membership, config.run_id, config.wait_timeout_s, self)
         # Abortable groups are aborted. Votes and the state always travel through gloo.
         waits.end_waits_with(weakref.WeakMethod(self._round_of_waits), all_waits=not self.is_asynchronous)
-        compare_with(weakref.WeakMethod(self._current_meeting))
+        compare_with(weakref.WeakMethod(self._current_monitor))
 
     @staticmethod
     def from_environment(backend: str = "gloo", device: torch.device | None = None) -> AnyWorld:
@@ -598,7 +511,7 @@ class World:
         An empty `hello` means that this worker has not received the state yet. It may have to wait for admission again.
 
         Raises:
-            EvictedError: the others went on without this worker.
+            EvictedError: the others continue without this worker.
             WorldError: no round could be formed in time, or collectives fail again and again at the same place.
         """
         assert self.formation is not None
@@ -673,13 +586,13 @@ class World:
 
     def leave(self) -> None:
         """Leave the process group and remove this worker from the job's records."""
-        meeting = self._meeting
+        monitor = self._monitor
         try:
             self._tear_down(is_last=True)
         except Exception as error:  # the record must not outlive the process
             log.warning("worker %s: its groups could not be left: %s", self.worker_id, error)
-        if meeting is not None:
-            meeting.join(1.0)
+        if monitor is not None:
+            monitor.join(1.0)
         self._groups.join(1.0)
         if not self.standing.is_recorded:
             # Without the record the job would count as not done. All that the script keeps is written by now.
@@ -724,9 +637,9 @@ class World:
     def is_recoverable(self, error: BaseException, is_in_step: bool) -> bool:
         """Whether `recover` helps a worker with the job's state: its round is broken, or undone because of `error`.
 
-        The latter is so soon after workers have joined: for an error of a step, and anywhere for an error that follows from a
-        mismatch. A worker whose own collective outside of a step did not meet the others' would begin it again, alone; so the
-        mismatch ends it as before.
+        A growth is undone for an error in a step soon after workers have joined, and anywhere for an error that follows from a
+        mismatch. A worker whose own collective outside of a step did not match the others' would begin it again, alone. So the
+        mismatch ends that worker.
         """
         try:
             if self.is_failure(error):
@@ -739,22 +652,22 @@ class World:
             return False
         return is_in_step and isinstance(error, Exception) and self._growth.undo(error)
 
-    def compared(self, purpose: Callable[[], Purpose]) -> contextlib.AbstractContextManager[None]:
+    def compared(self, call: Callable[[], CollectiveCall]) -> contextlib.AbstractContextManager[None]:
         """Compare this worker's next action with that of all others. Collectives within the context count as part of it.
 
         Entering raises `MismatchError` if another worker does something else. A worker that is alone compares nothing.
         """
-        meeting = self._meeting
-        return meeting.compared(purpose()) if meeting is not None else contextlib.nullcontext()
+        monitor = self._monitor
+        return monitor.compared(call()) if monitor is not None else contextlib.nullcontext()
 
     def alone(self, reason: str) -> contextlib.AbstractContextManager[None]:
         """Refuse collectives within the context by a `LoneCollectiveError`, because the others do not run this code now."""
-        return self._meeting.alone(reason) if self._meeting is not None else contextlib.nullcontext()
+        return self._monitor.alone(reason) if self._monitor is not None else contextlib.nullcontext()
 
     @property
     def num_begun(self) -> int:
         """Number of collectives that this worker has begun in its round; 0 if it is alone."""
-        return self._meeting.num_begun if self._meeting is not None else 0
+        return self._monitor.num_begun if self._monitor is not None else 0
 
     def all_reach(self, place: str, timeout_s: float | None = None) -> bool:
         """Wait until all workers have reached `place`; return False once one of them has passed it by.
@@ -768,12 +681,12 @@ class World:
             RoundEndedError: the round is over. Other workers may have returned True already: `recover` and compare with them.
             WorldError: not all workers came in time.
         """
-        if self._meeting is None:
+        if self._monitor is None:
             return True
-        return self._meeting.all_reach(place, lambda: self.broken, timeout_s or self.config.collective_timeout_s)
+        return self._monitor.all_reach(place, lambda: self.broken, timeout_s or self.config.collective_timeout_s)
 
-    def _current_meeting(self) -> CollectiveMonitor | None:
-        return self._meeting
+    def _current_monitor(self) -> CollectiveMonitor | None:
+        return self._monitor
 
     def propose(self, check_every: int = 1, wishes: Sequence[int] = (), place: int = 0) -> None:
         """Start a vote on the round to switch to: a collective of all members that overlaps with the next step.
@@ -783,17 +696,19 @@ class World:
             wishes: further numbers, of equal count on all members; the vote stores the minimum of each in `wishes`.
             place: number of the next step; must be equal on all members.
         """
-        assert self._vote is None
+        assert self._ballot is None
         assert self.formation is not None
         self.standing.step_made()
         self._growth.step_begins(place)
         self._sigterm.keep()
-        is_alone = self.formation.size == 1
-        if self._meeting is None and not is_alone:
+        if self._monitor is None and self.formation.size > 1:
             raise self.broken_error()
         round_ = self.membership.view.round
         newest = round_.number if round_ is not None and self._forming.is_prepared(round_) else self.formation.round.number
-        self._vote = Vote([newest, -check_every, *wishes], None if is_alone else self._meeting, place)
+        self._ballot = [newest, -check_every, *wishes]
+        if self._monitor is not None:
+            call = CollectiveCall("the vote between two steps", f"step {place}", shown(sys._getframe()))
+            self._vote = self._monitor.vote(call, self._ballot)
 
     @property
     def owned_sockets(self) -> list[tuple[int, int]]:
@@ -802,14 +717,18 @@ class World:
 
     @property
     def is_voting(self) -> bool:
-        return self._vote is not None
+        return self._ballot is not None
 
     def agreed(self) -> tuple[int | None, int]:
         """Return the round to switch to, which all members have seen (None: stay), and the steps until the next vote."""
-        assert self._vote is not None
+        assert self._ballot is not None
         assert self.formation is not None
-        vote, self._vote = self._vote, None
-        newest, opposite, *self.wishes = vote.counted()
+        ballot, vote = self._ballot, self._vote
+        self._ballot = self._vote = None
+        if vote is not None:
+            assert self._monitor is not None
+            ballot = self._monitor.counted(vote, ballot)
+        newest, opposite, *self.wishes = ballot
         self._num_votes += 1
         if self._num_votes == VOTES_TO_DROP:
             self._groups.drop_early()
@@ -831,15 +750,15 @@ class World:
         return self._forming.connect(target, name, workers)
 
     def _bring_up(self, target: RoundRecord, hello: bytes) -> Formation:
-        formation, self._meeting = self._forming.bring_up(target, hello, self)
+        formation, self._monitor = self._forming.bring_up(target, hello, self)
         self._growth.formed(formation)
         return formation
 
     def _tear_down(self, is_last: bool = False) -> None:
-        self._vote = None
-        if self._meeting is not None:
-            self._meeting.close()
-            self._meeting = None
+        self._ballot = self._vote = None
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
         self.wishes = []  # they belong to a round that is over
         self._failures.mismatch = None
         transfer.travel_in(None)

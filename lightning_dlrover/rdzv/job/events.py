@@ -225,6 +225,16 @@ class StragglerFound(Event):
 
 
 @dataclass(frozen=True)
+class SharesChanged(Event):
+    """A slow worker gets fewer samples of each batch from now on, or as many as the others again."""
+
+    KIND = "shares"
+    round: int
+    step: int
+    samples: list[int]  # of a global batch, by rank; none: equal shares
+
+
+@dataclass(frozen=True)
 class MemoryShort(Event):
     """A worker is about to run out of memory."""
 
@@ -412,15 +422,10 @@ class UnknownEvent(PlannerEvent):
     kind: str
 
 
-def _by_kind() -> dict[str, list[type[Event]]]:
-    types: dict[str, list[type[Event]]] = {}
-    for known in (*Event.__subclasses__(), *PlannerEvent.__subclasses__()):
-        if known not in (PlannerEvent, UnknownEvent):
-            types.setdefault(known.KIND, []).append(known)
-    return types
-
-
-_TYPES = _by_kind()
+_TYPES: dict[str, list[type[Event]]] = {}
+for _known in (*Event.__subclasses__(), *PlannerEvent.__subclasses__()):
+    if _known not in (PlannerEvent, UnknownEvent):
+        _TYPES.setdefault(_known.KIND, []).append(_known)
 _TYPES["sequence"] = _TYPES[IterableOpened.KIND]  # the kind's name in histories of earlier commits
 
 

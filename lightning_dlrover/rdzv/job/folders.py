@@ -1,4 +1,8 @@
-"""Folders of a job on a host: its snapshots, and the default run folder and etcd of a command."""
+"""Folders of a job on a host: its snapshots, and the default run folder and etcd of a command.
+
+A worker that was killed leaves its snapshots behind. If it was the last one on its host, its agent removes them, or its
+`dlrover run` on this machine.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,6 @@ from typing import BinaryIO
 from lightning_dlrover import variables
 from lightning_dlrover.rdzv.etcd.types import access_from
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, Keys
-
-# Where the snapshots of jobs are on a host, and how a process that holds none of them removes those of a job that is over.
-#
-# A worker that was killed leaves its files behind. If it was the last one on its host, its agent removes them, or its
-# `dlrover run` on this machine.
 
 ROOT = Path("/dev/shm")
 
@@ -45,11 +44,7 @@ def users_folder(root: Path = ROOT) -> Path:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether it is a folder of this user's alone.
-
-    Raises:
-        FileNotFoundError: it does not exist.
-    """
+    """Whether it is a folder of this user's alone. Raises `FileNotFoundError` if it does not exist."""
     status = os.lstat(folder)
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
@@ -97,10 +92,7 @@ def _remove_from_disk(folder: Path) -> None:
             shutil.rmtree(disk, ignore_errors=True)
 
 
-# The etcd and the run folders that a command uses unless its options name others.
-
-DEFAULT_RUN_DIR = Path("runs")
-"""Parent of the jobs' run folders."""
+DEFAULT_RUN_DIR = Path("runs")  # parent of the jobs' run folders
 
 
 @dataclass(frozen=True)

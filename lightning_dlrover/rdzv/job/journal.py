@@ -30,18 +30,10 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 Reader = Callable[[type[R], KeyValue | None], R | None]
 
-CONTENTION_S = 30.0
-"""Seconds to compete with other writers of a record."""
-
-RETRY_PAUSE_S = 0.1
-"""Seconds between two attempts while etcd does not answer. A full etcd refuses writes at once."""
-
-MAX_EVENTS = 4000
-"""Maximum number of events kept per job; the oldest are removed first."""
-
-LINES_PER_ANSWER = 500
-"""Events that etcd returns at once, so that many readers of a long history do not hold it up."""
-
+CONTENTION_S = 30.0  # seconds to compete with other writers of a record
+RETRY_PAUSE_S = 0.1  # seconds between two attempts while etcd does not answer; a full etcd refuses writes at once
+MAX_EVENTS = 4000  # maximum number of events kept per job; the oldest are removed first
+LINES_PER_ANSWER = 500  # events that etcd returns at once, so that many readers of a long history do not hold it up
 TRIM_EVERY = 50
 """Events that a process writes between two removals of the oldest ones. It also trims with its first event, because many
 processes write only a few."""
@@ -64,11 +56,7 @@ class Found(Generic[R]):
 
 
 def read(record_type: type[R], entry: KeyValue | None) -> R | None:
-    """Return the record of an entry, None if the entry is missing.
-
-    Raises:
-        RecordError: the entry holds another value.
-    """
+    """Return the record of an entry, None if the entry is missing. Raises `RecordError` if the entry holds another value."""
     return decode(record_type, entry.value, entry.key) if entry is not None else None
 
 
@@ -181,7 +169,9 @@ class Journal:
                 return Found(updated, done.revision)
             if not may_arrive_late:
                 del lost[value]
-            _check_fence(key, fence, done.values)
+            seen = {entry.key: entry for entry in done.values}
+            if not all(each.holds(seen.get(each.key)) for each in fence):
+                raise FenceLostError(f"{key!r} was not written: another process has taken over, or the job's keys were deleted")
             if time.monotonic() >= deadline:
                 raise ContentionError(
                     f"{key!r} was not written: others have changed it for {limit_s:g} s, each time before this process could; "
@@ -246,18 +236,6 @@ class Journal:
             return [event for event in self._events.values() if event is not None]
 
 
-def _check_fence(key: str, fence: Sequence[Compare], entries: Iterable[KeyValue]) -> None:
-    seen = {entry.key: entry for entry in entries}
-    if not all(each.holds(seen.get(each.key)) for each in fence):
-        raise FenceLostError(f"{key!r} was not written: another process has taken over, or the job's keys were deleted")
-
-
-# Hold a key that one process at a time may have, and fence its writes with it.
-#
-# A controller holds its job's key, a brain that of its pool, and a `dlrover run` its job's place in a pool. Each loses the
-# key with its lease. The create revision of the key then differs, so a write that arrives late is refused.
-
-
 class Holder(Protocol):
     """A record that names the process that holds its key."""
 
@@ -272,12 +250,15 @@ H = TypeVar("H", bound=Holder)
 
 
 def holder_text(holder: Holder | None, unknown: str = "another process") -> str:
-    """Name the process that holds a key, for people; `unknown` where its record cannot be read."""
+    """Name the process that holds a key; `unknown` where its record cannot be read."""
     return f"process {holder.pid} on {holder.host}" if holder is not None else unknown
 
 
 class Tenure(Generic[H]):
-    """One process's hold on a key, for as long as its lease lives.
+    """One process's hold on a key, for as long as its lease lives, which fences the writes of that process.
+
+    A controller holds its job's key, a brain that of its pool, and a `dlrover run` its job's place in a pool. Each loses the
+    key with its lease. The create revision of the key then differs, so a write that arrives late is refused.
 
     Args:
         journal: any journal of the etcd with the key.
@@ -320,7 +301,7 @@ class Tenure(Generic[H]):
         try:
             self.lease.revoke()
         except EtcdError as error:
-            log.info("the lease of %r ends by itself: %s", self._election.key, error)
+            log.info("the lease of %r was not revoked and will expire: %s", self._election.key, error)
 
     @property
     def is_ours(self) -> Compare:
@@ -345,11 +326,7 @@ class Tenure(Generic[H]):
         return self._election.is_held(entry, self.revision)
 
     def publish(self, record: H) -> None:
-        """Replace the key's record.
-
-        Raises:
-            EtcdError: it was not written, or its fate is unknown.
-        """
+        """Replace the key's record. Raises `EtcdError` if it was not written, or its fate is unknown."""
         self._client.put(self._election.key, encode(record), self.lease)
         self.record = record
 

@@ -13,9 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from lightning_dlrover.codec import RecordError, from_fields, to_json
 
-FORMAT_VERSION = 1
-"""Format number in every record. Readers refuse any other number."""
-
+FORMAT_VERSION = 1  # format number in every record; readers refuse any other number
 MAX_RECORD_BYTES = 1 << 20
 
 MAX_UNREACHABLE = 64
@@ -24,13 +22,10 @@ MAX_UNREACHABLE = 64
 MAX_SETTING = 1024
 """Maximum number of loader workers or threads that a plan may set for one worker. A larger number is certainly a mistake."""
 
-MAX_MEMORY_MB = 2**26
-"""Maximum MiB that a plan may request for one node (64 TiB)."""
-
+MAX_MEMORY_MB = 2**26  # maximum MiB that a plan may request for one node (64 TiB)
 DEFAULT_PREFIX = "/dlrover"
 
-HISTORY_TTL_S = 7 * 24 * 3600.0
-"""Seconds that a job's records outlast its last process."""
+HISTORY_TTL_S = 7 * 24 * 3600.0  # seconds that a job's records outlast its last process
 
 
 class _Key:
@@ -84,8 +79,8 @@ class Keys:
     events = _Key("events/")
     profiles = _Key("profiles/")
     stacks = _Key("stacks/")  # one key per worker, with its newest stack traces
-    snapshot = _Key("snapshot")  # read by people only
-    progress = _Key("progress")  # read by people only
+    snapshot = _Key("snapshot")  # only displayed
+    progress = _Key("progress")  # only displayed
     places = _Key("places")  # read by joiners only
     windows = _Key("windows/")  # one key per window of a stream, by stream, fit and epoch
     store = _Key("store/")  # keys of the c10d store that the elastic agents share, one sub-folder per agent round
@@ -245,9 +240,7 @@ class JobRecord:
     fingerprint: str = ""  # fingerprint of the model
     data: str = ""  # fingerprint of the comparable part of the training data
     global_batch_size: int = 0  # samples per step; 0 until the first round has determined it
-    start_workers: int = (
-        0  # a DataLoader's batch_size times this is its global batch: workers at the start, or a pool job's MIN
-    )
+    start_workers: int = 0  # workers at the start, or a pool job's MIN: a DataLoader's global batch is batch_size times this
     lane_workers: int = 0  # number of workers that stream rows are laid out for: the job's maximum at its start
     started_from: str = ""  # newest checkpoint that the user has chosen by `ckpt_path`
     created_at: float = 0.0

@@ -52,18 +52,15 @@ from lightning_dlrover.rdzv.membership.worker_records import Outbox
 
 Entries = Mapping[str, KeyValue]
 
-MAX_BURIED = 50
-"""Addresses removed in one transaction. etcd allows 128 conditions and 128 operations (--max-txn-ops)."""
-
-MAX_GUARDED = 100
-"""Missing members that a round requires to be absent."""
+MAX_FORGOTTEN = 50  # addresses removed in one transaction; etcd allows 128 conditions and 128 operations (--max-txn-ops)
+MAX_GUARDED = 100  # missing members that a round requires to be absent
 
 
 @dataclass(frozen=True)
 class Write:
     """One transaction and its purpose."""
 
-    purpose: Literal["elect", "unseat", "round", "notice", "bury"]
+    purpose: Literal["elect", "unseat", "round", "notice", "evict"]
     compare: tuple[Compare, ...]
     ops: tuple[Op, ...]
     round: RoundRecord | None = None  # the new round, if the purpose is `round`
@@ -74,9 +71,7 @@ class Write:
 
 
 class Coordinator:
-    """One worker's part in the election, and its decisions while it holds office.
-
-    Decide a worker's writes on behalf of the job: elections, rounds, notices and burials.
+    """One worker's writes on behalf of the job: elections, and rounds, notices and removals while it is the coordinator.
 
     Each write is one transaction, and the decisions need no clock, thread or connection. `Coordinator.candidacy` reads the
     shared records. In office, `Coordinator.next_write` reads one copy of all the job's records and returns this worker's next
@@ -135,7 +130,7 @@ class Coordinator:
             entries: all records of the job at one revision of etcd.
             view: the view that `entries` give.
             now_s: time of a monotonic clock; only differences count.
-            created_at: time for the round record, seconds since the epoch; only people read it.
+            created_at: time for the round record, seconds since the epoch; only displayed.
         """
         if not self.is_in_office(entries):
             self.interrupt()
@@ -162,17 +157,17 @@ class Coordinator:
         proposal = next_round(view, now_s - self._situation[1], self._timeouts) if may_decide else None
         if proposal is not None:
             proposal = dataclasses.replace(proposal, convener=self._worker_id, created_at=created_at)
-        told = self._notice(dataclasses.replace(view, round=proposal) if proposal is not None else view, term)
+        notice = self._notice(dataclasses.replace(view, round=proposal) if proposal is not None else view, term)
         fence = self._election.fence(term)
         if proposal is not None:
             # Workers that a round leaves out must see in the same moment whether they were asked to leave.
-            puts = (Put(self._keys.round, encode(proposal)), Put(self._keys.notice, told))
+            puts = (Put(self._keys.round, encode(proposal)), Put(self._keys.notice, notice))
             # No worker has returned without showing in this copy, not even to be cut off again: returning writes the address.
             away = (self._unchanged(entries, self._keys.addresses + worker) for worker in view.missing[:MAX_GUARDED])
             return Write("round", (fence, self._unchanged(entries, self._keys.round), *away), puts, proposal)
         last = entries.get(self._keys.notice)
-        if last is None or last.value != told:
-            return Write("notice", (fence, self._unchanged(entries, self._keys.notice)), (Put(self._keys.notice, told),))
+        if last is None or last.value != notice:
+            return Write("notice", (fence, self._unchanged(entries, self._keys.notice)), (Put(self._keys.notice, notice),))
         left = [w for w in view.addresses if w not in view.workers and w not in self._missing_since]
         return self._forget(left, entries) if left else None
 
@@ -183,16 +178,16 @@ class Coordinator:
         waiting = may_return(view, self._answers)
         return [w for w in waiting if now_s - self._missing_since.get(w, now_s) < limit_s]
 
-    def hear(self, answers: Mapping[str, Answer]) -> None:
+    def note_answers(self, answers: Mapping[str, Answer]) -> None:
         """Note the responses of missing members' ports. `refuses` counts as the end of the process."""
         self._answers.update(answers)
 
     def _forget(self, workers: Sequence[str], entries: Entries) -> Write:
         """Remove addresses of workers that are not registered and will not come back."""
-        chosen = workers[:MAX_BURIED]
+        chosen = workers[:MAX_FORGOTTEN]
         gone = tuple(self._unchanged(entries, self._keys.workers + worker) for worker in chosen)
         same = tuple(self._unchanged(entries, self._keys.addresses + worker) for worker in chosen)
-        return Write("bury", (*gone, *same), tuple(Delete(self._keys.addresses + worker) for worker in chosen))
+        return Write("evict", (*gone, *same), tuple(Delete(self._keys.addresses + worker) for worker in chosen))
 
     def _notice(self, view: JobView, term: int) -> bytes:
         if self._noted is None or self._noted[0] is not view or self._noted[1] != term:
@@ -221,7 +216,7 @@ class Coordinator:
         self.was_cut_off(now_s)
 
 
-def burial(record: KeyValue, election: KeyValue | None, keys: Keys) -> list[Write]:
+def eviction(record: KeyValue, election: KeyValue | None, keys: Keys) -> list[Write]:
     """Return the writes that remove a dead worker's records before its lease expires, and last its election key.
 
     They apply only to this registration, and not to a worker that has since registered again under the same name.
@@ -232,26 +227,19 @@ def burial(record: KeyValue, election: KeyValue | None, keys: Keys) -> list[Writ
     """
     worker_id = record.key.removeprefix(keys.workers)
     ops = (Delete(record.key), Delete(keys.addresses + worker_id), Delete(keys.drains + worker_id))
-    writes = [Write("bury", (created(record.key) == record.create_revision,), ops)]
+    writes = [Write("evict", (created(record.key) == record.create_revision,), ops)]
     if election is not None and election.value == worker_id.encode():
         writes.append(Write("unseat", (created(election.key) == election.create_revision,), (Delete(election.key),)))
     return writes
 
 
-# All records of a job, mirrored by its coordinator; and records of single workers, read on demand.
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-GETS_PER_REQUEST = 100
-"""Records read in one transaction: etcd refuses more than 128 operations."""
-
-MAX_KNOWN = 2000
-"""Number of records that a worker remembers, in addition to those that it asks for."""
-
-ABSENT_S = 1.0
-"""Seconds until a worker without a record is asked for again. It may register again after an outage of etcd."""
+GETS_PER_REQUEST = 100  # records read in one transaction: etcd refuses more than 128 operations
+MAX_KNOWN = 2000  # number of records that a worker remembers, in addition to those that it asks for
+ABSENT_S = 1.0  # seconds until a worker without a record is asked for again; it may register again after an outage of etcd
 
 
 class JobMirror:
@@ -315,8 +303,7 @@ class WorkerRecords:
         self._client = client
         self._keys = keys
         self._mirror = mirror
-        self._known: dict[str, KeyValue] = {}
-        self._decoded: dict[str, tuple[KeyValue, WorkerRecord | None]] = {}  # each entry once, as probes need them often
+        self._known: dict[str, tuple[KeyValue, WorkerRecord | None]] = {}  # decoded once, as probes need the records often
         self._absent: dict[str, float] = {}  # workers without a record, and when this was found
 
     def entries(self, worker_ids: Iterable[str]) -> dict[str, KeyValue]:
@@ -324,11 +311,18 @@ class WorkerRecords:
 
         While etcd does not answer, these are the workers that were read before.
         """
+        return {worker: entry for worker, (entry, _) in self._found(worker_ids).items()}
+
+    def of(self, worker_ids: Iterable[str]) -> dict[str, WorkerRecord]:
+        """Return the constant parts of the readable records in `entries`."""
+        return {worker: record for worker, (_, record) in self._found(worker_ids).items() if record is not None}
+
+    def _found(self, worker_ids: Iterable[str]) -> dict[str, tuple[KeyValue, WorkerRecord | None]]:
         wanted, now = list(worker_ids), time.monotonic()
         unknown = [w for w in wanted if w not in self._known and now - self._absent.get(w, -ABSENT_S) >= ABSENT_S]
         if len(self._known) + len(self._absent) > MAX_KNOWN + len(wanted):  # most of them have left
-            for forgotten in (self._known, self._decoded, self._absent):
-                forgotten.clear()
+            self._known.clear()
+            self._absent.clear()
             unknown = wanted
         if unknown and self._mirror.healthy:
             try:
@@ -338,21 +332,17 @@ class WorkerRecords:
             else:
                 self._absent.update({worker: now for worker in unknown if worker not in found})
         # Several threads read and forget records.
-        entries = ((worker, self._known.get(worker)) for worker in wanted)
-        return {worker: entry for worker, entry in entries if entry is not None}
+        known = ((worker, self._known.get(worker)) for worker in wanted)
+        return {worker: found for worker, found in known if found is not None}
 
     def present(self, worker_ids: Iterable[str]) -> dict[str, KeyValue]:
-        """Read which workers are registered now, and return their entries.
-
-        Raises:
-            EtcdError: etcd does not answer.
-        """
+        """Read which workers are registered now, and return their entries. Raises `EtcdError` if etcd does not answer."""
         wanted = list(worker_ids)
         found: dict[str, KeyValue] = {}
         for first in range(0, len(wanted), GETS_PER_REQUEST):
             values = self._read([self._keys.workers + worker for worker in wanted[first : first + GETS_PER_REQUEST]])
             found |= {entry.key.removeprefix(self._keys.workers): entry for entry in values}
-        self._known.update(found)
+        self._known.update({worker: (entry, readable(WorkerRecord, entry)) for worker, entry in found.items()})
         for worker in wanted:
             if worker not in found:
                 self._known.pop(worker, None)
@@ -364,87 +354,61 @@ class WorkerRecords:
                 return self._client.txn([], [Get(key) for key in keys]).values
         return [entry for key in keys if (entry := self._client.get(key)) is not None]
 
-    def of(self, worker_ids: Iterable[str]) -> dict[str, WorkerRecord]:
-        """Return the constant parts of the readable records in `entries`."""
-        records = {worker: self._decode(worker, entry) for worker, entry in self.entries(worker_ids).items()}
-        return {worker: record for worker, record in records.items() if record is not None}
-
-    def _decode(self, worker_id: str, entry: KeyValue) -> WorkerRecord | None:
-        decoded = self._decoded.get(worker_id)
-        if decoded is None or decoded[0] is not entry:
-            decoded = self._decoded[worker_id] = (entry, readable(WorkerRecord, entry))
-        return decoded[1]
-
     def forget(self, worker_id: str) -> None:
-        """Read a worker's record afresh when it is needed again."""
+        """Read a worker's record again when it is needed the next time."""
         self._known.pop(worker_id, None)
-        self._decoded.pop(worker_id, None)
 
 
-# The lines of a job's history about a new round.
-
-MANY = 100
-"""Members of a round above which its line in the history names only those that came or went."""
-
+MANY = 100  # members of a round above which its line in the history names only those that came or went
 MAX_LINES = 100
 """Maximum number of lines in one transaction. etcd allows 128 operations (--max-txn-ops), and a round needs two of them."""
 
 
-@dataclass(frozen=True)
-class Announcement:
-    """The lines about one round."""
-
-    round: RoundRecord
-    puts: tuple[Put, ...]  # writes for the round's own transaction
-    others: tuple[EventRecord, ...]  # lines that the transaction has no room for: losses beyond `MAX_LINES`
-
-
 class Announcer:
-    """Reports rounds in the transactions that write them.
+    """Report rounds in the transactions that write them.
 
     Written later, the lines would be missing if the coordinator were killed before, or if etcd's answer were lost.
 
     Args:
         outbox: takes lines that a transaction has no room for.
         worker_id: the coordinator.
-        buried: workers that the coordinator itself has buried.
+        evicted: workers that the coordinator itself has evicted.
     """
 
-    def __init__(self, journal: Journal, outbox: Outbox, worker_id: str, buried: Collection[str]) -> None:
+    def __init__(self, journal: Journal, outbox: Outbox, worker_id: str, evicted: Collection[str]) -> None:
         self._journal = journal
         self._outbox = outbox
         self._worker_id = worker_id
-        self._buried = buried
+        self._evicted = evicted
 
-    def of(self, view: JobView, round_: RoundRecord, decided_s: float) -> Announcement:
+    def lines(self, view: JobView, round_: RoundRecord, decided_s: float) -> list[EventRecord]:
         """Return the lines about a round that is about to be written."""
-        lines = lines_about(view, round_, round(decided_s, 3), self._buried)
-        puts = self._journal.puts(lines[-MAX_LINES:], self._worker_id)
-        return Announcement(round_, tuple(puts), tuple(lines[:-MAX_LINES]))
+        return lines_about(view, round_, round(decided_s, 3), self._evicted)
 
-    def made(self, announcement: Announcement) -> None:
+    def puts(self, lines: Sequence[EventRecord]) -> list[Put]:
+        """Return writes for the round's own transaction, which has no room for losses beyond `MAX_LINES`."""
+        return self._journal.puts(lines[-MAX_LINES:], self._worker_id)
+
+    def made(self, round_: RoundRecord, lines: Sequence[EventRecord]) -> None:
         """Note that the round was written."""
-        round_ = announcement.round
-        log.info(
-            "run %s: round %d: %s, %d workers",
-            *(self._journal.keys.run_id, round_.number, round_.reason, len(round_.members)),
-        )
-        for line in announcement.others:
+        run_id, num_members = self._journal.keys.run_id, len(round_.members)
+        log.info("run %s: round %d: %s, %d workers", run_id, round_.number, round_.reason, num_members)
+        for line in lines[:-MAX_LINES]:
             self._outbox.add(line)
-        self._journal.note_appended(len(announcement.puts))
+        self._journal.note_appended(min(len(lines), MAX_LINES))
 
 
-def lines_about(view: JobView, round_: RoundRecord, decided_s: float, buried: Collection[str]) -> list[EventRecord]:
+def lines_about(view: JobView, round_: RoundRecord, decided_s: float, evicted: Collection[str]) -> list[EventRecord]:
     """Return the lines about the workers lost before a round, and last the one about the round.
 
     Args:
         view: the view on which the round was decided.
         decided_s: seconds from the last change of the records to this decision.
-        buried: workers that the coordinator itself has buried.
+        evicted: workers that the coordinator itself has evicted.
     """
     lines = []
     for worker_id in losses(view, round_):
-        how = _evidence(view, worker_id, buried)
+        how = _evidence(view, worker_id, evicted)
         lost = WorkerLost(worker_id, round_.number - 1, how, decided_s)
         lines.append(record_of(lost, f"worker {worker_id} is gone: {how}"))
     formed = RoundFormed(
@@ -461,40 +425,33 @@ def lines_about(view: JobView, round_: RoundRecord, decided_s: float, buried: Co
     return [*lines, record_of(formed, text)]
 
 
-def _evidence(view: JobView, worker_id: str, buried: Collection[str]) -> str:
+def _evidence(view: JobView, worker_id: str, evicted: Collection[str]) -> str:
     """Describe the coordinator's evidence that a worker is lost."""
     if worker_id in view.workers:
         return "it did not answer, or cannot be reached"
-    if worker_id in buried:
+    if worker_id in evicted:
         return "its port refuses connections"
     if worker_id in view.addresses:
         return "its lease ended, and it did not come back in time"
     return "its agent or another worker found its process gone"
 
 
-# Run the election of the coordinator, and its decisions in office, against etcd.
-
-CHECK_S = 10.0
-"""Approximate seconds between two checks that the election key's holder is registered."""
-
+CHECK_S = 10.0  # approximate seconds between two checks that the election key's holder is registered
 MAX_SILENCE = 0.8
 """Share of a lease's time without a refresh after which etcd counts as away. Refreshes are due after half of it."""
 
-KNOCK_S = 1.0
-"""Seconds between two knocks at the ports of missing members."""
-
+KNOCK_S = 1.0  # seconds between two knocks at the ports of missing members
 MAX_KNOCKS = 200
 """Ports of missing members at which this worker knocks at once. Each takes an open file, and the script may need many."""
 
-ANSWER_S = 0.3
-"""Maximum seconds to wait for an answer of a missing member's port."""
-
-SIGHT_S = 5.0
-"""Maximum seconds until a write of this worker shows up in its copy of the records."""
+ANSWER_S = 0.3  # maximum seconds to wait for an answer of a missing member's port
+SIGHT_S = 5.0  # maximum seconds until a write of this worker shows up in its copy of the records
 
 
 class Office:
-    """One worker's candidacy for coordinator, and its term. For use by one thread.
+    """One worker's candidacy for coordinator, and its term: runs the decisions of `Coordinator` against etcd.
+
+    For use by one thread.
 
     Args:
         shared: mirror of `keys.shared`.
@@ -526,7 +483,7 @@ class Office:
         self._reached = reached
         self._knocked_at = -KNOCK_S
         self._num_knocks = 0
-        self._told_of: list[str] = []  # missing members that the log names as awaited
+        self._logged: list[str] = []  # missing members that the log names as awaited
         self._job_mirror = JobMirror(client, keys, on_change, decoder)
         self._stands_at: float | None = None  # time of this worker's candidacy, while the job has no coordinator
         self._holder_is_checked_at = time.monotonic() + CHECK_S
@@ -564,12 +521,11 @@ class Office:
         write = self._coordinator.next_write(entries, view, time.monotonic(), time.time())
         if write is None:
             return
-        announcement = self._announcer.of(view, write.round, age_s) if write.round is not None else None
-        lines = announcement.puts if announcement is not None else ()
-        if not self._client.txn(write.compare, [*write.ops, *lines]).succeeded:
+        lines = self._announcer.lines(view, write.round, age_s) if write.round is not None else []
+        if not self._client.txn(write.compare, [*write.ops, *self._announcer.puts(lines)]).succeeded:
             return
-        if announcement is not None:
-            self._announcer.made(announcement)
+        if write.round is not None:
+            self._announcer.made(write.round, lines)
         # The next decision must see this write, or it would repeat it without effect.
         with contextlib.suppress(TimeoutError):
             self._job_mirror.wait_for(lambda now: None if write.may_succeed(now) else True, SIGHT_S)
@@ -582,13 +538,11 @@ class Office:
             found = answers([view.addresses[w] for w in turn], ANSWER_S)
             self._knocked_at = time.monotonic()
             self._num_knocks = first + len(turn)
-            self._coordinator.hear({w: self._judged(view, w, answer) for w, answer in found.items()})
+            self._coordinator.note_answers({w: self._judged(view, w, answer) for w, answer in found.items()})
         awaited = self._coordinator.awaits_return(view, time.monotonic())
-        if not set(awaited) <= set(self._told_of):
-            log.warning(
-                "workers %s are cut off from etcd, and not known to be dead: waits for their return", ", ".join(awaited)
-            )
-        self._told_of = awaited
+        if not set(awaited) <= set(self._logged):
+            log.warning("waiting for the return of workers %s: cut off from etcd, and not known to be dead", ", ".join(awaited))
+        self._logged = awaited
 
     def _judged(self, view: JobView, worker_id: str, answer: Answer) -> Answer:
         # A refusal from another host may come from a firewall as long as that address was never reached. If no other holds

@@ -18,11 +18,8 @@ from lightning_dlrover.rdzv.membership.rounds import WorkerView
 
 T = TypeVar("T")
 
-EXIT_ALL_DRAINED = 143
-"""Exit code after the job was stopped before it was done, the same as of a process ended by SIGTERM."""
-
-REACH_AGAIN_S = 5.0
-"""Seconds between two attempts of a joiner to reach a member that it is cut off from."""
+EXIT_ALL_DRAINED = 143  # exit code after the job was stopped before it was done, the same as of a process ended by SIGTERM
+REACH_AGAIN_S = 5.0  # seconds between two attempts of a joiner to reach a member that it is cut off from
 
 
 class MembershipError(RuntimeError):
@@ -36,7 +33,7 @@ class MembershipError(RuntimeError):
 
 
 class EvictedError(MembershipError):
-    """The job went on without this worker: its record is gone, or a round left it out.
+    """The job continues without this worker: its record is gone, or a round left it out.
 
     Example:
         >>> def explain(error):
@@ -67,11 +64,11 @@ class LeftOutError(WorldError):
         >>> from lightning_dlrover.rdzv.job.records import RoundRecord
         >>> error = LeftOutError(RoundRecord(3, ["worker-a"], "worker-b was drained", "shrink", planned=True))
         >>> str(error), error.exit_code
-        ('round 3 goes on without this worker: worker-b was drained', 0)
+        ('round 3 continues without this worker: worker-b was drained', 0)
     """
 
     def __init__(self, round_: RoundRecord) -> None:
-        super().__init__(f"round {round_.number} goes on without this worker: {round_.reason}")
+        super().__init__(f"round {round_.number} continues without this worker: {round_.reason}")
         self.round = round_
 
     @property
@@ -93,7 +90,7 @@ class RoundEndedError(WorldError):
 
 
 class TooLateError(WorldError):
-    """A wait has timed out."""
+    """A wait timed out."""
 
 
 class VoidRoundError(Exception):
@@ -149,7 +146,7 @@ class MemberBackend(Protocol):
     async def until(
         self, found: Callable[[WorkerView], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
     ) -> T:
-        """Return `found` of the view as soon as it is not None. Until then, bury the dead among `probe`.
+        """Return `found` of the view as soon as it is not None. Until then, remove the dead among `probe`.
 
         Raises:
             TooLateError: the wait for `what` timed out.
@@ -161,7 +158,7 @@ class MemberBackend(Protocol):
     ) -> None:
         """Write this worker's record, retrying while etcd is unavailable; raises `EvictedError` if the record is gone."""
 
-    async def bury_the_dead(self, workers: Sequence[str]) -> None:
+    async def evict_dead(self, workers: Sequence[str]) -> None:
         """Remove the records of workers that are certainly dead."""
 
     async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
@@ -180,7 +177,7 @@ class MemberBackend(Protocol):
 
 
 class Member:
-    """One worker's course through the rounds.
+    """One worker's path through the rounds.
 
     Two threads use it. The worker's own thread runs the coroutines, and the membership thread calls `must_cut_off` and `note`.
     Only the worker's thread changes the fields `number` and `forming`.
@@ -268,7 +265,7 @@ class Member:
                 if _sends_away(target) or self.dismissed or self.worker_id in self._backend.view.drains:
                     # The round that was planned without this worker may have been followed by one after a loss.
                     raise LeftOutError(target)
-                raise EvictedError(f"round {target.number} goes on without worker {self.worker_id}: {target.reason}")
+                raise EvictedError(f"round {target.number} continues without worker {self.worker_id}: {target.reason}")
             unreachable: list[str] = []
             try:
                 formation = await self._backend.form(target, hello)
@@ -290,7 +287,7 @@ class Member:
         suspects = list(dict.fromkeys([*broken.members, *self._backend.view.leavers]))
         newest = self._backend.view.round
         if newest is None or newest.number <= broken.number:  # else a coordinator has seen the outcome of the round
-            await self._backend.bury_the_dead(suspects)
+            await self._backend.evict_dead(suspects)
             if self.worker_id in broken.members:
                 await self._backend.write("ready" if self.admitting else "reforming", broken.number, unreachable=unreachable)
 

@@ -30,7 +30,7 @@ from lightning_dlrover.rdzv.job.records import (
     WorkerState,
     worker_name_of,
 )
-from lightning_dlrover.rdzv.membership.coordinator import Announcer, Office, WorkerRecords, burial
+from lightning_dlrover.rdzv.membership.coordinator import Announcer, Office, WorkerRecords, eviction
 from lightning_dlrover.rdzv.membership.member import EvictedError, MembershipError
 from lightning_dlrover.rdzv.membership.rounds import (
     Decoder,
@@ -38,12 +38,9 @@ from lightning_dlrover.rdzv.membership.rounds import (
     RoundTimeouts,
     WorkerView,
     awaited,
-    dead_workers,
     read_view,
 )
 from lightning_dlrover.rdzv.membership.worker_records import BATCH, OwnRecord, SharedRecords
-
-# Decide whether a worker may join a job.
 
 
 class JobClosedError(MembershipError):
@@ -59,18 +56,20 @@ class JobClosedError(MembershipError):
 
 @dataclass(frozen=True)
 class MembershipConfig:
+    """Location of the job's records and identity of this worker."""
+
     run_id: str
     prefix: str
     agent_id: str
     local_rank: int
     min_workers: int
     max_workers: int
-    version: str
-    address: str  # address at which other workers reach this one
-    port: int  # port of this worker's TCPStore
-    workers_per_node: int = 1  # workers that come and go together
+    version: str  # release of lightning_dlrover
+    address: str = ""  # address at which other workers reach this one
+    port: int = 0  # port of this worker's TCPStore
+    node_workers: int = 1  # workers of each node of `dlrover run`, which starts an agent for each; they come and go together
     lease_ttl_s: float = 5.0
-    history_ttl_s: float = HISTORY_TTL_S
+    history_ttl_s: float = HISTORY_TTL_S  # seconds that the job's records outlast its last process
     timeouts: RoundTimeouts = field(default_factory=RoundTimeouts)
 
 
@@ -91,7 +90,7 @@ def enter_job(journal: Journal, config: MembershipConfig) -> None:
                 min_workers=config.min_workers,
                 max_workers=config.max_workers,
                 version=config.version,
-                workers_per_node=config.workers_per_node,
+                workers_per_node=config.node_workers,
                 created_at=time.time(),
             )
             journal.fenced_write({keys.job: first}, [absent(keys.job)])
@@ -132,8 +131,8 @@ def refuse_loopback(config: MembershipConfig, workers: Iterable[WorkerRecord]) -
             if is_loopback(address):
                 raise MembershipError(
                     f"run {config.run_id!r}: workers on host {host} are known by the loopback address {address}, "
-                    "which other hosts cannot reach; start every node of the job with --rdzv-endpoint=ADDRESS:PORT where "
-                    "ADDRESS is that of etcd on the network, not localhost nor a name that /etc/hosts maps to 127.0.x.x"
+                    "which other hosts cannot reach; start every node of the job with --rdzv-endpoint=ADDRESS:PORT, where "
+                    "ADDRESS is that of etcd on the network, neither localhost nor a name that /etc/hosts maps to 127.0.x.x"
                 )
 
 
@@ -142,43 +141,26 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-CHECK_S = 5.0
-"""Seconds between two checks that a mirror has missed no change. Its watch reports changes at once."""
-
+CHECK_S = 5.0  # seconds between two checks that a mirror has missed no change; its watch reports changes at once
 TICK_S = 0.5
-"""Maximum seconds between two turns of the background thread, as patience runs out without a change. Each takes time from
-training where all cores compute."""
+"""Maximum seconds between two turns of the background thread, for timeouts. Each takes time from training on busy cores."""
 
-STAND_S = 0.05
-"""Seconds between two turns while this worker waits for its moment to stand for coordinator."""
-
-GONE_CHECK_S = 0.3
-"""Seconds between two checks whether a worker has ended that no notice will name."""
-
-MAX_SILENT_LEASES = 2.5
-"""Lifetimes of its lease that a worker without an answer from etcd is still sure of its place."""
-
-MAX_BURIED = 1000
-"""Buried workers that one worker remembers."""
-
-NUM_SAMPLED = 8
-"""Number of oldest workers that a new one compares its address with."""
+STAND_S = 0.05  # seconds between two turns while this worker waits for its moment to stand for coordinator
+GONE_CHECK_S = 0.3  # seconds between two checks whether a worker has ended that no notice will name
+MAX_SILENT_LEASES = 2.5  # lifetimes of its lease for which a worker without an answer from etcd can rely on its place
+MAX_EVICTED = 1000  # evicted workers that one worker remembers
+NUM_SAMPLED = 8  # number of oldest workers that a new one compares its address with
 
 
 class Membership:
-    """One worker's view of the job, and its turn as coordinator.
-
-    Run the membership protocol of `rounds.py` and `coordinator.py` against etcd, as one worker of a job.
-
-    Holds the worker's own record, mirrors the records of the others, and takes part in the election of the coordinator. It is
-    independent of process groups: `world.py` forms them for the rounds that appear here.
+    """One worker's view of the job, and its turn as coordinator: runs the protocol of `rounds.py` against etcd.
 
     One thread per worker (`_run`) does all background work. It decodes the mirror's changes, notifies the listener,
     coordinates while it holds the election key, and writes queued events. The calling thread writes only the worker's own
-    record and burials.
+    record and removes those of dead workers.
 
     A worker mirrors the shared records and its own one. Only the coordinator mirrors the records of all workers
-    (`coordinator.py`), so a change costs the others the same in a job of any size.
+    (`coordinator.py`), so a change costs the others the same in a job of any size. Process groups are formed in `world.py`.
 
     Args:
         client: a connected client; its owner closes it.
@@ -210,7 +192,7 @@ class Membership:
         self._changed = threading.Condition()
         self._dirty = False
         self._view = WorkerView()
-        self._buried: set[str] = set()  # workers that this one has buried
+        self._evicted: set[str] = set()  # workers that this one has evicted
         self._journal = Journal(client, self.keys)
         self._closing = False
         self.own = OwnRecord(
@@ -229,7 +211,7 @@ class Membership:
             self._mirror,
             self._wake,
             self._decoder,
-            Announcer(self._journal, self.shared.outbox, self.worker_id, self._buried),
+            Announcer(self._journal, self.shared.outbox, self.worker_id, self._evicted),
             self.reached,
         )
         self._own_mirror: Mirror | None = None  # None: not registered yet
@@ -295,7 +277,7 @@ class Membership:
         deadline, outbox = time.monotonic() + timeout_s, self.shared.outbox
         if names := outbox.waiting:
             log.warning(
-                "run %s: worker %s waits for up to %.0f s until etcd takes what is not recorded yet: %s",
+                "run %s: worker %s waits up to %.0f s for etcd to accept what is not recorded yet: %s",
                 *(self._config.run_id, self.worker_id, timeout_s, ", ".join(names)),
             )
         with self._changed:
@@ -328,11 +310,7 @@ class Membership:
         return read_view(self._client.entries(self.keys.live), self.keys)
 
     def on_this_host(self) -> dict[str, WorkerRecord]:
-        """Read from etcd the records of the workers on this host, by worker id.
-
-        Raises:
-            EtcdError: etcd does not answer.
-        """
+        """Read from etcd the records of the workers on this host, by worker id. Raises `EtcdError` if etcd does not answer."""
         if not self._mirror.healthy:  # training must not wait for etcd here
             raise EtcdUnavailableError(f"run {self._config.run_id!r}: etcd does not answer")
         host = socket.gethostname()
@@ -397,28 +375,27 @@ class Membership:
 
     def _missing(self) -> str:
         """Describe the missing workers in words."""
-        try:
-            missing = awaited(self.all_records()) if self._mirror.healthy else []
-        except EtcdError:
-            missing = []
-        return (f"; missing: {', '.join(missing)}" if missing else "") + (
-            "" if self._mirror.healthy else "; etcd does not answer"
-        )
+        if not self._mirror.healthy:
+            return "; etcd does not answer"
+        with contextlib.suppress(EtcdError):
+            if missing := awaited(self.all_records()):
+                return f"; missing: {', '.join(missing)}"
+        return ""
 
-    def bury(self, worker_ids: Iterable[str]) -> None:
+    def evict(self, worker_ids: Iterable[str]) -> None:
         """Remove the records of workers that are certainly dead, before their leases expire.
 
-        A mistake is safe: a living worker that was buried detects that its record is gone and stops taking part.
+        A mistake is safe: a living worker that was evicted detects that its record is gone and stops taking part.
 
         Raises:
             EtcdError: etcd does not answer.
         """
         for worker_id, entry in self.workers.entries(worker_ids).items():
-            if len(self._buried) >= MAX_BURIED:
-                self._buried.clear()  # they differ only in the text of a round's line
-            self._buried.add(worker_id)
+            if len(self._evicted) >= MAX_EVICTED:
+                self._evicted.clear()  # they differ only in the text of a round's line
+            self._evicted.add(worker_id)
             log.info("run %s: worker %s is gone (its port refuses connections)", self._config.run_id, worker_id)
-            for write in burial(entry, self._client.get(self.keys.coordinator), self.keys):
+            for write in eviction(entry, self._client.get(self.keys.coordinator), self.keys):
                 self._client.txn(write.compare, write.ops)
             self.workers.forget(worker_id)
 
@@ -436,15 +413,6 @@ class Membership:
         lost, host = set(self._view.lost), socket.gethostname()
         records = self.workers.of(w for w in worker_ids if w != self.worker_id and w not in lost).values()
         return [r for r in records if r.host == host or r.worker_id in self.reached]
-
-    def bury_the_dead(self, worker_ids: Iterable[str]) -> None:
-        """Probe workers and bury those that are certainly dead."""
-        try:
-            if dead := dead_workers(self.whose_refusal_counts(worker_ids)):
-                self.bury(dead)
-        except EtcdUnavailableError as error:
-            # A dead worker stays dead: the next probe or its lease expiry removes the record.
-            log.debug("run %s: could not bury the dead: %s", self._config.run_id, error)
 
     def is_still_in_force(self) -> bool:
         """Return whether no round can have begun without this worker, provided that its group of workers is intact.
@@ -508,7 +476,7 @@ class Membership:
                 if not self._dirty:
                     self._changed.wait(STAND_S if self._office.is_about_to_stand else TICK_S)
             try:
-                # Run even when nothing has changed: patience runs out without an event.
+                # Run even when nothing has changed: timeouts expire without an event.
                 self._refresh()
                 if self._on_tick is not None:
                     self._on_tick()

@@ -1,7 +1,13 @@
 """The membership protocol as pure functions: the next round of a job, decided from a view of its records.
 
-`next_round` decides from a `JobView`; `worker_view_of` and `notice_of` give a worker's `WorkerView`. Probing ports is the only
-input or output here.
+`next_round` decides from a `JobView`; `notice_of` gives what the other workers need of it. Probing ports is the only
+input or output here. `next_round` is level triggered: the same view always gives the same round, whichever events led there and
+whichever worker computes it. docs/internals/rounds.md has the states and their changes.
+
+A worker takes part while its record exists. The record is removed when the worker's lease expires, when its agent reports that
+the process has ended, or when its port is found to refuse connections. Only the last two prove that the process is gone, and
+remove the worker's address as well. A member without a record but with an address is missing: it may be cut off from etcd, hold
+the job's state, and come back. `may_return` decides which of them the coordinator waits for.
 """
 
 from __future__ import annotations
@@ -31,8 +37,6 @@ from lightning_dlrover.rdzv.job.records import (
     WorkerRecord,
     decode,
 )
-
-# Probe the ports of workers to detect which of them are gone.
 
 Answer = Literal["accepts", "refuses", "silent"]
 """Response of a worker's port to a connection."""
@@ -69,17 +73,17 @@ def dead_beside(
     return dead
 
 
-def dead_workers(records: Iterable[WorkerRecord], timeout_s: float = 0.3) -> list[str]:
+def dead_workers(records: Iterable[WorkerRecord]) -> list[str]:
     """Return the ids of workers that are certainly dead: their host refuses connections to their port.
 
     A worker that does not answer at all (host gone, process stopped) is not in the list. Its lease decides.
     """
-    return [worker_id for worker_id, answer in answers(records, timeout_s).items() if answer == "refuses"]
+    return [worker_id for worker_id, answer in answers(records, 0.3).items() if answer == "refuses"]
 
 
-def silent_workers(records: Iterable[WorkerRecord], timeout_s: float = 1.0) -> list[str]:
+def silent_workers(records: Iterable[WorkerRecord]) -> list[str]:
     """Return the ids of workers that neither accept nor refuse a connection: they are cut off, or their host is gone."""
-    return [worker_id for worker_id, answer in answers(records, timeout_s).items() if answer == "silent"]
+    return [worker_id for worker_id, answer in answers(records, 1.0).items() if answer == "silent"]
 
 
 def answers(records: Iterable[WorkerRecord | AddressRecord], timeout_s: float) -> dict[str, Answer]:
@@ -87,65 +91,40 @@ def answers(records: Iterable[WorkerRecord | AddressRecord], timeout_s: float) -
 
     Workers are skipped if this process cannot open a socket for them.
     """
-    named: dict[int, Answer] = {0: "accepts", errno.ECONNREFUSED: "refuses"}
-    return {worker_id: named.get(code, "silent") for worker_id, code in _knock(records, timeout_s).items()}
-
-
-def _knock(records: Iterable[WorkerRecord | AddressRecord], timeout_s: float) -> dict[str, int]:
-    """Try to connect to each worker's port; return 0 or the error number, by worker id."""
-    answers: dict[str, int] = {}
+    codes: dict[str, int] = {}  # 0 or the error number, by worker id
     with selectors.DefaultSelector() as selector:
         for record in records:
             try:
                 family, _, _, _, target = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
             except OSError:
-                answers[record.worker_id] = errno.EHOSTUNREACH
+                codes[record.worker_id] = errno.EHOSTUNREACH
                 continue
             try:
                 sock = socket.socket(family, socket.SOCK_STREAM)
             except OSError:
                 continue  # this process is at its limit of open files, which proves nothing about the worker
             sock.setblocking(False)
-            code = sock.connect_ex(target)
-            if code in (errno.EINPROGRESS, errno.EWOULDBLOCK):
-                answers[record.worker_id] = errno.ETIMEDOUT
+            codes[record.worker_id] = sock.connect_ex(target)
+            if codes[record.worker_id] in (errno.EINPROGRESS, errno.EWOULDBLOCK):
                 selector.register(sock, selectors.EVENT_WRITE, record.worker_id)
             else:
-                answers[record.worker_id] = code
                 sock.close()
         deadline = time.monotonic() + timeout_s
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
                 sock = key.fileobj  # type: ignore[assignment]
-                answers[key.data] = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                codes[key.data] = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 selector.unregister(sock)
                 sock.close()
         for key in list((selector.get_map() or {}).values()):
             key.fileobj.close()  # type: ignore[union-attr]
-    return answers
+    named: dict[int, Answer] = {0: "accepts", errno.ECONNREFUSED: "refuses"}
+    return {worker_id: named.get(code, "silent") for worker_id, code in codes.items()}
 
-
-# Decide the next round of a job: the membership protocol as a pure function.
-#
-# `next_round` reads everything etcd holds about a job and returns the round that should be written, or None. It is level
-# triggered: the same view always gives the same round, whichever events led there and whichever worker computes it. The
-# fence that accepts only one worker's decision is in `coordinator.py`. A worker's reaction to a round is in `member.py`.
-#
-# job      starting -> training -> finished | failed      advanced by rank 0 (failed: by the controller)
-# worker   starting ----------------> active              each worker writes only its own record
-#          standby -> ready --------> active
-#          active -> reforming -> active
-# round    n -> n + 1                                      written only by the coordinator, fenced on its election key
-#
-# A worker takes part while its record exists. The record is removed when the worker's lease expires, when its agent reports
-# that the process has ended, or when its port is found to refuse connections. Only the last two prove that the process is
-# gone, and remove the worker's address as well. A member without a record but with an address is missing: it may be cut off
-# from etcd, hold the job's state, and come back. `may_return` decides which of them the coordinator waits for.
 
 MORE = "waits for more workers"
 
-MAX_STARTS = 64
-"""Groups of workers that reach each other; the largest one is chosen."""
+MAX_STARTS = 64  # groups of workers that reach each other; the largest one is chosen
 
 
 @dataclass(frozen=True)
@@ -258,10 +237,12 @@ class JobView:
     @property
     def cap(self) -> int:
         """Maximum number of workers that a round may have now."""
-        limit = self.job.max_workers if self.job else 1
+        if self.job is None:
+            return 1
+        limit = self.job.max_workers
         if self.plan is not None and self.plan.binding:
-            limit = min(limit, max(self.plan.num_workers, self.job.min_workers if self.job else 1))
-        return self.job.on_whole_nodes(limit) if self.job else limit
+            limit = min(limit, max(self.plan.num_workers, self.job.min_workers))
+        return self.job.on_whole_nodes(limit)
 
     @cached_property
     def nodes(self) -> Mapping[str, str]:
@@ -417,8 +398,8 @@ def _wait_of(view: JobView, worker: str, is_about_to: bool) -> str:
         return f"waits for {', '.join(forming)} to enter round {round_.number}"
     if is_member:
         if worker in view.drains:
-            return "asked to leave: goes at one of the next steps"
-        return "to be replaced: goes when another worker is ready" if worker in view.replacements else ""
+            return "asked to leave: leaves at one of the next steps"
+        return "to be replaced: leaves when another worker is ready" if worker in view.replacements else ""
     if worker in view.drains:
         return "asked to leave"
     if forming:
@@ -436,7 +417,7 @@ def _wait_of(view: JobView, worker: str, is_about_to: bool) -> str:
         return f"spare: waits for a plan that admits it, {wanted}"
     if failed := limits.failed_sizes.get(str(len(round_.members) + 1)):
         return f"spare: {failed}"
-    return "about to be taken in" if is_about_to else MORE
+    return "about to be admitted" if is_about_to else MORE
 
 
 def _too_few(here: int, job: JobRecord) -> str:
@@ -494,13 +475,8 @@ def _first(view: JobView, waited_s: float, timeouts: RoundTimeouts) -> RoundReco
         return None
     if len(group) < view.job.min_workers or not group:
         return None
-    return _round(
-        view,
-        group[: view.cap],
-        "start",
-        planned=True,
-        reason=f"start with {counted(min(len(group), view.cap), 'worker')}",
-    )
+    reason = f"start with {counted(min(len(group), view.cap), 'worker')}"
+    return _round(view, group[: view.cap], "start", planned=True, reason=reason)
 
 
 def _after_failure(view: JobView, waited_s: float, timeouts: RoundTimeouts) -> RoundRecord | None:
@@ -714,6 +690,8 @@ def _is_cut_off(view: JobView, joiner: str) -> bool:
 def _round(view: JobView, members: list[str], kind: str, planned: bool, reason: str) -> RoundRecord:
     number = view.round.number + 1 if view.round else 1
     first = view.workers[members[0]] if members else None
+    hosts = [view.workers[w].host for w in members]
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     return RoundRecord(
         number=number,
         members=members,
@@ -722,27 +700,20 @@ def _round(view: JobView, members: list[str], kind: str, planned: bool, reason: 
         planned=planned,
         store_address=first.address if first else "",
         store_port=first.port if first else 0,
-        hosts=_numbered([view.workers[w].host for w in members]),
+        hosts=[numbers[host] for host in hosts],
     )
 
 
-def _numbered(hosts: list[str]) -> list[int]:
-    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-    return [numbers[host] for host in hosts]
+MAX_NAMED = 2  # number of workers that a notice names where readers only need to find one other than themselves
 
 
-MAX_NAMED = 2
-"""Number of workers that a notice names where readers only need to find one other than themselves."""
-
-
-# A worker's view of the job: the shared records, and the coordinator's notice about the other workers.
-#
-# Only the coordinator follows the records of all workers. It publishes the facts that the others need in one notice: with each
-# round, and whenever the notice would change. So a change costs a job of n workers a few writes and n notifications each,
-# instead of n writes that each notify n workers.
 @dataclass(frozen=True)
 class WorkerView:
-    """One worker's view of its job."""
+    """One worker's view of its job: the shared records, and the coordinator's notice about the other workers.
+
+    Only the coordinator follows the records of all workers. It publishes the facts that the others need in one notice: with
+    each round, and whenever the notice would change.
+    """
 
     job: JobRecord | None = None
     round: RoundRecord | None = None
@@ -764,28 +735,28 @@ class WorkerView:
     @property
     def given_up(self) -> Sequence[str]:
         """Members that report the current round as not formed or broken: all, or some of them."""
-        return self._of_round.given_up if self._of_round is not None else ()
+        return self._of_round.given_up
 
     @property
     def keepers(self) -> Sequence[str]:
         """Those of `given_up` that have the job's state and were not asked to leave: all, or some of them."""
-        return self._of_round.keepers if self._of_round is not None else ()
+        return self._of_round.keepers
 
     @property
     def lost(self) -> Sequence[str]:
         """Members of the current round that are gone."""
-        return self._of_round.lost if self._of_round is not None else ()
+        return self._of_round.lost
 
     @property
     def leavers(self) -> Sequence[str]:
         """Workers outside of the current round that still take part in a hand-over to it."""
-        return self._of_round.leavers if self._of_round is not None else ()
+        return self._of_round.leavers
 
     @cached_property
     def drains(self) -> Set[str]:
         """Workers that were asked to leave."""
-        told = self.notice.drains if self.notice is not None else ()
-        return frozenset((*told, self.leaver) if self.leaver else told)
+        asked = self.notice.drains if self.notice is not None else ()
+        return frozenset((*asked, self.leaver) if self.leaver else asked)
 
     @cached_property
     def replacements(self) -> Set[str]:
@@ -798,10 +769,11 @@ class WorkerView:
         return self.notice is not None and self.is_told and self.notice.lacks_workers
 
     @property
-    def _of_round(self) -> Notice | None:
-        """The notice, if it refers to the current round."""
-        is_current = self.notice is not None and self.round is not None and self.notice.round_number == self.round.number
-        return self.notice if is_current else None
+    def _of_round(self) -> Notice:
+        """The notice, if it refers to the current round; else an empty one."""
+        if self.notice is not None and self.round is not None and self.notice.round_number == self.round.number:
+            return self.notice
+        return Notice(self.term)
 
 
 def notice_of(view: JobView, term: int) -> Notice:
@@ -824,13 +796,6 @@ def notice_of(view: JobView, term: int) -> Notice:
         lacks_workers=lacks_workers(view),
     )
 
-
-def worker_view_of(view: JobView) -> WorkerView:
-    """Return the workers' view if their coordinator sees `view`."""
-    return WorkerView(view.job, view.round, view.plan, notice_of(view, 0))
-
-
-# The view of a job that its records give: all of them, or those that every worker follows.
 
 R = TypeVar("R")
 

@@ -60,8 +60,6 @@ from lightning_dlrover.rdzv.job.records import (
 )
 from lightning_dlrover.rdzv.membership.member import EvictedError, MembershipError
 
-# Requests to a job's workers: leave, make room for a replacement, report stack traces.
-
 
 def ask_for_replacement(journal: Journal, worker_id: str, reason: str, *guard: Compare) -> bool:
     """Request a worker's replacement; False if it is gone or was drained already, or if a guard fails."""
@@ -101,19 +99,15 @@ def read_stacks(journal: Journal) -> dict[str, StacksRecord]:
     return readable_folder(journal.client, StacksRecord, journal.keys.stacks)
 
 
-# Queue for writes that no worker waits for, until etcd accepts them, however long it is unavailable or full.
-
 log = logging.getLogger(__name__)
 
-BATCH = 100
-"""Lines in one transaction. etcd allows 128 operations (--max-txn-ops)."""
-
+BATCH = 100  # lines in one transaction; etcd allows 128 operations (--max-txn-ops)
 MAX_BYTES = 512 * 1024
 """Bytes of lines in one transaction, unless it is a single line. etcd takes requests of 1.5 MiB (--max-request-bytes)."""
 
 
 class Outbox:
-    """Queue one worker's lines for the job's history and its changes of other records, and write them in order."""
+    """Queue one worker's lines for the job's history and its changes of other records, however long etcd is unavailable."""
 
     def __init__(self, journal: Journal, worker_id: str) -> None:
         self._journal = journal
@@ -198,9 +192,6 @@ class Outbox:
         return len(lines)
 
 
-# The record that a worker writes about itself.
-
-
 class OwnRecord:
     """A worker's own record: written only by the worker, bound to its lease, and guarded against late writes.
 
@@ -247,7 +238,7 @@ class OwnRecord:
     def evicted_text(self) -> str:
         return (
             f"run {self._run_id!r}: worker {self._worker_id} is no longer part of the job; its lease ended or it did not "
-            "answer in time (stopped, cut off, or overloaded for longer than the lease?). It has to start again as a new worker"
+            "answer in time (stopped, cut off, or overloaded for longer than the lease?). Start it again as a new worker"
         )
 
     def create(self, record: WorkerRecord) -> None:
@@ -265,7 +256,7 @@ class OwnRecord:
             unreachable: workers that this one could not reach, see `WorkerRecord.unreachable`.
 
         Raises:
-            EvictedError: the record is gone because the job went on without this worker.
+            EvictedError: the record is gone because the job continues without this worker.
         """
         with self._write_lock:
             if self._record is None or self.evicted:
@@ -326,7 +317,7 @@ class OwnRecord:
 
         This happens when etcd was unreachable from all workers for longer than a lease. Each new round is guarded by the
         revision of the one before, and so is this write: it fails unless the job's newest round still includes this worker. A
-        worker that was buried is not registered again. The caller holds `_write_lock`.
+        worker that was evicted is not registered again. The caller holds `_write_lock`.
         """
         assert self._record is not None
         if not self.lease.has_ended():
@@ -340,12 +331,12 @@ class OwnRecord:
             # A worker that waits for admission, also again after a round that did not form, misses nothing while it is away.
             if not is_member and self._record.state not in ("standby", "ready"):
                 return False
-        nobody_went_on = modified(self._keys.round) == (entry.mod_revision if entry else 0)
+        is_newest = modified(self._keys.round) == (entry.mod_revision if entry else 0)
         lease = self._client.lease(self._lease_ttl_s)
         ops = [Put(self.key, encode(self._record), lease.id), self._put_address(self._record)]
         if self._drain_reason:
             ops.append(self._drain_request(lease))
-        made = self._client.txn([absent(self.key), nobody_went_on], ops)
+        made = self._client.txn([absent(self.key), is_newest], ops)
         if not made.succeeded:
             lease.revoke()
             return False
@@ -395,9 +386,7 @@ T = TypeVar("T")
 
 
 class SharedRecords:
-    """A job's history, plan, checkpoints, searches, nodes, requests and figures.
-
-    The records that all workers of a job share, as one worker reads and writes them.
+    """The records that all workers of a job share, as one worker reads and writes them.
 
     Reads of mirrored keys need no request. Writes that no worker waits for go through the outbox.
 
@@ -567,10 +556,8 @@ class SharedRecords:
         try:
             return write()
         except FenceLostError as error:
-            raise self._not_registered() from error
-
-    def _not_registered(self) -> Exception:
-        if self._own.evicted:
-            return EvictedError(self._own.evicted_text)
-        # It comes back, or finds that it is evicted.
-        return EtcdUnavailableError(f"run {self._keys.run_id!r}: worker {self._worker_id} is not registered for the moment")
+            if self._own.evicted:
+                raise EvictedError(self._own.evicted_text) from error
+            # It comes back, or finds that it is evicted.
+            text = f"run {self._keys.run_id!r}: worker {self._worker_id} is not registered for the moment"
+            raise EtcdUnavailableError(text) from error

@@ -33,8 +33,6 @@ from lightning_dlrover.rdzv.transport import torch_names
 from lightning_dlrover.rdzv.transport.torch_names import PrefixStore, Store, TCPStore
 from lightning_dlrover.rdzv.transport.waits import AWAKE_S
 
-# Properties of the collectives of each c10d backend, and a refusal of settings under which a lost worker would end the others.
-
 
 @dataclass(frozen=True)
 class Traits:
@@ -68,8 +66,8 @@ def with_gloo(backend: str) -> str:
         if name not in _KNOWN:
             raise ValueError(
                 f"process groups of the backend {backend!r} cannot be used in a live job, as nothing is known of {name!r}: "
-                f"use one of {', '.join(sorted(_KNOWN))}, or call lightning_dlrover.rdzv.transport.process_groups.register "
-                f"first"
+                f"use one of {', '.join(sorted(_KNOWN))}, or register it with "
+                "lightning_dlrover.rdzv.transport.process_groups.register first"
             )
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
 
@@ -96,7 +94,7 @@ def _names(backend: str) -> list[str]:
 
 
 def prepare_environment(environ: MutableMapping[str, str]) -> None:
-    """Make NCCL leave a lost worker to us: its watchdog would end each survivor before the membership knows of the loss.
+    """Disable NCCL's watchdog, which would end each survivor before the membership has detected a loss.
 
     torch's agent sets `TORCH_NCCL_ASYNC_ERROR_HANDLING=1` in every worker, so that value does not show the user's choice.
 
@@ -140,14 +138,9 @@ _NEEDED: Mapping[str, str] = {
 
 log = logging.getLogger(__name__)
 
-STUCK_S = 30.0
-"""Seconds for an abort. If its device does not return from one, a worker cannot take part in any further round."""
-
-CLOSE_S = 10.0
-"""Seconds for a planned shutdown, which waits for the other members. The groups are aborted after that."""
-
-EXIT_STUCK = 70
-"""Exit code of a worker if its device does not let go of a lost round."""
+STUCK_S = 30.0  # seconds for an abort; if its device does not return from one, a worker cannot take part in any further round
+CLOSE_S = 10.0  # seconds for a planned shutdown, which waits for the other members; the groups are aborted after that
+EXIT_STUCK = 70  # exit code of a worker if its device does not let go of a lost round
 
 
 _ended_last: list[Sequence[Any]] = []
@@ -158,23 +151,15 @@ class GroupStuckError(WorldError):
     """The communicators of an ended round could not be aborted."""
 
 
-# End a round's process groups without waiting for workers that are gone.
-#
-# The groups of a backend that is abortable, such as NCCL's, go through these states. Each change is made once, under the
-# lock:
-#
-# open -> aborting            any thread: a collective failed, or the round is over
-# open -> closing             the main thread, after all members have agreed on the next round
-# aborting, closing -> ended  the thread that aborts or shuts down
-#
-# Both calls may block inside the driver while a kernel is stuck, so each runs in a thread of its own. An error there is
-# logged and changes nothing else: the communicators of the next round are others.
-#
-# The groups of the round that ended last are kept until the next one ends. The destructor of NCCL's waits for its watchdog,
-# which needs the interpreter's lock to free a tensor. DDP's reducer drops its group while it holds that lock, so it must
-# never be the last one that does.
 class RoundEnd:
-    """The end of one round's groups.
+    """The end of one round's groups, without waiting for workers that are gone.
+
+    Groups of an abortable backend, such as NCCL's, are open, then aborting or closing, then ended. Each change is made once. An
+    abort or shutdown may block inside the driver while a kernel is stuck, so it runs in a thread of its own.
+
+    The groups of the round that ended last are kept until the next one ends. The destructor of NCCL's waits for its watchdog,
+    which needs the interpreter's lock to free a tensor. DDP's reducer drops its group while it holds that lock, so it must
+    never be the last one that does.
 
     Args:
         groups: returns the groups of the round, the newest first. Called once, by the thread that ends them.
@@ -270,8 +255,7 @@ class RoundEnd:
         )
 
 
-DEVICE_TICK_S = 1.0
-"""Seconds between two looks at a wait for the device."""
+DEVICE_TICK_S = 1.0  # seconds between two looks at a wait for the device
 
 
 def wait_for_device(device: torch.device) -> None:
@@ -282,15 +266,12 @@ def wait_for_device(device: torch.device) -> None:
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
-# Keep the results of an aborted collective of an asynchronous backend, such as NCCL, away from the weights.
-#
-# The host does not wait for such a collective. Only the stream does, and it continues after an abort as after a success,
-# with arbitrary gradients in the buffers. So the host waits for the stream before results are used, and checks whether the
-# round has ended. gloo needs none of this: its collectives raise.
 class DeviceWait:
     """Wait for a device, and end the round if the wait lasts longer than a collective may.
 
-    Nothing else limits it: gloo ends such a wait on its own, but the watchdog that would do so for NCCL is off (`backends`).
+    The host does not wait for a collective of an asynchronous backend, such as NCCL. Only the stream does, and it continues
+    after an abort as after a success, with arbitrary gradients in the buffers. So the host waits for the stream before results
+    are used, and checks whether the round has ended. Nothing else limits this wait: NCCL's watchdog is off.
 
     Args:
         end_round: ends the round's collectives, so that the stream continues. Called from another thread.
@@ -322,8 +303,8 @@ class DeviceWait:
             since = self._since
             if time.monotonic() - since > self._limit_s:
                 log.error(
-                    "this worker has waited %.0f s for its device: another worker takes no part in a collective; the round is "
-                    "ended. DLRoverStrategy(timeout=...) sets the limit",
+                    "this worker has waited %.0f s for its device, because another worker has not joined a collective; ending "
+                    "the round. DLRoverStrategy(timeout=...) sets the limit",
                     time.monotonic() - since,
                 )
                 self._since = float("inf")
@@ -352,22 +333,18 @@ class CommunicatorError(WorldError):
     """The communicators of a round could not be connected."""
 
 
-# Connect the communicators of a round before its first collective, for backends that are slow to connect.
-#
-# torch lets NCCL connect at the first collective, in the backward pass of the first step, without a time limit. Here a
-# thread connects as soon as the round is known: for a planned round while the former one still trains. `backends` makes
-# NCCL open its channels then, and not at the first collective.
-#
-# That thread starts no collective. Members may begin collectives of two communicators in different orders, and wait for
-# each other forever on a device that cannot run both at once (NCCL's user guide, "Using multiple NCCL communicators
-# concurrently"). One small reduction follows once the former round's groups are out of use.
-#
-# connecting -> connected | failed    the thread
-# any -> abandoned                    the main thread or the membership thread: the round is void, or too late
-#
-# A thread that hangs in the driver is left behind. It holds nothing that another round needs.
 class Communicators:
-    """One worker's communicators of one round.
+    """One worker's communicators of one round, for backends that are slow to connect.
+
+    torch lets NCCL connect at the first collective, in the backward pass of the first step, without a time limit. Here a thread
+    connects as soon as the round is known: for a planned round while the former one still trains.
+
+    That thread starts no collective. Members may begin collectives of two communicators in different orders, and wait for each
+    other forever on a device that cannot run both at once (NCCL's user guide, "Using multiple NCCL communicators
+    concurrently"). One small reduction follows once the former round's groups are out of use.
+
+    The thread connects or fails; the round may be abandoned at any time. A thread that hangs in the driver is left behind: it
+    holds nothing that another round needs.
 
     Args:
         names: backends to connect, by device type.
@@ -417,11 +394,7 @@ class Communicators:
         return self._is_done.wait(timeout_s)
 
     def connected(self) -> dict[str, Any]:
-        """Return the backends by name.
-
-        Raises:
-            CommunicatorError: they could not be connected.
-        """
+        """Return the backends by name. Raises `CommunicatorError` if they could not be connected."""
         assert self.is_done
         with self._lock:  # another thread may abandon them now
             if self._error is not None:
@@ -494,14 +467,6 @@ class Communicators:
 def slow_to_connect(backend: str) -> dict[str, str]:
     """Return the backends of a group, by device type, that are worth connecting early: all but gloo."""
     return {device: name for device, name in names_by_device(backend).items() if name != "gloo"}
-
-
-# Sever a round from outside: shut down the sockets of gloo, which has no abort, and begin the abort of other groups.
-
-
-def num_begun_in(backends: Sequence[Any]) -> int:
-    """Return the number of collectives that any code of this worker has begun in the backends of its round's group."""
-    return sum(torch_names.num_begun(backend) for backend in backends)
 
 
 class StoreServer:

@@ -20,19 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dlrover.private_names import MissingNamesError, check_names
 
 try:
-    from torch._C._distributed_c10d import (
-        HashStore as HashStore,
-    )
-    from torch._C._distributed_c10d import (
-        PrefixStore as PrefixStore,
-    )
-    from torch._C._distributed_c10d import (
-        Store as Store,
-    )
-    from torch._C._distributed_c10d import (
-        TCPStore as TCPStore,
-    )
-except ImportError as error:
+    from torch._C import _distributed_c10d as _c10d
+
+    HashStore = _c10d.HashStore
+    PrefixStore = _c10d.PrefixStore
+    Store = _c10d.Store
+    TCPStore = _c10d.TCPStore
+except (ImportError, AttributeError) as error:
     raise MissingNamesError("torch", [f"torch._C._distributed_c10d ({error})"]) from error
 
 
@@ -128,8 +122,8 @@ def gloo_devices(is_late: bool) -> list[Any]:
 def gloo(store: Store, rank: int, size: int, timeout: timedelta, devices: Sequence[Any]) -> Any:
     """Create a gloo backend, with torch's usual number of threads for operations.
 
-    With devices that connect late it needs one request to the store, and each pair of workers that comes to exchange a message
-    two more. Otherwise it connects all pairs at once, and needs as many sockets as there are workers.
+    With devices that connect late it needs one request to the store, and two more for each pair of workers that exchanges a
+    message. Otherwise it connects all pairs at once, and needs as many sockets as there are workers.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = list(devices)
@@ -138,10 +132,9 @@ def gloo(store: Store, rank: int, size: int, timeout: timedelta, devices: Sequen
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def num_begun(group: Any) -> int:
-    """Return the number of collectives and messages that any code of this worker has begun in a group or a backend."""
-    number: int = group._get_sequence_number_for_group()
-    return number
+def num_begun(*groups: Any) -> int:
+    """Return the number of collectives and messages that any code of this worker has begun in groups or backends."""
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
@@ -150,7 +143,7 @@ def backend_of(group: Any, device: torch.device) -> Any:
 
 
 def control_group(store: Store, rank: int, size: int, connected: Any) -> Any:
-    """Return a group of its own for tensors on the CPU, which torch's tables do not contain, over a connected gloo backend."""
+    """Return a group for tensors on the CPU over a connected gloo backend. Torch's tables do not contain it."""
     group: Any = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, connected)
@@ -159,26 +152,21 @@ def control_group(store: Store, rank: int, size: int, connected: Any) -> Any:
 
 def backend_beside_gloo(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Create a backend as `init_process_group` would. It connects at its first collective."""
-    with _replacing:
-        return _created(name, store, rank, size, timeout)
-
-
-def _created(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    if name == "nccl":
-        nccl: Any = dist.distributed_c10d.ProcessGroupNCCL
-        options = nccl.Options()
-        options.is_high_priority_stream = False
-        options._timeout = timeout
-        options.global_ranks_in_group = list(range(size))
-        return nccl(store, rank, size, options)
     c10d: Any = dist.distributed_c10d
-    plugin = c10d.Backend._plugins[name.upper()]
-    if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, size, timeout)
-    arguments = c10d._DistributedBackendOptions()
-    arguments.store, arguments.group_rank, arguments.group_size, arguments.timeout = store, rank, size, timeout
-    arguments.group_id, arguments.global_ranks_in_group = "", list(range(size))
-    return plugin.creator_fn(arguments, None)
+    with _replacing:
+        if name == "nccl":
+            options = c10d.ProcessGroupNCCL.Options()
+            options.is_high_priority_stream = False
+            options._timeout = timeout
+            options.global_ranks_in_group = list(range(size))
+            return c10d.ProcessGroupNCCL(store, rank, size, options)
+        plugin = c10d.Backend._plugins[name.upper()]
+        if not plugin.extended_api:
+            return plugin.creator_fn(store, rank, size, timeout)
+        arguments = c10d._DistributedBackendOptions()
+        arguments.store, arguments.group_rank, arguments.group_size, arguments.timeout = store, rank, size, timeout
+        arguments.group_id, arguments.global_ranks_in_group = "", list(range(size))
+        return plugin.creator_fn(arguments, None)
 
 
 @contextlib.contextmanager
@@ -198,9 +186,6 @@ _CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
 
 _replacing = threading.Lock()
 """Held while the classes of connected backends are replaced: another thread may be about to connect the next round's."""
-
-
-_hooks: list[Any] = [None, None]  # the hook for uncaught errors that torch has set last, and the one that it calls
 
 
 @contextlib.contextmanager

@@ -1,7 +1,13 @@
 """Move a job's state between workers as data, never as code: objects with large tensors, buffers, state kept on a host.
 
-`pack`, `send`, `receive` and `broadcast` move objects between workers. `HostStateCache` keeps a job's state while an agent
-replaces its workers.
+Messages are read by `torch.load(weights_only=True)`, which accepts
+  - tensors, plain Python values, and a few harmless classes of the standard library and of numpy;
+  - enums and dataclasses of modules that this process has imported;
+  - classes that the script has allowed with `torch.serialization.add_safe_globals`.
+
+All workers run one script, so a receiver also accepts the classes and functions in its own state (`names_in`). An attacker with
+access to a connection between two workers can make a worker fail or send it wrong data. The attacker cannot make it run code
+that its own state does not name.
 """
 
 from __future__ import annotations
@@ -35,17 +41,6 @@ from torch import Tensor, nn
 from lightning_dlrover.rdzv.membership.member import RoundEndedError
 from lightning_dlrover.rdzv.transport import waits
 
-# Send Python objects with large tensors between workers without copying the tensors, and accept only data from them.
-#
-# Messages are read by `torch.load(weights_only=True)`, which accepts
-#   - tensors, plain Python values, and a few harmless classes of the standard library and of numpy;
-#   - enums and dataclasses of modules that this process has imported;
-#   - classes that the script has allowed with `torch.serialization.add_safe_globals`.
-#
-# All workers run one script, so a receiver also accepts the classes and functions in its own state (`names_in`). An
-# attacker with access to a connection between two workers can make a worker fail or send it wrong data. The attacker cannot
-# make it run code that its own state does not name.
-
 INLINE_BYTES = 4096
 """Minimum bytes of a tensor with a message of its own. Smaller ones are copied into the object's message, which costs less."""
 
@@ -73,7 +68,7 @@ class RefusedError(TransferError):
     """
 
     def __init__(self, name: str, advice: str) -> None:
-        super().__init__(f"the state of another worker holds {name}, which is not taken from others; {advice}")
+        super().__init__(f"the state of another worker contains {name}, a type not allowed in transfers; {advice}")
         self.name = name
         self.advice = advice
 
@@ -125,7 +120,7 @@ def receive(from_rank: int, classes: Sequence[type] = (), names: Collection[str]
     waits.wait_for(group.recv([size], from_rank, 0))
     body = torch.empty(int(size.item()), dtype=torch.uint8)
     waits.wait_for(group.recv([body], from_rank, 0))
-    outline = _unpacked(body.numpy().tobytes(), classes, names)
+    outline = loads(body.numpy().tobytes(), classes, names)
     tensors: list[torch.Tensor] = []
 
     def fill(place: torch.Tensor) -> torch.Tensor:
@@ -158,7 +153,7 @@ def all_gather(obj: Any) -> list[Any]:
     padded[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
     bodies = [torch.empty_like(padded) for _ in sizes]
     waits.wait_for(group.allgather([bodies], [padded]))
-    return [_unpacked(b[: int(s.item())].numpy().tobytes(), ()) for b, s in zip(bodies, sizes, strict=True)]
+    return [loads(b[: int(s.item())].numpy().tobytes()) for b, s in zip(bodies, sizes, strict=True)]
 
 
 def gather_from(ranks: Sequence[int], obj: Any) -> dict[int, Any]:
@@ -180,7 +175,7 @@ def gather_from(ranks: Sequence[int], obj: Any) -> dict[int, Any]:
     if body:
         bodies[places[me]] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
     _take_largest(bodies)  # the others have zeros there
-    return {rank: _unpacked(bodies[place].numpy().tobytes(), ()) for rank, place in places.items()}
+    return {rank: loads(bodies[place].numpy().tobytes()) for rank, place in places.items()}
 
 
 def largest(numbers: Sequence[int]) -> list[int]:
@@ -238,7 +233,7 @@ def broadcast_object(obj: Any, source: int = 0, device: torch.device | None = No
         return obj
     if kind is _Kind.JSON:
         return json.loads(body)
-    received = _unpacked(body, ())
+    received = loads(body)
     return received if kind is _Kind.DATA else _replaced(received, lambda tensor: tensor.to(device), {})
 
 
@@ -258,14 +253,13 @@ def _message_of(obj: Any, source: int) -> tuple[_Kind, bytes]:
             return _Kind.JSON, json.dumps(obj).encode()
     try:
         body = dumps(obj)
-        _unpacked(body, ())
+        loads(body)
+    except RefusedError as error:
+        text = f"rank {source} broadcasts an object that contains {error.name}, a type not allowed in transfers; {error.advice}"
+        return _Kind.ERROR, text.encode(errors="replace")
     except TransferError as error:
-        text = (
-            f"rank {source} broadcasts an object of {_name_of(type(obj))} that is not plain data: {error.__cause__ or error}"
-            if not isinstance(error, RefusedError)
-            else f"rank {source} broadcasts an object that holds {error.name}, which is not taken from other workers; "
-            f"{error.advice}"
-        )
+        name = f"{type(obj).__module__}.{type(obj).__qualname__}"
+        text = f"rank {source} broadcasts an object of {name} that is not plain data: {error.__cause__ or error}"
         return _Kind.ERROR, text.encode(errors="replace")
     devices: set[str] = set()
 
@@ -275,10 +269,6 @@ def _message_of(obj: Any, source: int) -> tuple[_Kind, bytes]:
 
     _replaced(obj, note, {})
     return _Kind.DATA if devices <= {"cpu"} else _Kind.DEVICE_DATA, body
-
-
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def barrier() -> None:
@@ -299,11 +289,7 @@ _round_group: Any = None
 
 
 def round_group() -> Any:
-    """Return the group of the current round.
-
-    Raises:
-        RoundEndedError: there is none.
-    """
+    """Return the group of the current round. Raises `RoundEndedError` if there is none."""
     group = _round_group if _round_group is not None else dist.group.WORLD
     if group is None:
         raise RoundEndedError("the round has ended")
@@ -325,7 +311,25 @@ def loads(data: bytes, classes: Sequence[type] = (), names: Collection[str] = ()
     Raises:
         TransferError: it holds a class that is not allowed.
     """
-    return _unpacked(data, classes, names)
+    try:
+        with torch.serialization.safe_globals([*HARMLESS, *classes]):
+            with contextlib.suppress(Exception):  # it would come again below
+                return _load(data)  # few messages hold anything else, and a search for names takes as long as the load
+            needed = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+            accepted = [name for name in needed if name in names or is_plain_class(loaded(name))]
+            with torch.serialization.safe_globals(resolved(accepted)):
+                return _load(data)
+    except Exception as error:  # garbage can lead to any error
+        if (refused := re.search(r"GLOBAL (\S+)", str(error))) is not None:
+            name = refused[1]
+            advice = advice_for(name)
+        else:
+            found = re.search(r"but got <class '([^']+)'", str(error))
+            name = found[1] if found is not None else "what is not data"
+            advice = "keep it as dicts, lists and tensors"
+        if name in ("getattr", "builtins.getattr"):
+            advice += ", or move its class, which is inside another one, to the top level of its module"
+        raise RefusedError(name, advice) from error
 
 
 def write(packed: Packed, file: BinaryIO) -> None:
@@ -353,7 +357,7 @@ def read(file: BinaryIO, classes: Sequence[type] = (), names: Collection[str] = 
         return tensor
 
     body = file.read(int.from_bytes(file.read(8), "little"))
-    return _replaced(_unpacked(body, classes, names), fill, {})
+    return _replaced(loads(body, classes, names), fill, {})
 
 
 def names_in(packed: Packed) -> frozenset[str]:
@@ -364,15 +368,6 @@ def names_in(packed: Packed) -> frozenset[str]:
     return frozenset(names) - {"builtins.getattr"}
 
 
-def outline(packed: Packed, classes: Sequence[type] = (), names: Collection[str] = ()) -> Any:
-    """Return a message as its receiver decodes it before the large tensors arrive, with empty places for these.
-
-    Raises:
-        TransferError: a receiver would refuse it.
-    """
-    return _unpacked(packed.body, classes, names)
-
-
 def needed_names(obj: Any, classes: Sequence[type] = ()) -> frozenset[str]:
     """Return the names that a receiver needs to decode an object, see `names_in`. Shows that it can be sent and received.
 
@@ -381,7 +376,7 @@ def needed_names(obj: Any, classes: Sequence[type] = ()) -> frozenset[str]:
     """
     packed = pack(obj)
     names = names_in(packed)
-    outline(packed, classes, names)
+    loads(packed.body, classes, names)
     return names
 
 
@@ -409,32 +404,10 @@ def _packed(obj: Any, inline_bytes: int | None = INLINE_BYTES) -> tuple[bytes, l
         torch.save(body, file)
     except Exception as error:  # pickle raises whatever an object's own methods raise
         raise TransferError(
-            f"the state holds an object that cannot be written down: {error}; "
+            f"the state contains an object that cannot be serialized: {error}; "
             "keep it as tensors, numbers, strings, lists and dicts, or leave it out of state_dict and on_save_checkpoint"
         ) from error
     return file.getvalue(), large
-
-
-def _unpacked(body: bytes, classes: Sequence[type], names: Collection[str] = ()) -> Any:
-    try:
-        with torch.serialization.safe_globals([*HARMLESS, *classes]):
-            with contextlib.suppress(Exception):  # it would come again below
-                return _load(body)  # few messages hold anything else, and a search for names takes as long as the load
-            needed = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(body))
-            accepted = [name for name in needed if name in names or is_plain_class(loaded(name))]
-            with torch.serialization.safe_globals(resolved(accepted)):
-                return _load(body)
-    except Exception as error:  # garbage can lead to any error
-        if (refused := re.search(r"GLOBAL (\S+)", str(error))) is not None:
-            name = refused[1]
-            advice = advice_for(name)
-        else:
-            found = re.search(r"but got <class '([^']+)'", str(error))
-            name = found[1] if found is not None else "what is not data"
-            advice = "keep it as dicts, lists and tensors"
-        if name in ("getattr", "builtins.getattr"):
-            advice += ", or move its class, which is inside another one, to the top level of its module"
-        raise RefusedError(name, advice) from error
 
 
 def advice_for(name: str) -> str:
@@ -485,8 +458,6 @@ def _replaced(part: Any, replace: Callable[[torch.Tensor], torch.Tensor], known:
     return part
 
 
-# Copy a module's buffers, such as BatchNorm's means, before a step that may be repeated.
-
 log = logging.getLogger(__name__)
 
 MAX_COPIED_BYTES = 64 << 20
@@ -494,7 +465,7 @@ MAX_COPIED_BYTES = 64 << 20
 
 
 class BufferCopies:
-    """Copies of a module's buffers on their devices, from before a computation that a loss may interrupt.
+    """Copies of a module's buffers, such as BatchNorm's means, from before a computation that a loss may interrupt.
 
     The forward pass writes buffers: a repeated one would count its batch twice, and results of an aborted collective would
     stay. The copies keep their memory from step to step. Larger buffers than `MAX_COPIED_BYTES` are skipped, with one warning.
@@ -566,19 +537,12 @@ class HostStateError(RuntimeError):
     """A state cannot be written to this host's memory, or read from it."""
 
 
-# Keep the state of a job in this host's memory while an elastic agent replaces its group of workers.
-#
-# An agent of several workers ends all of them when one fails. If no worker of another node continues, the leaving workers
-# write the state into a folder in shared memory. The agent's next group of workers reads it.
-#
-# The folder belongs to the agent, so it holds the state of only one job. It is removed when the agent ends. The folder of a
-# killed agent is removed when the next agent on the host creates one. A state is complete or absent, and replaces the one
-# before.
 class HostStateCache:
-    """The state left by a former group of this agent, if any.
+    """The job's state in this host's memory, left by a former group of workers of this worker's agent, if any.
 
-    Args:
-        folder: the agent's folder for the state.
+    An agent of several workers ends all of them when one fails. If no worker of another node continues, the leaving workers
+    write the state into the agent's folder in shared memory. The agent's next group of workers reads it. A state is complete or
+    absent, and replaces the one before. The folder is removed when the agent ends, or, if it was killed, by the next agent.
     """
 
     def __init__(self, folder: Path) -> None:

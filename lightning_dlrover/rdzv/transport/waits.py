@@ -33,16 +33,12 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dlrover.rdzv.membership.member import RoundEndedError
 from lightning_dlrover.rdzv.transport import torch_names
 
-# The limit of open files: raised to this user's maximum, and named in errors when it is reached.
-
 log = logging.getLogger(__name__)
 
 ENOUGH = 1 << 20
 """Open files that any worker can do with. Some programs visit all numbers up to the limit, which may be billions."""
 
-MAX_VISITED = 10_000
-"""Objects of a batch that are looked at. A batch of more is estimated too low."""
-
+MAX_VISITED = 10_000  # objects of a batch that are examined; a larger batch is estimated too low
 _TEXTS = ("Too many open files", "received 0 items of ancdata")
 """Parts of error messages of a loader worker, or of its batch in transit, when no more files can be opened."""
 
@@ -58,8 +54,6 @@ def raise_limit() -> None:
 
 def files_of(batch: Any) -> int:
     """Return how many files a batch from a loader worker holds open: one for each tensor that came in shared memory."""
-    import torch
-
     storages: set[int] = set()
     seen: set[int] = set()
     left: list[Any] = [batch]
@@ -88,8 +82,6 @@ def warn_of_batches(batch: Any, num_workers: int, prefetch_factor: int) -> None:
     Args:
         batch: the first one from the loader workers.
     """
-    import torch.multiprocessing
-
     if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":  # type: ignore[no-untyped-call]
         return
     of_batch, now = files_of(batch), _open_now()
@@ -109,7 +101,7 @@ def warn_of_batches(batch: Any, num_workers: int, prefetch_factor: int) -> None:
 def _open_now() -> int:
     try:
         return len(os.listdir("/proc/self/fd"))
-    except OSError:
+    except OSError:  # the limit is reached
         return 0
 
 
@@ -137,15 +129,12 @@ class _Event(ctypes.Structure):
     _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
 
 
-# Keep gloo's thread for sockets from spinning on those that were shut down.
-#
-# Gloo removes a broken connection from its epoll when it reads the end of its data. It never reads that of a connection
-# that had delivered a message only in part when the operation failed: the memory for the rest is gone. Epoll then reports the
-# socket again and again, which takes a whole core until the group is destroyed, or forever if that hangs. Here such
-# sockets are made to be reported once more, and then no longer. They stay registered, as gloo removes them itself when the
-# group is destroyed.
 def silence(sockets: Iterable[tuple[int, int]]) -> int:
-    """Let no epoll of this process report these sockets any more, except once; return the number of those found.
+    """Make each epoll of this process report these sockets only once more; return the number of those found.
+
+    Gloo removes a broken connection from its epoll when it reads the end of its data. It never reads that of a connection that
+    had delivered a message only in part when the operation failed. Epoll would report the socket again and again, which takes a
+    whole core. The sockets stay registered, because gloo removes them itself when the group is destroyed.
 
     Call it only while nothing else closes them: a socket that reuses the number of a closed one would be silenced in its place.
 
@@ -182,8 +171,6 @@ def _registered() -> list[tuple[int, int, int]]:
     return found
 
 
-# End waits for gloo's collectives once their round is over.
-#
 # When a connection breaks, gloo wakes all waiting threads but one: the waiter for a message that was sent or received in
 # part (`tcp::Pair::signalException` covers only the operations that have not begun). That thread would wait until the
 # timeout of collectives, half an hour. So waits are divided into slices here, and abandoned between two slices once the
@@ -240,7 +227,7 @@ def time_with(timer: Callable[[], contextlib.AbstractContextManager[object]]) ->
 
 def wait_for(work: Any) -> None:
     """Wait for a collective or message of gloo and abandon it with its round, even if the job uses NCCL."""
-    if guards_all():
+    if _guards_all:
         work.wait()
     else:
         wait_in(work, type(work).wait)
@@ -414,11 +401,8 @@ def let_go(groups: Sequence[object], sockets: Sequence[tuple[int, int]], after: 
     return thread
 
 
-# Keep the process groups of the last rounds until they can be destroyed without blocking other threads.
-
-
 class RoundGroups:
-    """gloo's groups of a worker's round, and groups of earlier rounds that may still be referenced."""
+    """gloo's groups of a worker's round, and those of earlier rounds until they can be destroyed without blocking a thread."""
 
     def __init__(self) -> None:
         self._groups: list[dist.ProcessGroupGloo] = []  # groups of the current round
@@ -466,11 +450,8 @@ class RoundGroups:
             thread.join(timeout_s)  # limited, because the thread may hang
 
 
-ARITY = 4
-"""Branches of each worker. More of them make the tree flatter, but a worker reads their messages one after the other."""
-
-TAG = 0x444C52
-"""Tag of all messages. Messages with a tag of the user's own do not mix with them."""
+ARITY = 4  # branches of each worker; more of them make the tree flatter, but a worker reads their messages one after the other
+TAG = 0x444C52  # tag of all messages; messages with a tag of the user's own do not mix with them
 
 
 class Reduction:
@@ -491,15 +472,12 @@ class Reduction:
         return self.done.done() and self.done.exception() is None
 
 
-# Reduce a few numbers to their minimum over many workers, in messages along a tree.
-#
-# Gloo's own reduction among n workers is a ring of 2 (n - 1) messages, one after the other, for each number. Along a tree
-# of `ARITY` branches the longest way has 2 log(n) messages, and all numbers travel in each.
-#
-# The messages travel in the round's own group, like its collectives: gloo never mixes the two. Another group would need
-# another device of gloo's, and its thread wakes up a hundred times a second.
 class Tree:
-    """One worker's place in the tree of its round. Reductions run in a thread of its own, one after the other.
+    """Reduce a few numbers to their minimum over many workers, in messages along a tree. Runs in a thread of its own.
+
+    Gloo's own reduction among n workers is a ring of 2 (n - 1) messages, one after the other, for each number. Along a tree of
+    `ARITY` branches the longest way has 2 log(n) messages, and all numbers travel in each. They travel in the round's own
+    group: another one would need another device of gloo's, whose thread wakes up a hundred times a second.
 
     Args:
         group: the round's group of gloo, in which `join_tree` has connected the tree's edges. Used for nothing but messages

@@ -36,16 +36,11 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
 )
 from tests.support.fake_target import FakeTarget
+from tests.support.stored import stored
 from tests.support.waiting import run_until
 
 QUICK = FailurePolicy(
-    first_backoff_s=0.01,
-    max_backoff_s=0.02,
-    max_long_backoff_s=0.02,
-    exit_s=0.3,
-    surplus_s=0.3,
-    register_s=0.2,
-    settle_s=0.1,
+    first_backoff_s=0.01, max_backoff_s=0.02, max_long_backoff_s=0.02, exit_s=0.3, surplus_s=0.3, register_s=0.2, settle_s=0.1
 )
 
 FAILED = """\
@@ -92,6 +87,27 @@ class Job:
         self.run_until("the end", lambda: self.end is not None)
         assert self.end is not None
         return self.end
+
+    def started(self, num_nodes: int = 1) -> Job:
+        """Wait for this many nodes; return the job."""
+        self.run_until(f"{num_nodes} nodes", lambda: len(self.target.living) == num_nodes)
+        return self
+
+    def training(self, num_nodes: int = 1) -> Job:
+        """Wait for this many nodes, and train with them; return the job."""
+        self.started(num_nodes).train_with(*self.target.living)
+        return self
+
+    def lose_node(self, number: int, output: str = "  exitcode  : -9 (pid: 7)\n") -> None:
+        """Wait for the only node, train with it in this round, and let it fail."""
+        [node] = self.started().target.living
+        self.train_with(node, number=number)
+        self.stays(lambda: True, steps=2)
+        self.fail(node, output)
+
+    def events(self, kind: str) -> list[EventRecord]:
+        found = (decode(EventRecord, entry.value, entry.key) for entry in self.client.get_prefix(self.keys.events)[1])
+        return [event for event in found if event.kind == kind]
 
     def stays(self, found: Callable[[], bool], steps: int = 10) -> None:
         for _ in range(steps):
@@ -156,19 +172,14 @@ def make_job(client: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[Callabl
 MakeJob = Callable[..., Job]
 
 
-def test_job_starts_with_the_minimum_of_workers_as_its_plan(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
-    job = make_job(low=2)
-    job.run_until("two nodes", lambda: len(job.target.living) == 2)
-    entry = client.get(keys.plan)
-    assert entry is not None
-    plan = decode(PlanRecord, entry.value, entry.key)
+def test_job_starts_with_the_minimum_of_workers_as_its_plan(make_job: MakeJob, keys: Keys) -> None:
+    job = make_job(low=2).started(2)
+    plan = stored(job.client, PlanRecord, keys.plan)
     assert (plan.num_workers, plan.source, plan.binding) == (2, "initial", True)
 
 
 def test_plan_written_while_the_controller_is_busy_is_seen_at_once(make_job: MakeJob) -> None:
-    job = make_job()
-    job.run_until("a node", lambda: job.target.living)
-    job.train_with("node1")
+    job = make_job().training()
     job.run_until("calm", lambda: job.controller._registry.entries["node1"].is_member)
     start = job.target.start
 
@@ -194,9 +205,7 @@ def test_a_plan_that_is_there_already_is_kept(make_job: MakeJob, client: EtcdCli
 
 
 def test_nodes_follow_the_plan_within_the_limits(make_job: MakeJob) -> None:
-    job = make_job()
-    job.run_until("a node", lambda: job.target.living == ["node1"])
-    job.train_with("node1")
+    job = make_job().training()
     job.plan(2)
     job.run_until("two nodes", lambda: len(job.target.living) == 2)
     job.plan(99)
@@ -204,18 +213,15 @@ def test_nodes_follow_the_plan_within_the_limits(make_job: MakeJob) -> None:
     job.stays(lambda: len(job.target.living) == 3)
 
 
-def test_nodes_have_the_size_that_is_planned_within_the_limits(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
-    job = make_job(least=NodeSize(1, 1024), largest=NodeSize(4, 4096))
-    job.run_until("a node", lambda: job.target.living)
+def test_nodes_have_the_size_that_is_planned_within_the_limits(make_job: MakeJob, keys: Keys) -> None:
+    job = make_job(least=NodeSize(1, 1024), largest=NodeSize(4, 4096)).started()
     assert job.target.sizes == {"node1": NodeSize(1, 1024)}
     job.plan(2, node_cpus=2)
     job.run_until("another node", lambda: len(job.target.living) == 2)
     job.plan(3, node_cpus=99, node_memory_mb=512)
     job.run_until("a third one", lambda: len(job.target.living) == 3)
     assert [job.target.sizes[node] for node in ("node2", "node3")] == [NodeSize(2, 1024), NodeSize(4, 1024)]
-    entry = client.get(f"{keys.each_node}node3")
-    assert entry is not None
-    record = decode(NodeRecord, entry.value, entry.key)
+    record = stored(job.client, NodeRecord, f"{keys.each_node}node3")
     assert (record.cpus, record.memory_mb) == (4, 1024)
 
 
@@ -225,8 +231,7 @@ def test_nodes_smaller_than_planned_are_replaced_one_at_a_time(make_job: MakeJob
     def drained() -> list[str]:
         return [entry.key.removeprefix(keys.drains) for entry in client.get_prefix(keys.drains)[1]]
 
-    job.run_until("two nodes", lambda: len(job.target.living) == 2)
-    job.train_with("node1", "node2")
+    job.training(2)
     job.plan(2, node_memory_mb=2048)
     job.run_until("one to be replaced", drained)
     job.run_until("a larger node", lambda: len(job.target.living) == 3)
@@ -247,10 +252,8 @@ def test_nodes_smaller_than_planned_are_replaced_one_at_a_time(make_job: MakeJob
     job.stays(lambda: not drained() and job.target.living == ["node3", "node4"])
 
 
-def test_pending_node_larger_than_planned_is_withdrawn(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
-    job = make_job(least=NodeSize(1, 1024), largest=NodeSize(1, 65536))
-    job.run_until("a node", lambda: job.target.living)
-    job.train_with("node1")
+def test_pending_node_larger_than_planned_is_withdrawn(make_job: MakeJob) -> None:
+    job = make_job(least=NodeSize(1, 1024), largest=NodeSize(1, 65536)).training()
     start = job.target.start
 
     def queue(node: str, size: NodeSize = ANY_SIZE) -> str:
@@ -269,18 +272,14 @@ def test_pending_node_larger_than_planned_is_withdrawn(make_job: MakeJob, client
 
 
 def test_drain_request_of_a_lost_worker_delays_no_other(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
-    job = make_job(least=NodeSize(1, 1024), largest=NodeSize(1, 4096))
-    job.run_until("a node", lambda: job.target.living)
-    job.train_with("node1")
+    job = make_job(least=NodeSize(1, 1024), largest=NodeSize(1, 4096)).training()
     client.put(f"{keys.drains}worker-node0", encode(DrainRecord("worker-node0", "of a worker whose host is gone")))
     job.plan(1, node_memory_mb=2048)
     job.run_until("a larger node", lambda: "node2" in job.target.living)
 
 
 def test_refused_starts_are_forgotten_once_the_training_nodes_are_gone(make_job: MakeJob) -> None:
-    job = make_job(low=2)
-    job.run_until("two nodes", lambda: len(job.target.living) == 2)
-    job.train_with("node1", "node2")
+    job = make_job(low=2).training(2)
     job.run_until("them to be known", lambda: job.controller._registry.entries["node2"].is_member)
     job.target.refuses = "no device is free"
     job.fail("node2")
@@ -292,27 +291,21 @@ def test_refused_starts_are_forgotten_once_the_training_nodes_are_gone(make_job:
 
 
 @pytest.mark.parametrize(("most", "given"), [(8192, 2048), (1536, 1536), (1024, 1024)])
-def test_nodes_get_more_memory_after_one_ran_out_up_to_the_limit(
-    make_job: MakeJob, client: EtcdClient, keys: Keys, most: int, given: int
-) -> None:
-    job = make_job(low=2, least=NodeSize(1, 1024), largest=NodeSize(1, most))
-    job.run_until("two nodes", lambda: len(job.target.living) == 2)
-    job.train_with("node1", "node2")
+def test_nodes_get_more_memory_after_one_ran_out_up_to_the_limit(make_job: MakeJob, most: int, given: int) -> None:
+    job = make_job(low=2, least=NodeSize(1, 1024), largest=NodeSize(1, most)).training(2)
     job.run_until("them to be known", lambda: job.controller._registry.entries["node2"].is_member)
     job.target.out_of_memory.add("node2")
     job.fail("node2")
     job.round(2, "node1")
     job.run_until("another node", lambda: "node3" in job.target.living)
     assert job.target.sizes["node3"] == NodeSize(1, given)
-    events = [decode(EventRecord, e.value, e.key) for e in client.get_prefix(keys.events)[1]]
-    [told] = [event for event in events if event.kind == "memory"]
-    assert "node2 was killed for want of memory (1 cores, 1024 MiB)" in told.text
-    assert ("they may have no more" in told.text) == (given == 1024)
+    [event] = job.events("memory")
+    assert "node2 was killed for lack of memory (1 cores, 1024 MiB)" in event.text
+    assert ("they may have no more" in event.text) == (given == 1024)
 
 
 def test_a_plan_that_is_only_a_recommendation_is_not_carried_out(make_job: MakeJob) -> None:
-    job = make_job()
-    job.run_until("a node", lambda: job.target.living)
+    job = make_job().started()
     job.plan(3, binding=False)
     job.stays(lambda: len(job.target.living) == 1)
 
@@ -361,8 +354,7 @@ def test_node_of_two_workers_is_replaced_once_and_only_after_its_own_end(make_jo
 def test_shrinking_is_left_to_the_workers(make_job: MakeJob) -> None:
     job = make_job(low=1)
     job.plan(2)
-    job.run_until("two nodes", lambda: len(job.target.living) == 2)
-    job.train_with("node1", "node2")
+    job.training(2)
     job.plan(1)
     job.stays(lambda: len(job.target.living) == 2)
     job.round(2, "node1")
@@ -375,8 +367,7 @@ def test_shrinking_is_left_to_the_workers(make_job: MakeJob) -> None:
 def test_node_that_outlives_its_worker_is_ended(make_job: MakeJob) -> None:
     job = make_job(low=1)
     job.plan(2)
-    job.run_until("two nodes", lambda: len(job.target.living) == 2)
-    job.train_with("node1", "node2")
+    job.training(2)
     job.plan(1)
     job.stays(lambda: True, steps=3)
     job.round(2, "node1")
@@ -388,11 +379,7 @@ def test_node_that_outlives_its_worker_is_ended(make_job: MakeJob) -> None:
 def test_a_killed_node_is_replaced_as_often_as_it_takes(make_job: MakeJob) -> None:
     job = make_job()
     for number in range(1, QUICK.max_failures + 3):
-        job.run_until("a node", lambda: job.target.living)
-        (node,) = job.target.living
-        job.train_with(node, number=number)
-        job.stays(lambda: True, steps=2)
-        job.fail(node, "  exitcode  : -9 (pid: 7)\n")
+        job.lose_node(number)
     job.run_until("a node", lambda: job.target.living)
 
 
@@ -405,9 +392,7 @@ def test_nodes_that_are_killed_without_ever_training_are_given_up(make_job: Make
         for node in job.target.living:
             job.fail(node)
     assert (job.end.exit_code, len(job.target.nodes)) == (1, QUICK.max_failures)
-    entry = client.get(keys.job)
-    assert entry is not None
-    record = decode(JobRecord, entry.value, entry.key)
+    record = stored(job.client, JobRecord, keys.job)
     assert record.phase == "failed"
     assert f"{QUICK.max_failures} nodes in a row" in record.message
     assert client.get(keys.plan) is None
@@ -417,11 +402,7 @@ def test_nodes_that_are_killed_without_ever_training_are_given_up(make_job: Make
 def test_node_is_killed_again_and_again_until_the_job_is_given_up(make_job: MakeJob) -> None:
     job = make_job()
     for number in range(1, QUICK.max_stops + 1):
-        job.run_until("a node", lambda: job.target.living)
-        (node,) = job.target.living
-        job.train_with(node, number=number)
-        job.stays(lambda: True, steps=2)
-        job.fail(node, "  exitcode  : -9 (pid: 7)\n")
+        job.lose_node(number)
     end = job.run_to_its_end()
     assert end.exit_code == 1
     assert f"stopped {QUICK.max_stops} times without progress" in end.reason
@@ -431,23 +412,15 @@ def test_node_is_killed_again_and_again_until_the_job_is_given_up(make_job: Make
 def test_job_with_newer_checkpoints_is_never_given_up(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
     job = make_job()
     for number in range(1, 8):
-        job.run_until("a node", lambda: job.target.living)
-        (node,) = job.target.living
         client.put(keys.checkpoint, encode(CheckpointRecord("x.ckpt", number)))
-        job.train_with(node, number=number)
-        job.stays(lambda: True, steps=2)
-        job.fail(node, FAILED)
+        job.lose_node(number, FAILED)
     job.run_until("another node", lambda: job.target.living)
 
 
-def test_one_error_with_changing_numbers_is_given_up(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+def test_one_error_with_changing_numbers_is_given_up(make_job: MakeJob) -> None:
     job = make_job()
     for number in range(1, QUICK.max_same_error + 1):
-        job.run_until("a node", lambda: job.target.living)
-        (node,) = job.target.living
-        job.train_with(node, number=number)
-        job.stays(lambda: True, steps=2)
-        job.fail(node, FAILED.replace("bad", f"DataLoader worker (pid(s) {number}417) exited unexpectedly"))
+        job.lose_node(number, FAILED.replace("bad", f"DataLoader worker (pid(s) {number}417) exited unexpectedly"))
     assert "the same error stopped the job 3 times" in job.run_to_its_end().reason
 
 
@@ -456,9 +429,7 @@ def test_growth_by_nodes_that_always_fail_is_given_up(make_job: MakeJob, client:
         entry = client.get(keys.controller)
         return decode(ControllerRecord, entry.value, entry.key).held_up if entry else ""
 
-    job = make_job()
-    job.run_until("a node", lambda: job.target.living)
-    job.train_with("node1")
+    job = make_job().training()
     job.plan(2)
     for number in (2, 3, 4):
         job.run_until("another node", lambda: len(job.target.living) == 2)
@@ -469,38 +440,31 @@ def test_growth_by_nodes_that_always_fail_is_given_up(make_job: MakeJob, client:
     job.run_until("the end of growth", held_up)
     job.stays(lambda: job.target.living == ["node1"])
     assert "no more nodes are added, 3 that joined have failed with the same error: ValueError: bad host 10.0.0.4" in held_up()
-    events = [decode(EventRecord, e.value, e.key) for e in client.get_prefix(keys.events)[1]]
-    assert [event.text for event in events if event.kind == "nodes"] == [held_up()]
+    assert [event.text for event in job.events("nodes")] == [held_up()]
     job.plan(2)  # requested once more
     job.run_until("another node", lambda: job.target.living == ["node1", "node5"])
     job.run_until("no trouble", lambda: not held_up())
 
 
 def test_refused_scale_up_leaves_the_job_as_it_is(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
-    job = make_job()
-    job.run_until("a node", lambda: job.target.living)
-    job.train_with("node1")
+    job = make_job().training()
     job.target.refuses = "quota exceeded"
     job.plan(2)
     job.run_until("many refusals", lambda: job.controller._registry.nodes.num_started > 2 * MAX_REFUSED)  # type: ignore[union-attr]
-    entry = client.get(keys.controller)
-    assert entry is not None
-    held_up = decode(ControllerRecord, entry.value, entry.key).held_up
+    held_up = stored(job.client, ControllerRecord, keys.controller).held_up
     match = re.fullmatch(r"node\d+ was refused \(try (\d+) in a row; .*\): .*quota exceeded", held_up)
     assert match is not None
     assert int(match[1]) > MAX_REFUSED + 3  # forgotten refusals count as well, because the pause grows with them
     names = [e.key.removeprefix(keys.each_node) for e in client.get_prefix(keys.each_node)[1]]
     assert len(names) <= MAX_REFUSED + 1
     assert "node1" in names
-    events = [decode(EventRecord, e.value, e.key) for e in client.get_prefix(keys.events)[1]]
-    assert len([event for event in events if event.kind == "nodes"]) == 1  # not one event per attempt
+    assert len(job.events("nodes")) == 1  # not one event per attempt
     job.target.refuses = ""
     job.run_until("another node", lambda: len(job.target.living) == 2)
 
 
 def test_worker_killed_before_training_is_replaced(make_job: MakeJob) -> None:
-    job = make_job(low=2)
-    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job = make_job(low=2).started(2)
     job.phase("starting")
     job.register("node1", "node2")
     job.round(1, "node1", "node2")
@@ -510,8 +474,7 @@ def test_worker_killed_before_training_is_replaced(make_job: MakeJob) -> None:
 
 
 def test_an_error_before_training_is_not_tried_again(make_job: MakeJob) -> None:
-    job = make_job(low=2)
-    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job = make_job(low=2).started(2)
     job.fail("node2", FAILED)
     end = job.run_to_its_end()
     assert end.exit_code == 1
@@ -521,9 +484,7 @@ def test_an_error_before_training_is_not_tried_again(make_job: MakeJob) -> None:
 
 
 def test_an_error_in_the_first_step_is_not_tried_again(make_job: MakeJob) -> None:
-    job = make_job()
-    job.run_until("a node", lambda: job.target.living)
-    job.train_with("node1")
+    job = make_job().training()
     job.phase("training", has_stepped=False)
     job.stays(lambda: True, steps=2)
     job.fail("node1", FAILED)
@@ -533,8 +494,7 @@ def test_an_error_in_the_first_step_is_not_tried_again(make_job: MakeJob) -> Non
 
 def test_an_error_that_leaves_too_few_workers_is_tried_three_times(make_job: MakeJob) -> None:
     """Each time one worker is left, which keeps the state and waits for another."""
-    job = make_job(low=2)
-    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job = make_job(low=2).started(2)
     for number in range(1, QUICK.max_same_error + 1):
         job.train_with(*job.target.living, number=number)
         job.stays(lambda: True, steps=2)
@@ -563,19 +523,13 @@ def test_replacement_that_waits_does_not_hide_that_too_few_workers_were_left(mak
 def test_an_error_that_stops_the_training_is_tried_three_times(make_job: MakeJob) -> None:
     job = make_job()
     for number in range(1, QUICK.max_same_error + 1):
-        job.run_until("a node", lambda: job.target.living)
-        (node,) = job.target.living
-        job.train_with(node, number=number)
-        job.stays(lambda: True, steps=2)
-        job.fail(node, FAILED)
+        job.lose_node(number, FAILED)
     assert job.run_to_its_end().exit_code == 1
     assert len(job.target.nodes) == QUICK.max_same_error
 
 
 def test_a_finished_job_waits_for_its_workers_and_ends_with_zero(make_job: MakeJob) -> None:
-    job = make_job()
-    job.run_until("a node", lambda: job.target.living)
-    job.train_with("node1")
+    job = make_job().training()
     job.plan(2)
     job.run_until("a joiner", lambda: len(job.target.living) == 2)
     job.phase("finished")
@@ -596,11 +550,8 @@ def test_a_target_that_cannot_start_nodes_ends_the_job_with_its_reason(make_job:
 
 
 def test_only_one_controller_acts(make_job: MakeJob, client: EtcdClient, keys: Keys, tmp_path: Path) -> None:
-    job = make_job()
-    job.run_until("a node", lambda: job.target.living)
-    entry = client.get(keys.controller)
-    assert entry is not None
-    record = decode(ControllerRecord, entry.value, entry.key)
+    job = make_job().started()
+    record = stored(job.client, ControllerRecord, keys.controller)
     with pytest.raises(ControllerBusyError, match=f"already run by process {record.pid} on {record.host}"):
         Controller(client, keys, FakeTarget(tmp_path), Limits(1, 3))
     job.stays(lambda: job.target.living == ["node1"])
@@ -610,12 +561,9 @@ def test_only_one_controller_acts(make_job: MakeJob, client: EtcdClient, keys: K
         assert second.step() is None
 
 
-def test_the_record_of_the_controller_names_its_nodes(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
-    job = make_job(low=2)
-    job.run_until("two nodes", lambda: len(job.target.living) == 2)
-    entry = client.get(keys.controller)
-    assert entry is not None
-    assert decode(ControllerRecord, entry.value, entry.key).apps == {"node1": "1/node1", "node2": "2/node2"}
+def test_the_record_of_the_controller_names_its_nodes(make_job: MakeJob, keys: Keys) -> None:
+    job = make_job(low=2).started(2)
+    assert stored(job.client, ControllerRecord, keys.controller).apps == {"node1": "1/node1", "node2": "2/node2"}
 
 
 def test_nodes_of_an_earlier_controller_keep_their_names_for_themselves(
@@ -629,31 +577,25 @@ def test_nodes_of_an_earlier_controller_keep_their_names_for_themselves(
 def test_a_controller_that_lost_its_lease_takes_over_again_or_yields(
     make_job: MakeJob, client: EtcdClient, keys: Keys, tmp_path: Path
 ) -> None:
-    job = make_job()
-    job.run_until("a node", lambda: job.target.living)
-    job.controller._office.lease.revoke()
-    job.controller._office.lease.lost.set()
+    job = make_job().started()
+    job.controller._tenure.lease.revoke()
+    job.controller._tenure.lease.lost.set()
     job.stays(lambda: client.get(keys.controller) is not None, steps=2)
-    job.controller._office.lease.revoke()
-    job.controller._office.lease.lost.set()
-    with (
-        Controller(client, keys, FakeTarget(tmp_path), Limits(1, 3)),
-        pytest.raises(ControllerBusyError),
-    ):
+    job.controller._tenure.lease.revoke()
+    job.controller._tenure.lease.lost.set()
+    with Controller(client, keys, FakeTarget(tmp_path), Limits(1, 3)), pytest.raises(ControllerBusyError):
         job.controller.step()
 
 
 def test_leaving_the_controller_ends_all_its_nodes(make_job: MakeJob) -> None:
-    job = make_job(low=2)
-    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job = make_job(low=2).started(2)
     job.controller.close()
     assert job.target.cancelled == ["node1", "node2"]
     assert job.target.is_closed
 
 
 def test_nodes_end_before_their_end_is_recorded_once(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = make_job(low=2)
-    job.run_until("two nodes", lambda: len(job.target.living) == 2)
+    job = make_job(low=2).started(2)
     lived = []
 
     def no_answer(*_: object) -> None:
@@ -681,8 +623,7 @@ def test_node_that_is_just_starting_does_not_delay_the_end(make_job: MakeJob, mo
 
 
 def test_output_that_cannot_be_read_for_a_while_is_shown_later(make_job: MakeJob) -> None:
-    job = make_job()
-    job.run_until("a node", lambda: job.target.living)
+    job = make_job().started()
     log = job.target.log("node1")
     log.unlink()
     log.mkdir()  # reading fails, even for root
@@ -700,8 +641,7 @@ def test_output_that_cannot_be_read_for_a_while_is_shown_later(make_job: MakeJob
 
 
 def test_output_is_shown_once_in_whole_lines_with_the_node_in_front(make_job: MakeJob) -> None:
-    job = make_job()
-    job.run_until("a node", lambda: job.target.living)
+    job = make_job().started()
     log = job.target.log("node1")
     with log.open("w") as stream:
         stream.write("one\ntw")
@@ -718,8 +658,7 @@ def test_output_is_shown_once_in_whole_lines_with_the_node_in_front(make_job: Ma
 
 def test_output_is_looked_at_as_often_as_asked_and_before_nodes_end(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeTarget, "log", lambda self, node: self.folder / f"stderr-{node}.log")
-    job = make_job(policy=dataclasses.replace(QUICK, show_s=3600.0))
-    job.run_until("a node", lambda: job.target.living)
+    job = make_job(policy=dataclasses.replace(QUICK, show_s=3600.0)).started()
     job.stays(lambda: job.shown == [], steps=2)
     job.target.log("node1").write_text("one\n")
     job.stays(lambda: job.shown == [], steps=5)
@@ -728,8 +667,7 @@ def test_output_is_looked_at_as_often_as_asked_and_before_nodes_end(make_job: Ma
 
 
 def test_traceback_is_shown_once_and_its_repeats_as_one_line(make_job: MakeJob) -> None:
-    job = make_job()
-    job.run_until("a node", lambda: job.target.living)
+    job = make_job().started()
     start, frame, error, agents, _ = FAILED.splitlines()
     log = job.target.log("node1")
     again = f"[rank1]: {start}\n[rank1]: {frame}\n[rank1]: {error}, too\n"
@@ -750,8 +688,7 @@ def test_traceback_is_shown_once_and_its_repeats_as_one_line(make_job: MakeJob) 
 
 
 def test_refusal_by_this_package_is_shown_without_the_traceback_through_its_code(make_job: MakeJob) -> None:
-    job = make_job()
-    job.run_until("a node", lambda: job.target.living)
+    job = make_job().started()
     start, frame, *_ = FAILED.splitlines()
     reason = "this worker's data differ from the job's: " + "fix the seed, " * 20
     ours = '  File "/x/site-packages/lightning_dlrover/live/data.py", line 9, in compare'
@@ -768,8 +705,7 @@ def test_refusal_by_this_package_is_shown_without_the_traceback_through_its_code
 
 
 def test_a_broken_record_does_not_stop_the_controller(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
-    job = make_job()
-    job.run_until("a node", lambda: job.target.living)
+    job = make_job().started()
     client.put(keys.plan, b"not a record")
     client.put(keys.job, b"{}")
     job.stays(lambda: len(job.target.living) == 1)
@@ -790,6 +726,7 @@ def test_nodes_are_left_as_they_are_while_etcd_is_away(private_etcd: EmbeddedEtc
         job.controller.close()
 
 
+@pytest.mark.slow
 def test_job_without_nodes_ends_when_its_etcd_stays_away(private_etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
     with EtcdClient(EtcdConfig(private_etcd.endpoint, timeout_s=0.3)) as client:
         job = Job(client, keys, FakeTarget(tmp_path), policy=replace(QUICK, etcd_s=0.5))
@@ -816,11 +753,9 @@ def test_nodes_ended_by_a_controller_are_not_awaited_by_the_next(make_job: MakeJ
     assert [e.key.removeprefix(keys.each_node) for e in client.get_prefix(keys.each_node)[1]] == ["node5"]
 
 
-def test_node_is_in_etcd_from_before_its_start_until_after_its_end(make_job: MakeJob, client: EtcdClient, keys: Keys) -> None:
+def test_node_is_in_etcd_from_before_its_start_until_after_its_end(make_job: MakeJob, keys: Keys) -> None:
     def record(node: str) -> NodeRecord:
-        entry = client.get(keys.each_node + node)
-        assert entry is not None
-        return decode(NodeRecord, entry.value, entry.key)
+        return stored(job.client, NodeRecord, keys.each_node + node)
 
     job = make_job()
     seen = []

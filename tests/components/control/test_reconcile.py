@@ -35,7 +35,7 @@ LATE_S = 10_000.0
 
 
 def member(name: str = "a") -> Node:
-    return Node(name, "running", agent_seen=True, has_worker=True, num_members=1, age_s=100.0, asked_s=LATE_S)
+    return Node(name, "running", True, workers=(f"worker-{name}",), num_members=1, age_s=100.0, asked_s=LATE_S)
 
 
 def joining(name: str = "b", idle_s: float = 1.0) -> Node:
@@ -68,6 +68,10 @@ def newest_refused(count: int, of: int) -> list[Node]:
     return [*others, replace(last, refusals_in_a_row=of)]
 
 
+def unregistered(idle_s: float, warned: bool = False) -> Node:
+    return Node("b", "running", idle_s=idle_s, age_s=idle_s, warned=warned)
+
+
 def saved(node: Node, step: int) -> Node:
     return replace(node, checkpoint_step=step)
 
@@ -88,74 +92,53 @@ def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE
     return ControllerView("training", wanted, nodes, failures_in_a_row=failures, since_failure_s=since_s)
 
 
+def stopped_at(step: int, *nodes: Node) -> ControllerView:
+    return replace(training(1, *nodes), checkpoint_step=step)
+
+
+def starting(*nodes: Node, wanted: int = 2, failures: int = 2, since_s: float = LATE_S) -> ControllerView:
+    return ControllerView("starting", wanted, nodes, failures_in_a_row=failures, since_failure_s=since_s)
+
+
+def alike(count: int, **changes: Any) -> list[Node]:
+    """Nodes that failed with one error while others trained."""
+    return [replace(faulty(stopped_job=False), **changes)] * count
+
+
+def growing(*nodes: Node, wanted: int = 2, since_s: float = LATE_S) -> ControllerView:
+    """A job that trains with node a, and is to grow."""
+    return training(wanted, member("a"), *nodes, failures=1, since_s=since_s)
+
+
+KILLED_JOINERS = [killed(f"k{i}") for i in range(11)]
+OLD_PAIR = [old(member("a"), 70.0), old(member("b"), 70.0)]
+OUT_OF_PLACE = replace(joining("b"), workerless_s=31.0)  # its worker has left
+
+
 @pytest.mark.parametrize(
-    ("situation", "view", "kinds"),
+    "situation, view, kinds",
     [
         ("nothing was started yet", ControllerView("none", 2, []), [AddNode, AddNode]),
-        (
-            "a node that joins and fails again and again is started ever more rarely",
-            training(2, member("a"), *[faulty(f"f{i}", stopped_job=False) for i in range(7)], failures=1, since_s=20.0),
-            [],
-        ),
-        (
-            "even before its growth is given up",
-            training(2, member("a"), *[faulty(f"f{i}", stopped_job=False) for i in range(2)], failures=1, since_s=0.9),
-            [],
-        ),
-        (
-            "but not never",
-            training(2, member("a"), *[faulty(f"f{i}", stopped_job=False) for i in range(2)], failures=1, since_s=1.1),
-            [AddNode],
-        ),
-        (
-            "three nodes that joined have failed alike",
-            training(2, member("a"), *[faulty(f"f{i}", stopped_job=False) for i in range(3)], failures=1),
-            [],
-        ),
-        (
-            "and somebody has asked for another plan since",
-            training(2, member("a"), *[replace(faulty(), stopped_job=False, forgiven=True)] * 3, failures=1),
-            [AddNode],
-        ),
-        (
-            "they have failed in three ways",
-            training(2, member("a"), *[faulty(error=e, stopped_job=False) for e in "xyz"], failures=1),
-            [AddNode],
-        ),
-        (
-            "they had trained for long",
-            training(2, member("a"), *[replace(faulty(), stopped_job=False, trained_s=301.0)] * 3, failures=1),
-            [AddNode],
-        ),
-        (
-            "one that came after them is of use",
-            training(3, member("a"), old(member("b"), 50.0), *[faulty(stopped_job=False)] * 3, failures=1),
-            [AddNode],
-        ),
-        (
-            "the others were of use before",
-            training(3, old(member("a"), 70.0), old(member("b"), 70.0), *[faulty(stopped_job=False)] * 3, failures=1),
-            [],
-        ),
-        (
-            "there are fewer workers than the job needs",
-            replace(training(2, member("a"), *[faulty(stopped_job=False)] * 3, failures=1), fewest=2),
-            [AddNode],
-        ),
-        (
-            "joiners are killed again and again",
-            training(2, member("a"), *[killed(f"k{i}") for i in range(11)], since_s=290.0),
-            [],
-        ),
-        ("and another one is tried", training(2, member("a"), *[killed(f"k{i}") for i in range(11)], since_s=301.0), [AddNode]),
+        ("a node that joins and fails again and again is started ever more rarely", growing(*alike(7), since_s=20.0), []),
+        ("even before its growth is given up", growing(*alike(2), since_s=0.9), []),
+        ("but not never", growing(*alike(2), since_s=1.1), [AddNode]),
+        ("three nodes that joined have failed alike", growing(*alike(3)), []),
+        ("and a user has requested another plan since", growing(*alike(3, forgiven=True)), [AddNode]),
+        ("they have failed in three ways", growing(*(faulty(error=e, stopped_job=False) for e in "xyz")), [AddNode]),
+        ("they had trained for long", growing(*alike(3, trained_s=301.0)), [AddNode]),
+        ("one that came after them is of use", growing(old(member("b"), 50.0), *alike(3), wanted=3), [AddNode]),
+        ("the others were of use before", training(3, *OLD_PAIR, *alike(3), failures=1), []),
+        ("there are fewer workers than the job needs", replace(growing(*alike(3)), fewest=2), [AddNode]),
+        ("joiners are killed again and again", training(2, member("a"), *KILLED_JOINERS, since_s=290.0), []),
+        ("and another one is tried", training(2, member("a"), *KILLED_JOINERS, since_s=301.0), [AddNode]),
         ("a node is refused while others train", training(2, member("a"), *refused(1, ended_s=0.4)), []),
         ("it is tried again", training(2, member("a"), *refused(1, ended_s=0.6)), [AddNode]),
         ("ever more rarely", training(2, member("a"), *refused(12, ended_s=299.0)), []),
-        ("for ever", training(2, member("a"), *refused(12, ended_s=301.0)), [AddNode]),
+        ("forever", training(2, member("a"), *refused(12, ended_s=301.0)), [AddNode]),
         ("though the oldest are forgotten", training(2, member("a"), *newest_refused(8, of=11)), []),
         ("before the first start, too", ControllerView("none", 2, [joining(), *refused(12, ended_s=31.0)]), [AddNode]),
         ("all are refused at the first start", ControllerView("none", 2, refused(1)), [FinishJob]),
-        ("the last one is lost, and no other is taken on", training(1, killed(ended_s=400.0), *refused(8)), [FinishJob]),
+        ("the last one is lost, and no other is accepted", training(1, killed(ended_s=400.0), *refused(8)), [FinishJob]),
         ("all is as planned", training(2, member("a"), member("b")), []),
         ("the plan has grown", training(3, member("a")), [AddNode, AddNode]),
         ("the one it grew by is joining", training(2, member("a"), joining("b")), []),
@@ -163,19 +146,11 @@ def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE
         ("a node came that the plan has no more room for", training(1, member("a"), joining("b", 5.0)), []),
         ("and it does not end by itself", training(1, member("a"), joining("b", 61.0)), [CancelNode]),
         ("a joiner takes its time", training(2, member("a"), joining("b", LATE_S)), []),
-        (
-            "but has not even reached etcd",
-            training(2, member("a"), Node("b", "running", idle_s=LATE_S, age_s=LATE_S, warned=True)),
-            [CancelNode],
-        ),
-        (
-            "a worker has left but its node does not end",
-            training(1, member("a"), replace(joining("b"), workerless_s=31.0)),
-            [CancelNode],
-        ),
+        ("but has not even reached etcd", training(2, member("a"), unregistered(LATE_S, warned=True)), [CancelNode]),
+        ("a worker has left but its node does not end", training(1, member("a"), OUT_OF_PLACE), [CancelNode]),
         (
             "and its agent was not seen since an earlier controller's time",
-            training(1, member("a"), replace(joining("b"), workerless_s=31.0, agent_seen=False, age_s=LATE_S, warned=True)),
+            training(1, member("a"), replace(OUT_OF_PLACE, agent_seen=False, age_s=LATE_S, warned=True)),
             [CancelNode],
         ),
         (
@@ -184,50 +159,34 @@ def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE
             [],
         ),
         ("it is replaced once it has ended", training(2, member("a"), ended("b")), [AddNode]),
-        ("a node was killed: it is replaced after a moment", training(2, member("a"), killed(), failures=1), [AddNode]),
-        ("but not before", training(2, member("a"), killed(), failures=1, since_s=0.1), []),
+        ("a node was killed: it is replaced after a moment", growing(killed()), [AddNode]),
+        ("but not before", growing(killed(), since_s=0.1), []),
         ("and later each time", training(2, member("a"), killed(), failures=4, since_s=3.9), []),
         ("many were killed, nothing trains", training(2, *[killed()] * 8, failures=8), [FinishJob]),
         ("many were killed, but others train", training(2, member("a"), *[killed()] * 8, failures=8), [AddNode]),
         ("the same error stopped the job twice", training(1, faulty("f"), faulty("g")), [AddNode]),
         ("and once more", training(1, *[faulty()] * 3), [FinishJob]),
-        (
-            "and once more, with another process id in it",
-            training(1, *(faulty(error=f"pid {n} died") for n in (7, 8, 9))),
-            [FinishJob],
-        ),
-        (
-            "with a checkpoint in between",
-            replace(training(1, faulty(), *[saved(faulty(), 5)] * 2), checkpoint_step=5),
-            [AddNode],
-        ),
-        ("with none since", replace(training(1, *[saved(faulty(), 5)] * 3), checkpoint_step=5), [FinishJob]),
-        ("beside a node that was killed", training(1, *[faulty()] * 3, killed(ended_s=65.0)), [AddNode]),
+        ("with another process id in it", training(1, *(faulty(error=f"pid {n} died") for n in (7, 8, 9))), [FinishJob]),
+        ("with a checkpoint in between", stopped_at(5, faulty(), *[saved(faulty(), 5)] * 2), [AddNode]),
+        ("with none since", stopped_at(5, *[saved(faulty(), 5)] * 3), [FinishJob]),
+        ("with a node that was killed", training(1, *[faulty()] * 3, killed(ended_s=65.0)), [AddNode]),
         ("it was killed again and again", training(1, *[stopped_by_kill()] * 19), [AddNode]),
         ("and once more, though rounds were formed", training(1, *[stopped_by_kill()] * 20, failures=1), [FinishJob]),
         ("though one of them trained for long", training(1, *[stopped_by_kill()] * 19, stopped_by_kill(901.0)), [AddNode]),
         ("and once more, with nodes left", training(2, joining("b"), *[faulty()] * 3), [CancelNode]),
         ("three different errors stopped it", training(1, *(faulty(error=e) for e in "xyz")), [AddNode]),
-        ("three nodes failed while others trained", training(1, *[faulty(stopped_job=False)] * 3), [AddNode]),
+        ("three nodes failed while others trained", training(1, *alike(3)), [AddNode]),
         ("three equal errors in as many hours", training(1, *(faulty(ended_s=h * 3600.0) for h in (1, 2, 3))), [FinishJob]),
         ("after an hour of training each", training(1, *[replace(faulty(), trained_s=3600.0)] * 3), [AddNode]),
-        ("all left, although the training was not done", training(1, ended()), [FinishJob]),
+        ("all left, although training has not finished", training(1, ended()), [FinishJob]),
         ("all left a moment ago: perhaps it is done", training(1, ended(ended_s=0.5)), []),
         ("the script fails before it trains", ControllerView("none", 2, [faulty(), joining()]), [CancelNode]),
         ("and nothing is left", ControllerView("starting", 1, [faulty()]), [FinishJob]),
-        (
-            "the script fails before it trains because another node was killed",
-            ControllerView("starting", 2, [killed(ended_s=61.0), faulty()], failures_in_a_row=2, since_failure_s=60.0),
-            [AddNode, AddNode],
-        ),
-        (
-            "it would fail without that",
-            ControllerView("starting", 2, [killed(ended_s=99.0), faulty()], failures_in_a_row=2),
-            [FinishJob],
-        ),
+        ("because another node was killed", starting(killed(ended_s=61.0), faulty(), since_s=60.0), [AddNode, AddNode]),
+        ("it would fail without that", starting(killed(ended_s=99.0), faulty()), [FinishJob]),
         (
             "a node is killed before it trains",
-            ControllerView("none", 1, [killed()], failures_in_a_row=1, since_failure_s=9),
+            replace(starting(killed(), wanted=1, failures=1, since_s=9.0), phase="none"),
             [AddNode],
         ),
         ("a script that trains nothing has ended", ControllerView("none", 2, [ended("a"), ended("b")]), [FinishJob]),
@@ -237,16 +196,12 @@ def training(wanted: int, *nodes: Node, failures: int = 0, since_s: float = LATE
         ("finished, and a joiner does not end", ControllerView("finished", 2, [member("a"), joining("b", 31.0)]), [CancelNode]),
         ("finished, all have ended", ControllerView("finished", 2, [ended("a"), killed("b")]), [FinishJob]),
         ("failed, as another controller found", ControllerView("failed", 1, [member("a")]), [CancelNode]),
-        (
-            "somebody ends it",
-            ControllerView("training", 2, [member("a"), joining("b")], stop="enough"),
-            [CancelNode, CancelNode],
-        ),
+        ("a user ends it", ControllerView("training", 2, [member("a"), joining("b")], stop="x"), [CancelNode, CancelNode]),
         ("and all nodes have ended", ControllerView("training", 2, [killed("a")], stop="enough"), [FinishJob]),
-        ("somebody ends what follows `fit`", ControllerView("finished", 1, [member("a")], stop="enough"), [CancelNode]),
+        ("a user ends what follows `fit`", ControllerView("finished", 1, [member("a")], stop="enough"), [CancelNode]),
         ("a node waits in the queue", training(1, Node("a", "pending", idle_s=999.0)), []),
-        ("a node does not reach etcd", training(1, Node("a", "running", age_s=61.0, idle_s=61.0)), [Warn]),
-        ("which was said already", training(1, Node("a", "running", age_s=99.0, idle_s=99.0, warned=True)), []),
+        ("a node does not reach etcd", training(1, unregistered(61.0)), [Warn]),
+        ("which was logged already", training(1, unregistered(99.0, warned=True)), []),
     ],
 )
 def test_each_situation_has_its_answer(situation: str, view: ControllerView, kinds: list[type[Action]]) -> None:
@@ -334,7 +289,7 @@ nodes = st.builds(
     name=st.just(""),
     status=st.sampled_from(["pending", "running", "succeeded", "failed", "cancelled", "gone"]),
     agent_seen=st.booleans(),
-    has_worker=st.booleans(),
+    workers=st.sampled_from([(), ("worker",)]),
     num_members=st.integers(0, 1),
     workerless_s=seconds,
     idle_s=seconds,
@@ -395,7 +350,7 @@ def test_only_living_nodes_are_ended_and_each_once(view: ControllerView) -> None
 
 @given(views)
 def test_a_training_worker_is_never_ended_while_the_job_goes_on(view: ControllerView) -> None:
-    busy = {node.name for node in view.nodes if node.is_member and node.has_worker}
+    busy = {node.name for node in view.nodes if node.is_member and node.workers}
     actions = reconcile(view)
     names = {action.name for action in actions if isinstance(action, CancelNode)}
     gives_up = names == {node.name for node in view.nodes if node.is_living}
@@ -443,7 +398,7 @@ SMALL, LARGE = NodeSize(1, 1024), NodeSize(1, 2048)
 
 
 def sized(node: Node, size: NodeSize) -> Node:
-    return replace(node, size=size, workers=(f"worker-{node.name}",) if node.has_worker else (), is_taken_on=True)
+    return replace(node, size=size, workers=(f"worker-{node.name}",) if node.workers else (), is_accepted=True)
 
 
 def planned(size: NodeSize, wanted: int, *nodes: Node) -> ControllerView:
@@ -465,7 +420,7 @@ def test_oversized_pending_node_is_withdrawn_before_another_is_added() -> None:
     "node",
     [
         pytest.param(waiting("b", SMALL), id="of-the-planned-size"),
-        pytest.param(replace(waiting("b", LARGE), is_taken_on=False), id="of-unknown-fate"),
+        pytest.param(replace(waiting("b", LARGE), is_accepted=False), id="of-unknown-fate"),
         pytest.param(sized(joining("b"), LARGE), id="that-runs"),
     ],
 )
@@ -535,7 +490,7 @@ def test_no_node_is_ended_twice_and_at_most_one_is_too_small(
     view: ControllerView, facts: list[tuple[NodeSize, bool, bool]], size: NodeSize
 ) -> None:
     nodes_ = [
-        replace(sized(node, own), is_taken_on=taken, wanted_back=node.is_member and node.has_worker and wanted_back)
+        replace(sized(node, own), is_accepted=taken, wanted_back=bool(node.is_member and node.workers and wanted_back))
         for node, (own, taken, wanted_back) in zip(view.nodes, facts, strict=False)
     ]
     members = {worker: node.name for node in nodes_ if node.is_member for worker in node.workers}

@@ -26,6 +26,11 @@ def groups() -> Iterator[MemoryGroups]:
     made.close()
 
 
+def python(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", source, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
 def allocate(group: Path, mib: int) -> subprocess.CompletedProcess[str]:
     """Run a process in `group` that allocates `mib` MiB."""
     source = f"""
@@ -34,8 +39,7 @@ pathlib.Path(sys.argv[1], "cgroup.procs").write_text("0")
 held = bytearray({mib} << 20)
 print("has it", flush=True)
 """
-    command = [sys.executable, "-c", source, str(group)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return python(source, str(group))
 
 
 def test_kernel_ends_a_process_above_the_limit_and_reports_it(groups: MemoryGroups) -> None:
@@ -70,7 +74,7 @@ from lightning_dlrover.components.targets.machine import MemoryGroups
 print(MemoryGroups().create("node1", 64 << 20), flush=True)
 os.kill(os.getpid(), 9)
 """
-    left = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False).stdout
+    left = python(source).stdout
     folder = Path(left.strip())
     assert folder.exists()
     MemoryGroups().close()
@@ -133,7 +137,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
+    done = python(source)
     assert "cannot be divided: [Errno 13] Permission denied" in done.stdout, done.stderr
     assert "systemd-run --user --scope --property=Delegate=yes dlrover run" in done.stdout
 
@@ -181,11 +185,9 @@ with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as stranger:
         if with_a_stranger:
             (folder / "cgroup.procs").write_text(str(stranger.pid))
-        done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
-        if with_a_stranger:
-            assert done.stdout == "[Errno 16] Device or resource busy\n[]\nTrue\n", done.stderr
-        else:
-            assert done.stdout == f"{[controller]}\nTrue\n", done.stderr
+        done = python(source)
+        expected = "[Errno 16] Device or resource busy\n[]\nTrue\n" if with_a_stranger else f"{[controller]}\nTrue\n"
+        assert done.stdout == expected, done.stderr
         assert [each.name.endswith("-controller") for each in folder.glob("*/")] == [True] * (not with_a_stranger)
         assert stranger.stdin is not None
         stranger.stdin.close()

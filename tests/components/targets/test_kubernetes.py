@@ -79,11 +79,7 @@ def make_target(cluster: KubernetesCluster, tmp_path: Path, clock: ShiftedClock)
     made: list[KubernetesTarget] = []
 
     def make(
-        options: KubernetesOptions = PLAIN,
-        spec: NodeSpec = SPEC,
-        poll_s: float = 0.0,
-        has_own_etcd: bool = False,
-        **api: Any,
+        options: KubernetesOptions = PLAIN, spec: NodeSpec = SPEC, poll_s: float = 0.0, has_own_etcd: bool = False, **api: Any
     ) -> KubernetesTarget:
         api = {"request_s": 5.0, "pause_s": 0.01, **api}
         logs, client = tmp_path / "logs", KubernetesApi(**api)
@@ -96,12 +92,17 @@ def make_target(cluster: KubernetesCluster, tmp_path: Path, clock: ShiftedClock)
         target.close()
 
 
+@pytest.fixture
+def target(make_target: MakeTarget) -> KubernetesTarget:
+    """A target that has started node1."""
+    made = make_target()
+    made.start("node1")
+    return made
+
+
 def wait_for_status(target: KubernetesTarget, wanted: str, handle: str = HANDLE, timeout_s: float = 15.0) -> None:
     what = f"{handle} to be {wanted}"
     eventually(lambda: target.status(handle) == wanted, what, timeout_s, 0.02, report=lambda: f"it is {target.status(handle)}")
-
-
-# --- requests ------------------------------------------------------------------------------------------------------------
 
 
 def container_of(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -145,9 +146,7 @@ def test_node_is_a_job_of_one_pod_with_the_requested_resources() -> None:
 
 @with_and_without_volcano
 @pytest.mark.parametrize("run_id", ["run", "My.Run_2", "_" * 80, "x" * 300, "-a-", "ctr." + "y" * 38 + "-z"])
-def test_any_run_id_makes_names_and_labels_that_kubernetes_takes(
-    make_target: MakeTarget, cluster: KubernetesCluster, run_id: str
-) -> None:
+def test_any_run_id_makes_names_and_labels_that_kubernetes_takes(make_target: MakeTarget, run_id: str) -> None:
     target = make_target(spec=dataclasses.replace(SPEC, run_id=run_id))
     handle = target.start("node12345")
     assert handle == f"{job_name(run_id, 'node12345', MARK)}/node12345"
@@ -270,9 +269,6 @@ def test_node_of_several_workers_is_one_pod_with_all_their_gpus_and_shared_memor
     assert (variables["DLROVER_WORKERS_PER_NODE"], variables["OMP_NUM_THREADS"]) == ("8", "8")
 
 
-# --- starting ------------------------------------------------------------------------------------------------------------
-
-
 @with_and_without_volcano
 def test_a_node_that_was_taken_on_before_is_taken_for_started(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
     assert make_target().start("node1") == HANDLE
@@ -370,7 +366,7 @@ def test_denied_admission_is_final_and_quoted(make_target: MakeTarget, cluster: 
 
 
 @with_and_without_volcano
-def test_unknown_field_of_a_template_is_an_error(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+def test_unknown_field_of_a_template_is_an_error(make_target: MakeTarget) -> None:
     target = make_target(dataclasses.replace(PLAIN, template={"spec": {"tolerration": []}}))
     with pytest.raises(NotTakenError, match=r"unknown field .*template\.spec\.tolerration"):
         target.start("node1")
@@ -404,9 +400,6 @@ def test_an_api_server_that_hangs_or_is_not_there_is_given_up_in_time(
         gone.start("node1")
 
 
-# --- status of nodes --------------------------------------------------------------------------------------------------------
-
-
 def containers(**exit_codes: int | None) -> dict[str, Any]:
     """States of a pod's containers; None: still running."""
 
@@ -418,6 +411,10 @@ def containers(**exit_codes: int | None) -> dict[str, Any]:
     return {"containerStatuses": [{"name": name, "state": state(code)} for name, code in exit_codes.items()]}
 
 
+NAMELESS_OOM = {"containerStatuses": [{"state": {"terminated": {"reason": "OOMKilled", "exitCode": 137}}}]}
+PREEMPTED = {"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}]}
+
+
 @pytest.mark.parametrize(
     ("phase", "details", "status", "why"),
     [
@@ -427,18 +424,8 @@ def containers(**exit_codes: int | None) -> dict[str, Any]:
         ("Failed", {"reason": "Evicted", "message": "low on memory"}, "failed", "Evicted: low on memory"),
         ("Failed", {"reason": "NodeLost"}, "failed", "NodeLost"),
         ("Unknown", {}, "failed", "its host host-1 is lost"),
-        (
-            "Failed",
-            {"containerStatuses": [{"state": {"terminated": {"reason": "OOMKilled", "exitCode": 137}}}]},
-            "failed",
-            "OOMKilled, exit code 137",
-        ),
-        (
-            "Failed",
-            {"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}]},
-            "failed",
-            "PreemptionByScheduler",
-        ),
+        ("Failed", NAMELESS_OOM, "failed", "OOMKilled, exit code 137"),
+        ("Failed", PREEMPTED, "failed", "PreemptionByScheduler"),
         ("Failed", {"containerStatuses": [{"state": {"terminated": {"reason": "Error", "exitCode": 1}}}]}, "failed", ""),
         ("Running", containers(worker=None, proxy=None), "running", ""),
         ("Running", containers(proxy=1, worker=None), "running", ""),
@@ -450,7 +437,7 @@ def containers(**exit_codes: int | None) -> dict[str, Any]:
     ],
 )
 def test_each_state_of_a_pod_has_its_meaning_and_its_reason_is_kept(
-    make_target: MakeTarget,
+    target: KubernetesTarget,
     cluster: KubernetesCluster,
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
@@ -459,21 +446,17 @@ def test_each_state_of_a_pod_has_its_meaning_and_its_reason_is_kept(
     status: str,
     why: str,
 ) -> None:
-    target = make_target()
-    handle = target.start("node1")
     cluster.set_pod("node1", phase, **details)
     wait_for_status(target, status)
     assert [app.is_living for app in target.apps()] == [status in ("pending", "running")]
     if why:
         assert why in caplog.text
-        assert f"Kubernetes: {why}" in target.logs(handle)[-1].read_text()
+        assert f"Kubernetes: {why}" in target.logs(HANDLE)[-1].read_text()
     else:
         assert not (tmp_path / "logs/node1/stderr.log").exists()
 
 
-def test_pod_that_hands_over_counts_as_running(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
-    target = make_target()
-    target.start("node1")
+def test_pod_that_hands_over_counts_as_running(target: KubernetesTarget, cluster: KubernetesCluster) -> None:
     cluster.set_pod("node1", "Running")
     cluster.evict("node1")
     failed = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}
@@ -484,10 +467,8 @@ def test_pod_that_hands_over_counts_as_running(make_target: MakeTarget, cluster:
 
 
 def test_job_without_a_pod_has_not_ended_before_its_status_shows_it(
-    make_target: MakeTarget, cluster: KubernetesCluster
+    target: KubernetesTarget, cluster: KubernetesCluster
 ) -> None:
-    target = make_target()
-    target.start("node1")
     cluster.set_pod("node1", "Running")
     assert target.status(HANDLE) == "running"
     with cluster.lock:
@@ -541,10 +522,8 @@ def test_lists_wait_as_long_as_a_throttling_server_asks(
     ],
 )
 def test_reason_why_a_node_waits_is_given_once(
-    make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture, details: dict[str, Any], why: str
+    target: KubernetesTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture, details: dict[str, Any], why: str
 ) -> None:
-    target = make_target()
-    target.start("node1")
     cluster.set_pod("node1", "Pending", **details)
     for _ in range(3):
         assert target.status(HANDLE) == "pending"
@@ -570,9 +549,6 @@ def test_events_explain_why_a_job_gets_no_pod(
     assert cluster.num_requests("GET", "events") == 1
 
 
-# --- ending ----------------------------------------------------------------------------------------------------------------
-
-
 @with_and_without_volcano
 def test_a_cancelled_node_is_deleted_with_its_pod(
     make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture
@@ -594,9 +570,7 @@ def test_a_cancelled_node_is_deleted_with_its_pod(
     target.cancel([HANDLE])  # ended nodes need no request
 
 
-def test_pod_that_outlives_its_worker_is_deleted(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
-    target = make_target()
-    target.start("node1")
+def test_pod_that_outlives_its_worker_is_deleted(target: KubernetesTarget, cluster: KubernetesCluster) -> None:
     cluster.set_pod("node1", "Running", **containers(proxy=None, worker=1))
     cluster.logs["node1"] = stamped(1, "last words")
     wait_for_status(target, "failed")
@@ -609,18 +583,13 @@ def test_pod_that_outlives_its_worker_is_deleted(make_target: MakeTarget, cluste
     assert target.status(HANDLE) == "failed"
 
 
-def test_out_of_memory_is_that_of_the_worker(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
-    target = make_target()
-    target.start("node1")
+def test_out_of_memory_is_that_of_the_worker(target: KubernetesTarget, cluster: KubernetesCluster) -> None:
     cluster.set_pod("node1", "Running", **containers(proxy=137, worker=1))
     target.apps()
     assert not target.ran_out_of_memory(HANDLE)
     cluster.set_pod("node1", "Running", **containers(proxy=None, worker=137))
     target.apps()
     assert target.ran_out_of_memory(HANDLE)
-
-
-# --- output ----------------------------------------------------------------------------------------------------------------
 
 
 def stamped(second: int, text: str, nanosecond: int = 0) -> str:
@@ -668,10 +637,8 @@ def test_the_next_controller_goes_on_where_the_output_was_left(make_target: Make
 
 
 def test_end_is_reported_though_the_output_cannot_be_read(
-    make_target: MakeTarget, cluster: KubernetesCluster, clock: ShiftedClock
+    target: KubernetesTarget, cluster: KubernetesCluster, clock: ShiftedClock
 ) -> None:
-    target = make_target()
-    target.start("node1")
     cluster.forbidden.add(("get", "pods/log"))
     cluster.set_pod("node1", "Succeeded")
     assert target.status(HANDLE) == "pending"
@@ -687,10 +654,8 @@ def test_end_is_reported_though_the_output_cannot_be_read(
     ],
 )
 def test_no_output_is_lost_when_timestamps_step_back(
-    make_target: MakeTarget, cluster: KubernetesCluster, before: str, after: str
+    target: KubernetesTarget, cluster: KubernetesCluster, before: str, after: str
 ) -> None:
-    target = make_target()
-    target.start("node1")
     cluster.logs["node1"] = f"{before} one\n{before} two\n"
     cluster.set_pod("node1", "Running")
     wait_for_output(target, "one\ntwo\n")
@@ -700,9 +665,7 @@ def test_no_output_is_lost_when_timestamps_step_back(
     wait_for_output(target, "one\ntwo\nthree\nfour\nfive\n")
 
 
-def test_output_waits_for_room_on_a_full_disk(make_target: MakeTarget, cluster: KubernetesCluster, tmp_path: Path) -> None:
-    target = make_target()
-    target.start("node1")
+def test_output_waits_for_room_on_a_full_disk(target: KubernetesTarget, cluster: KubernetesCluster, tmp_path: Path) -> None:
     copy = tmp_path / "logs/node1/stdout.log"
     copy.parent.mkdir(parents=True)
     copy.symlink_to("/dev/full")
@@ -746,9 +709,6 @@ def test_output_of_an_earlier_job_is_not_a_new_nodes(
     assert (folder / "former-stderr.log").read_text() == "ValueError: old bug\n"
 
 
-# --- Volcano ---------------------------------------------------------------------------------------------------------------
-
-
 @with_and_without_volcano
 def test_volcano_is_used_where_present_unless_plain_jobs_are_asked_for(
     make_target: MakeTarget, cluster: KubernetesCluster, has_volcano: bool
@@ -762,7 +722,7 @@ def test_volcano_is_used_where_present_unless_plain_jobs_are_asked_for(
     assert kinds == [VOLCANO_JOBS if has_volcano else PLAIN_JOBS, PLAIN_JOBS]
 
 
-def test_a_queue_needs_volcano(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+def test_a_queue_needs_volcano(make_target: MakeTarget) -> None:
     with pytest.raises(TargetError, match=r"--queue ads: the cluster has no Volcano .* leave the option out"):
         make_target(dataclasses.replace(PLAIN, queue="ads"))
 
@@ -772,12 +732,12 @@ def test_a_queue_needs_volcano(make_target: MakeTarget, cluster: KubernetesClust
 def test_unknown_presence_of_volcano_is_an_error(make_target: MakeTarget, cluster: KubernetesCluster, failure: Answer) -> None:
     cluster.answer_next("GET", "apis", failure)
     if failure.status == 200:  # the request was answered, so it is not repeated
-        with pytest.raises(TargetError, match=r"whether the cluster has Volcano cannot be asked .*--plain-jobs"):
+        with pytest.raises(TargetError, match=r"whether the cluster has Volcano is unknown .*--plain-jobs"):
             make_target()
     else:
         assert make_target().name == "kubernetes/training/volcano"
     cluster.answer_next("GET", "apis", *[failure] * 3)
-    with pytest.raises(TargetError, match="whether the cluster has Volcano cannot be asked"):
+    with pytest.raises(TargetError, match="whether the cluster has Volcano is unknown"):
         make_target()
     make_target(dataclasses.replace(PLAIN, plain_jobs=True))
 
@@ -803,10 +763,8 @@ def test_volcano_job_has_the_same_pod_and_never_restarts() -> None:
 @with_volcano
 @pytest.mark.parametrize("keeps_policies", [True, False])
 def test_a_pod_of_volcano_that_hands_over_is_running_and_never_made_anew(
-    make_target: MakeTarget, cluster: KubernetesCluster, keeps_policies: bool
+    target: KubernetesTarget, cluster: KubernetesCluster, keeps_policies: bool
 ) -> None:
-    target = make_target()
-    target.start("node1")
     job = cluster.objects["jobs"][f"run-node1-{MARK}"]
     if not keeps_policies:
         job["spec"]["policies"] = []
@@ -839,15 +797,8 @@ def test_a_pod_of_volcano_that_hands_over_is_running_and_never_made_anew(
     ],
 )
 def test_each_phase_of_a_job_of_volcano_without_a_pod_has_its_meaning(
-    make_target: MakeTarget,
-    cluster: KubernetesCluster,
-    caplog: pytest.LogCaptureFixture,
-    phase: str,
-    status: str,
-    why: str,
+    target: KubernetesTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture, phase: str, status: str, why: str
 ) -> None:
-    target = make_target()
-    target.start("node1")
     cluster.set_pod("node1", "Running")
     assert target.status(HANDLE) == "running"
     with cluster.lock:
@@ -931,10 +882,8 @@ def torchx(cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch) -> Kuber
 
 @with_volcano
 def test_torchx_lists_describes_reads_and_cancels_a_node_of_volcano(
-    make_target: MakeTarget, cluster: KubernetesCluster, torchx: KubernetesScheduler
+    target: KubernetesTarget, cluster: KubernetesCluster, torchx: KubernetesScheduler
 ) -> None:
-    target = make_target()
-    target.start("node1")
     cluster.logs["node1"] = stamped(1, "one")
     cluster.set_pod("node1", "Running")
     [listed] = torchx.list()
@@ -966,9 +915,6 @@ def test_an_app_that_torchx_starts_runs_in_this_cluster(
 
     eventually(succeeded, f"the success of {app_id}", 15.0, 0.05, report=lambda: f"{torchx.describe(app_id)}")
     assert "hello 5 0" in "".join(torchx.log_iter(app_id, "controller"))
-
-
-# --- setting up ------------------------------------------------------------------------------------------------------------
 
 
 def test_missing_package_is_named_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1105,9 +1051,6 @@ def test_example_manifests_are_objects_that_fit_together(name: str) -> None:
             for volume in volumes.values():
                 if "secret" in volume:
                     assert ("Secret", volume["secret"]["secretName"]) in named
-
-
-# --- with a controller ------------------------------------------------------------------------------------------------
 
 
 def test_job_goes_on_when_the_cluster_refuses_a_node(

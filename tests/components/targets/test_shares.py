@@ -82,7 +82,7 @@ def test_missing_resource_of_this_machine_is_reported_once(
         assert MEMORY_GROUP not in variables
         assert machine.why_killed(f"node{number}") == ""
     assert warnings_in(caplog) == [
-        f"nodes run without a limit of memory: no control group with a memory controller is mounted at {tmp_path / 'cgroup'}; "
+        f"nodes run without a memory limit: no control group with a memory controller is mounted at {tmp_path / 'cgroup'}; "
         "it takes root, or `systemd-run --user --scope --property=Delegate=yes dlrover run ...`",
         f"nodes ask for {len(CORES) + 1} cores, and get the {len(CORES)} that there are",
         f"too few cores are free for node2: it shares core{'s' * (len(CORES) > 1)} {', '.join(map(str, CORES))} with other "

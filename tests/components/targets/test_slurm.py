@@ -42,6 +42,17 @@ def make_target(commands: SlurmCommands, tmp_path: Path) -> MakeTarget:
     return make
 
 
+@pytest.fixture
+def target(make_target: MakeTarget) -> SlurmTarget:
+    return make_target()
+
+
+def leave_exit_code(folder: Path, text: str = "0\n") -> None:
+    """Write the exit code of node1's agent."""
+    (folder / "logs/node1").mkdir(parents=True, exist_ok=True)
+    (folder / "logs/node1/exit_code").write_text(text)
+
+
 def row(job: int, state: str, node: str = "node1") -> str:
     return f"{job} {state} run.{node}.{MARK}"
 
@@ -51,20 +62,11 @@ def test_node_is_submitted_with_the_requested_options(make_target: MakeTarget, c
     target = make_target(options, script_args=("--lr", "0.1", "a b", "${HOME}", "it's"))
     assert target.start("node1", NodeSize(3, 2048)) == "17/node1"
     [call] = commands.calls("sbatch")
-    for argument in (
-        "--partition=p",
-        "--account=a",
-        "--qos=q",
-        "--time=10",
-        "--mem=2048M",
-        "--gres=gpu:1",
-        "--cpus-per-task=3",
-    ):
-        assert f" {argument} " in call
+    for name in ("partition=p", "account=a", "qos=q", "time=10", "mem=2048M", "gres=gpu:1", "cpus-per-task=3", "no-requeue"):
+        assert f" --{name} " in call
     assert "--open-mode=append" in call  # a restarted node keeps its first output
     assert f"--job-name=run.node1.{MARK} " in call
     assert "--signal=B:USR1@120" in call
-    assert "--no-requeue" in call
     script = tmp_path / "logs/node1/batch.sh"
     assert call.endswith(f"--exclusive {script}")
     text = script.read_text()
@@ -104,15 +106,16 @@ def test_job_number_is_read_after_a_sites_own_output(make_target: MakeTarget, co
     ("shell", "error", "message"),
     [
         ("echo 'sbatch: error: invalid partition specified: x' >&2; exit 1", NotTakenError, "invalid partition specified"),
-        ("exit 3", NotTakenError, "ended with 3: it said nothing"),
+        ("exit 3", NotTakenError, "ended with 3: it printed nothing"),
+        ("echo 'a filter of this site refuses it'; exit 1", NotTakenError, "ended with 1: a filter of this site refuses it"),
         (
             "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1",
             NotTakenError,
             "could not reach Slurm 3 times",
         ),
         ("echo 'Socket timed out on send/recv operation' >&2; exit 1", TargetError, "Socket timed out"),
-        ("echo hello", TargetError, "has not given the job's number, but 'hello'"),
-        ("exit 0", TargetError, "has not given the job's number"),
+        ("echo hello", TargetError, "printed no job number, but 'hello'"),
+        ("exit 0", TargetError, "printed no job number"),
     ],
 )
 def test_error_of_sbatch_decides_whether_the_node_may_still_come(
@@ -161,18 +164,10 @@ def test_jobs_with_similar_names_are_not_listed(make_target: MakeTarget, command
 @pytest.mark.parametrize(
     ("state", "status"),
     [
-        ("PENDING", "pending"),
-        ("CONFIGURING", "pending"),
-        ("RUNNING", "running"),
-        ("COMPLETING", "running"),
-        ("SUSPENDED", "running"),
+        *((state, "pending") for state in ("PENDING", "CONFIGURING")),
+        *((state, "running") for state in ("RUNNING", "COMPLETING", "SUSPENDED")),
         ("COMPLETED", "succeeded"),
-        ("FAILED", "failed"),
-        ("CANCELLED", "failed"),
-        ("TIMEOUT", "failed"),
-        ("NODE_FAIL", "failed"),
-        ("PREEMPTED", "failed"),
-        ("OUT_OF_MEMORY", "failed"),
+        *((state, "failed") for state in ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")),
     ],
 )
 def test_each_state_of_a_job_has_its_meaning(make_target: MakeTarget, commands: SlurmCommands, state: str, status: str) -> None:
@@ -199,7 +194,7 @@ def test_each_state_of_a_job_has_its_meaning(make_target: MakeTarget, commands: 
     ],
 )
 def test_slurms_reason_for_an_end_follows_the_nodes_output(
-    make_target: MakeTarget,
+    target: SlurmTarget,
     commands: SlurmCommands,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -207,7 +202,6 @@ def test_slurms_reason_for_an_end_follows_the_nodes_output(
     printed: str,
     why: str,
 ) -> None:
-    target = make_target()
     handle = target.start("node1")
     log = tmp_path / "logs/node1/stderr.log"
     log.write_text(f"{printed}\n")
@@ -220,10 +214,9 @@ def test_slurms_reason_for_an_end_follows_the_nodes_output(
     assert target.ran_out_of_memory(handle) == ("MEMORY" in why.upper())
 
 
-def test_requeued_node_has_failed_but_is_listed_as_living(make_target: MakeTarget, commands: SlurmCommands) -> None:
+def test_requeued_node_has_failed_but_is_listed_as_living(target: SlurmTarget, commands: SlurmCommands) -> None:
     """It is replaced and ended, because it would return under its old name."""
     commands.queue(row(1, "RUNNING"))
-    target = make_target()
     assert target.status("1/node1") == "running"
     commands.queue(row(1, "PENDING"))
     assert target.status("1/node1") == "failed"
@@ -232,31 +225,27 @@ def test_requeued_node_has_failed_but_is_listed_as_living(make_target: MakeTarge
     assert target.status("1/node1") == "failed"
 
 
-def test_requeued_node_has_run_even_if_never_seen_running(
-    make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path
-) -> None:
+def test_requeued_node_has_run_even_if_never_seen_running(target: SlurmTarget, commands: SlurmCommands, tmp_path: Path) -> None:
     commands.queue(row(1, "PENDING"), row(2, "PENDING"))
-    (tmp_path / "logs/node1").mkdir(parents=True)
-    (tmp_path / "logs/node1/exit_code").write_text("143\n")
-    target = make_target()
+    leave_exit_code(tmp_path, "143\n")
     assert [target.status(f"{number}/node{number}") for number in (1, 2)] == ["failed", "pending"]
 
 
-def test_node_requeued_during_its_cancellation_is_cancelled_again(make_target: MakeTarget, commands: SlurmCommands) -> None:
+def test_node_requeued_during_its_cancellation_is_cancelled_again(target: SlurmTarget, commands: SlurmCommands) -> None:
     commands.queue(row(1, "RUNNING"))
-    target = make_target()
     assert target.status("1/node1") == "running"
     target.cancel(["1/node1"])
     commands.queue(row(1, "PENDING"))
     assert target.status("1/node1") == "pending"  # ended nodes are not cancelled again
 
 
+UNKNOWN_JOB = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+
+
 @pytest.mark.parametrize(
     ("scontrol", "exit_code", "status"),
     [
-        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "0", "succeeded"),
-        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "1", "failed"),
-        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", None, "failed"),
+        *((UNKNOWN_JOB, code, status) for code, status in (("0", "succeeded"), ("1", "failed"), (None, "failed"))),
         ("echo 'JobId=1 JobName=run.node1.0123456789 UserId=u JobState=COMPLETED Reason=None'", None, "succeeded"),
         ("echo 'JobId=1 JobName=run.node1.0123456789 UserId=u JobState=RUNNING Reason=None'", None, "running"),
         ("echo 'JobId=1 JobName=of somebody else UserId=u JobState=RUNNING Reason=None'", None, "failed"),
@@ -273,41 +262,35 @@ def test_a_job_that_squeue_does_not_list_is_looked_up(
     target = make_target(command_s=2.0)
     assert target.status("1/node1") == "running"
     if exit_code is not None:
-        (tmp_path / "logs/node1").mkdir(parents=True)
-        (tmp_path / "logs/node1/exit_code").write_text(exit_code)
+        leave_exit_code(tmp_path, exit_code)
     commands.queue()
     commands.set("scontrol", scontrol)
     assert target.status("1/node1") == status
 
 
-def test_node_with_a_recorded_end_is_not_awaited(make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path) -> None:
+def test_node_with_a_recorded_end_is_not_awaited(target: SlurmTarget, commands: SlurmCommands, tmp_path: Path) -> None:
     commands.queue(row(1, "COMPLETING"))
-    target = make_target()
     assert target.status("1/node1") == "running"
-    (tmp_path / "logs/node1").mkdir(parents=True)
-    (tmp_path / "logs/node1/exit_code").write_text("0\n")
+    leave_exit_code(tmp_path)
     assert target.status("1/node1") == "succeeded"
 
 
 def test_leftovers_of_an_earlier_job_do_not_end_a_new_node(
-    make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path
+    target: SlurmTarget, commands: SlurmCommands, tmp_path: Path
 ) -> None:
-    (tmp_path / "logs/node1").mkdir(parents=True)
-    (tmp_path / "logs/node1/exit_code").write_text("0\n")
+    leave_exit_code(tmp_path)
     (tmp_path / "logs/node1/notice").touch()
-    target = make_target()
     handle = target.start("node1")
     target.apps()
     assert not target.wants_back(handle)
     assert target.status(handle) == "failed"  # Slurm has forgotten it, and it has written no result
 
 
-def test_output_of_an_earlier_job_is_not_a_new_nodes(make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path) -> None:
+def test_output_of_an_earlier_job_is_not_a_new_nodes(target: SlurmTarget, commands: SlurmCommands, tmp_path: Path) -> None:
     folder = tmp_path / "logs/node1"
     folder.mkdir(parents=True)
     for name in ("stdout", "stderr"):
         (folder / f"{name}.log").write_text(f"Traceback\nslurmstepd: error: Detected 1 oom_kill event in {name}\n")
-    target = make_target()
     handle = target.start("node1")
     assert target.logs(handle) == []
     target.apps()
@@ -317,17 +300,15 @@ def test_output_of_an_earlier_job_is_not_a_new_nodes(make_target: MakeTarget, co
 
 
 def test_unknown_state_of_one_node_freezes_no_other(
-    make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    target: SlurmTarget, commands: SlurmCommands, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     commands.queue(row(1, "RUNNING"), row(2, "RUNNING", "node2"))
-    target = make_target()
     assert [target.status(handle) for handle in ("1/node1", "2/node2")] == ["running", "running"]
     commands.queue(row(1, "TELEPORTING"), row(2, "NODE_FAIL", "node2"))
     assert [app.is_living for app in target.apps()] == [True, False]
     assert [target.status(handle) for handle in ("1/node1", "2/node2")] == ["running", "failed"]
-    assert caplog.text.count("Slurm's state TELEPORTING is unknown: node1 is taken to be as it was") == 1
-    (tmp_path / "logs/node1").mkdir(parents=True, exist_ok=True)
-    (tmp_path / "logs/node1/exit_code").write_text("0\n")
+    assert caplog.text.count("Slurm's state TELEPORTING is unknown: node1 keeps its last state") == 1
+    leave_exit_code(tmp_path)
     assert target.status("1/node1") == "succeeded"
 
 
@@ -341,12 +322,10 @@ def test_slurms_commands_keep_the_users_token(
         make_target().start("node1")
 
 
-def test_a_node_in_its_epilogue_no_longer_lives(make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path) -> None:
+def test_a_node_in_its_epilogue_no_longer_lives(target: SlurmTarget, commands: SlurmCommands, tmp_path: Path) -> None:
     commands.queue(row(1, "COMPLETING"))
-    target = make_target()
     assert target.apps() == [App("node1", "1/node1", True)]
-    (tmp_path / "logs/node1").mkdir(parents=True)
-    (tmp_path / "logs/node1/exit_code").write_text("0\n")
+    leave_exit_code(tmp_path)
     assert target.apps() == [App("node1", "1/node1", False)]
 
 
@@ -375,9 +354,8 @@ def test_a_job_that_has_ended_need_not_be_cancelled(
             make_target().cancel(["1/node1"])
 
 
-def test_job_that_slurm_does_not_list_as_ours_is_cancelled_by_name(make_target: MakeTarget, commands: SlurmCommands) -> None:
+def test_job_that_slurm_does_not_list_as_ours_is_cancelled_by_name(target: SlurmTarget, commands: SlurmCommands) -> None:
     commands.queue(row(1, "RUNNING"), "7 RUNNING of-somebody-else")
-    target = make_target()
     target.apps()
     target.cancel(["1/node1", "7/node2"])
     assert commands.calls("scancel") == ["scancel -- 1", f"scancel --jobname=run.node2.{MARK} -- 7"]

@@ -18,7 +18,7 @@ from torchx.specs import AppDef, Role
 
 from lightning_dlrover.components import elastic
 from lightning_dlrover.components.control.nodes import examine
-from lightning_dlrover.components.targets.local import LocalTarget, TorchXRunner
+from lightning_dlrover.components.targets.local import LocalRunner, LocalTarget
 from lightning_dlrover.components.targets.machine import MemoryGroups, NoMemoryGroupsError
 from lightning_dlrover.components.targets.target import NodeSize, NodeSpec, NotTakenError
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
@@ -143,7 +143,7 @@ def test_target_leaves_the_handlers_of_signals_as_they_are(make_target: MakeTarg
 
 
 def test_more_than_a_hundred_nodes_may_run(tmp_path: Path) -> None:
-    runner = TorchXRunner("local_cwd", {"log_dir": str(tmp_path)})
+    runner = LocalRunner(tmp_path)
     try:
         app = AppDef("node", [Role("worker", image=str(tmp_path), entrypoint="/bin/sleep", args=["600"])])
         handles = [runner.submit(app) for _ in range(101)]

@@ -20,7 +20,6 @@ from faulty_etcd import EtcdProxy
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
-    RendezvousHandler,
     RendezvousParameters,
     RendezvousStateError,
     RendezvousTimeoutError,
@@ -48,13 +47,13 @@ from lightning_dlrover.rdzv.job.records import (
     worker_name_of,
 )
 from lightning_dlrover.rdzv.transport import transfer
+from tests.rdzv.present import present
 from tests.support.elastic_agents import ElasticAgents, Node
 from tests.support.full_etcd import fill, full, make_room, small_etcd
-from tests.support.torchrun_agent import Agent
+from tests.support.torchrun_agent import Agent, StartAgent
 from tests.support.waiting import eventually
 from tests.support.warm_process import WarmProcess, run_code
 
-StartAgent = Callable[..., Agent]
 MakeHandler = Callable[..., EtcdRendezvousHandler]
 
 SUM = """
@@ -98,7 +97,7 @@ def test_a_finished_run_cannot_be_joined_again(start_agent: StartAgent, keys: Ke
     assert not again.lines("STARTED")
     assert "Traceback" not in again.output
     [line] = [line for line in again.output.splitlines() if keys.run_id in line]
-    assert line.endswith("a new job needs another --rdzv-id")
+    assert line.endswith("for a new job use another --rdzv-id")
 
 
 def test_spare_node_of_a_successful_run_ends_with_0(
@@ -266,21 +265,6 @@ def test_late_node_starts_beside_workers_that_still_import(start_agent: StartAge
 # -- the handler alone
 
 
-@pytest.fixture
-def make_handler(etcd: EmbeddedEtcd, run_id: str) -> Any:
-    made: list[RendezvousHandler] = []
-
-    def make(min_nodes: int = 1, max_nodes: int = 1, *, server: Any = etcd, **conf: str) -> RendezvousHandler:
-        conf = {"last_call_timeout": "0", "lease_ttl": "2", **conf}
-        params = RendezvousParameters("etcd-v3", server.endpoint, run_id, min_nodes, max_nodes, **conf)
-        made.append(create_backend()(params))
-        return made[-1]
-
-    yield make
-    for handler in made:
-        handler.shutdown()
-
-
 def test_a_node_beyond_the_maximum_is_turned_away_with_a_reason(make_handler: MakeHandler) -> None:
     inside = make_handler(1, 1)
     inside.next_rendezvous()
@@ -365,12 +349,12 @@ def test_agent_that_registers_while_the_last_one_tidies_up_keeps_what_it_has_wri
     handler.next_rendezvous().store.set("k", "1")
     call = Caller.call
 
-    def late_call(caller: Caller, what: str, *arguments: Any) -> Any:
+    def late_call(caller: Caller, what: str, *arguments: Any, **options: Any) -> Any:
         if f"{keys.store!r}" in what and ("delete" in what or "transaction" in what):
             monkeypatch.undo()
             client.put(f"{keys.agents}late", encode(AgentRecord("late", "h", 1, 1, "waiting")))
             client.put(f"{keys.store}1/key/torchelastic%2Fassigned_ranks%2F0", b"1")
-        return call(caller, what, *arguments)
+        return call(caller, what, *arguments, **options)
 
     monkeypatch.setattr(Caller, "call", late_call)
     handler.shutdown()
@@ -484,9 +468,7 @@ def test_record_of_an_agent_shows_its_activity(
     info.store.set("torchelastic/role_info/0", '{"role": "default", "rank": 0, "local_world_size": 2}')
     (entry,) = client.get_prefix(keys.agents)[1]
     assert decode(AgentRecord, entry.value, entry.key).num_workers == 2
-    round_entry = client.get(keys.agent_round)
-    assert round_entry is not None
-    assert decode(AgentRound, round_entry.value, "").agents == [record.agent_id]
+    assert decode(AgentRound, present(client.get(keys.agent_round)).value, "").agents == [record.agent_id]
 
 
 # -- the coordinator dies
@@ -615,8 +597,7 @@ def test_running_round_survives_its_coordinator_and_admits_a_late_node(
     handlers = [make_handler(2, 3) for _ in range(2)]
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
-        entry = client.get(keys.agent_coordinator)
-        assert entry is not None
+        entry = present(client.get(keys.agent_coordinator))
         coordinator = next(handler for handler in handlers if handler._agent_id.encode() == entry.value)
         other = next(handler for handler in handlers if handler is not coordinator)
         coordinator._client.close()  # ends all its threads without revoking its lease

@@ -28,15 +28,18 @@ RunAll = Callable[..., list[str]]
 @pytest.fixture(params=["tcp", "etcd", "etcd below a PrefixStore"])
 def store(request: pytest.FixtureRequest, client: EtcdClient, keys: Keys) -> Iterator[Any]:
     """TCPStore passes the same tests, because it defines the contract."""
-    timeout = timedelta(seconds=0.3)
     if request.param == "tcp":
         on_tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
-        on_tcp.set_timeout(timeout)
+        on_tcp.set_timeout(timedelta(seconds=0.3))
         yield on_tcp
         return
-    on_etcd = EtcdStore(client, keys.store + "1/", timeout)
+    on_etcd = EtcdStore(client, keys.store + "1/", timedelta(seconds=0.3))
     yield on_etcd if request.param == "etcd" else dist.PrefixStore("prefix", on_etcd)  # type: ignore[attr-defined]
     on_etcd.close()
+
+
+plain = pytest.mark.parametrize("store", ["tcp", "etcd"], indirect=True)
+"""For calls that torch's PrefixStore does not forward to a store written in Python."""
 
 
 def test_value_set_is_returned(store: Any) -> None:
@@ -62,7 +65,7 @@ def test_get_waits_for_another_thread_to_set(store: Any) -> None:
         lambda s: s.wait(["missing"], timedelta(seconds=0.1)),
     ],
 )
-def test_wait_in_vain_raises_torchs_error(store: Any, ask: Callable[[Any], object]) -> None:
+def test_wait_that_times_out_raises_torchs_error(store: Any, ask: Callable[[Any], object]) -> None:
     with pytest.raises(dist.DistStoreError, match=r"timeout after .*\n?.*missing"):
         ask(store)
 
@@ -86,7 +89,7 @@ def test_compare_set_changes_only_the_expected_value(store: Any) -> None:
     assert store.compare_set("k", "first", "second") == b"second"
 
 
-def test_check_knows_whether_all_keys_are_there(store: Any) -> None:
+def test_check_is_true_once_all_keys_exist(store: Any) -> None:
     store.set("a", "")
     assert store.check(["a"])
     assert not store.check(["a", "b"])
@@ -139,14 +142,15 @@ def test_any_key_holds_any_value(store: Any, key: str | bytes) -> None:
     assert not store.check([key])
 
 
-def test_keys_that_differ_only_by_escaping_are_different(plain: Any) -> None:
+@plain
+def test_keys_that_differ_only_by_escaping_are_different(store: Any) -> None:
     names = [ALL_BYTES, b"\xff", "\x02ff", b"\0\x02ff", "\0", "\0\1", "\x03", b"\0\x03", "a", "a/", "a/b"]
     for index, name in enumerate(names):
-        plain.set(name, str(index))
-    assert [plain.get(name) for name in names] == [str(index).encode() for index in range(len(names))]
+        store.set(name, str(index))
+    assert [store.get(name) for name in names] == [str(index).encode() for index in range(len(names))]
 
 
-def test_nothing_asked_for_is_there_at_once(store: Any) -> None:
+def test_empty_lists_of_keys_are_present_at_once(store: Any) -> None:
     assert store.check([])
     store.wait([])
     assert store.multi_get([]) == []
@@ -221,57 +225,48 @@ def test_a_barrier_holds_until_all_have_come(store: Any) -> None:
         early.result(30)
 
 
-@pytest.fixture(params=["tcp", "etcd"])
-def plain(request: pytest.FixtureRequest, client: EtcdClient, keys: Keys) -> Iterator[Any]:
-    """Stores for the calls that torch's PrefixStore does not forward to a store written in Python."""
-    timeout = timedelta(seconds=0.3)
-    if request.param == "tcp":
-        yield dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)  # type: ignore[attr-defined]
-        return
-    on_etcd = EtcdStore(client, keys.store + "1/", timeout)
-    yield on_etcd
-    on_etcd.close()
-
-
-def test_queue_returns_values_in_order(plain: Any) -> None:
+@plain
+def test_queue_returns_values_in_order(store: Any) -> None:
     for i in range(5):
-        plain.queue_push("q", str(i))
-    assert plain.queue_len("q") == 5
-    assert plain.queue_len("another") == 0
-    assert plain.check(["q"])
-    plain.wait(["q"])
-    assert plain.num_keys() == 0  # only values are counted
-    assert [plain.queue_pop("q") for _ in range(5)] == [str(i).encode() for i in range(5)]
-    assert not plain.check(["q"])
+        store.queue_push("q", str(i))
+    assert store.queue_len("q") == 5
+    assert store.queue_len("another") == 0
+    assert store.check(["q"])
+    store.wait(["q"])
+    assert store.num_keys() == 0  # only values are counted
+    assert [store.queue_pop("q") for _ in range(5)] == [str(i).encode() for i in range(5)]
+    assert not store.check(["q"])
 
 
-def test_an_empty_queue_is_waited_for_or_refused_as_asked(plain: Any) -> None:
+@plain
+def test_an_empty_queue_is_waited_for_or_refused_as_asked(store: Any) -> None:
     with pytest.raises(dist.QueueEmptyError):
-        plain.queue_pop("q", block=False)
+        store.queue_pop("q", block=False)
     with pytest.raises(dist.DistStoreError, match="timeout after"):
-        plain.queue_pop("q")
-    plain.set_timeout(timedelta(seconds=30))
+        store.queue_pop("q")
+    store.set_timeout(timedelta(seconds=30))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(plain.clone().queue_pop, "q")
-        plain.queue_push("q", b"\xff")
+        waiting = pool.submit(store.clone().queue_pop, "q")
+        store.queue_push("q", b"\xff")
         assert waiting.result(30) == b"\xff"
 
 
-def test_concurrent_pops_return_each_value_once(plain: Any) -> None:
+@plain
+def test_concurrent_pops_return_each_value_once(store: Any) -> None:
     for i in range(20):
-        plain.queue_push("q", str(i))
+        store.queue_push("q", str(i))
     with ThreadPoolExecutor(4) as pool:
-        popped = list(pool.map(lambda _: int(plain.queue_pop("q")), range(20)))
+        popped = list(pool.map(lambda _: int(store.queue_pop("q")), range(20)))
     assert sorted(popped) == list(range(20))
 
 
 # -- behaviour of the store on etcd alone
 
 
-def test_text_that_is_no_number_is_not_added_to(client: EtcdClient, keys: Keys) -> None:
+def test_adding_to_text_is_refused(client: EtcdClient, keys: Keys) -> None:
     store = EtcdStore(client, keys.store)
     store.set("k", "text")
-    with pytest.raises(dist.DistStoreError, match=r"'.*/key/k' holds b'text', which is no number"):
+    with pytest.raises(dist.DistStoreError, match=r"'.*/key/k' holds b'text', not a number"):
         store.add("k", 1)
     assert store.get("k") == b"text"
 
@@ -318,7 +313,7 @@ def test_keys_of_stores_do_not_pile_up_with_writes_and_clones(client: EtcdClient
     assert len(client.get_prefix(keys.store)[1]) == 2  # the counter, and the marker of the newest write
 
 
-def test_a_wait_goes_on_after_etcd_was_restarted(private_etcd: EmbeddedEtcd) -> None:
+def test_wait_continues_after_a_restart_of_etcd(private_etcd: EmbeddedEtcd) -> None:
     with EtcdClient(EtcdConfig(private_etcd.endpoint, timeout_s=20.0)) as client:
         store = EtcdStore(client, "/s/", timedelta(seconds=60))
         with ThreadPoolExecutor(1) as pool:
@@ -341,6 +336,16 @@ def test_a_wait_ends_with_the_name_of_an_etcd_that_stays_away(private_etcd: Embe
                 waiting.result(30)
 
 
+IN_PROCESS = """
+import sys
+from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.etcd.types import EtcdConfig
+from lightning_dlrover.rdzv.agents.store import EtcdStore
+endpoint, prefix, argument = sys.argv[1:]
+client = EtcdClient(EtcdConfig(endpoint))
+"""
+
+
 @pytest.fixture
 def run_all(fork_server: None, etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> RunAll:
     """Run processes of one source side by side, each with an argument of its own; return the last line of each output."""
@@ -348,7 +353,7 @@ def run_all(fork_server: None, etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -
     def run(source: str, *arguments: str) -> list[str]:
         outputs = [tmp_path / f"{argument}.out" for argument in arguments]
         processes = [
-            WarmProcess(run_code, [source, etcd.endpoint, keys.store, argument], os.environ, output)
+            WarmProcess(run_code, [IN_PROCESS + source, etcd.endpoint, keys.store, argument], os.environ, output)
             for argument, output in zip(arguments, outputs, strict=True)
         ]
         try:
@@ -364,14 +369,10 @@ def run_all(fork_server: None, etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -
 
 
 ADDING_PROCESS = """
-import sys
-from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.types import EtcdConfig
-from lightning_dlrover.rdzv.agents.store import EtcdStore
-store = EtcdStore(EtcdClient(EtcdConfig(sys.argv[1])), sys.argv[2])
+store = EtcdStore(client, prefix)
 for _ in range(50):
     store.add("n", 1)
-    store.append("log", sys.argv[3])
+    store.append("log", argument)
 """
 
 
@@ -428,13 +429,9 @@ def test_waiting_leaves_no_thread_behind(client: EtcdClient, keys: Keys) -> None
 
 
 GLOO_WORKER = """
-import sys
 import torch, torch.distributed as dist
-from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.types import EtcdConfig
-from lightning_dlrover.rdzv.agents.store import EtcdStore
-endpoint, prefix, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
-store = dist.PrefixStore("group", EtcdStore(EtcdClient(EtcdConfig(endpoint)), prefix))
+rank = int(argument)
+store = dist.PrefixStore("group", EtcdStore(client, prefix))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 total = torch.tensor([rank + 1.0])
 dist.all_reduce(total)
@@ -451,14 +448,10 @@ def test_gloo_forms_process_groups_over_it(run_all: RunAll) -> None:
 
 
 SUBGROUP_WORKER = """
-import sys
 from datetime import timedelta
 import torch, torch.distributed as dist
-from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.types import EtcdConfig
-from lightning_dlrover.rdzv.agents.store import EtcdStore
-endpoint, prefix, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
-store = EtcdStore(EtcdClient(EtcdConfig(endpoint)), prefix)
+rank = int(argument)
+store = EtcdStore(client, prefix)
 chain = dist.PrefixStore("outer", dist.PrefixStore("inner", store))
 dist.init_process_group("gloo", store=chain, rank=rank, world_size=3, timeout=timedelta(seconds=60))
 pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
@@ -485,12 +478,9 @@ def test_subgroups_and_barriers_work_as_over_any_store(run_all: RunAll) -> None:
 
 
 INTERRUPTED = """
-import sys, threading, os, signal
+import threading, os, signal
 from datetime import timedelta
-from lightning_dlrover.rdzv.etcd.client import EtcdClient
-from lightning_dlrover.rdzv.etcd.types import EtcdConfig
-from lightning_dlrover.rdzv.agents.store import EtcdStore
-store = EtcdStore(EtcdClient(EtcdConfig(sys.argv[1])), sys.argv[2], timedelta(seconds=100))
+store = EtcdStore(client, prefix, timedelta(seconds=100))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's shell has it ignored
 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:

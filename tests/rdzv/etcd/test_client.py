@@ -27,6 +27,7 @@ from lightning_dlrover.rdzv.etcd.types import (
     none_under,
 )
 from lightning_dlrover.rdzv.job.records import Keys
+from tests.rdzv.present import present
 from tests.support.counted_requests import counted
 from tests.support.full_etcd import full
 from tests.support.waiting import eventually
@@ -91,9 +92,7 @@ def test_exactly_one_of_many_compare_and_swaps_wins(client: EtcdClient, keys: Ke
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(increase, range(40)))
-    found = client.get(key)
-    assert found is not None
-    assert found.value == b"40"
+    assert present(client.get(key)).value == b"40"
 
 
 # -- lost answers
@@ -135,9 +134,7 @@ def test_transaction_with_a_lost_answer_is_not_reported_as_failed(
     client.check()
     with one_lost_answer(client, monkeypatch):
         assert client.txn([absent(key)], [Put(key, b"me")]).succeeded
-    found = client.get(key)
-    assert found is not None
-    assert found.version == 1
+    assert present(client.get(key)).version == 1
 
 
 def test_deletion_of_a_prefix_with_a_lost_answer_is_not_reported_as_failed(

@@ -105,7 +105,7 @@ def test_a_mirror_survives_that_its_revision_was_compacted(
         mirror.wait_for(lambda found: found[keys.root + "k"].value == b"2" or None, 5)
 
 
-def test_waiting_in_vain_names_the_prefix_and_the_seconds(client: EtcdClient, keys: Keys) -> None:
+def test_wait_that_times_out_names_the_prefix_and_the_seconds(client: EtcdClient, keys: Keys) -> None:
     with Mirror(client, keys.root) as mirror, pytest.raises(TimeoutError, match=rf"0\.1 s.*{keys.root}"):
         mirror.wait_for(lambda _: None, 0.1)
 
@@ -174,7 +174,7 @@ def test_mirror_that_misses_nothing_of_its_prefix_has_caught_up(client: EtcdClie
         mirror.catch_up(5)
 
 
-def test_catching_up_in_vain_names_the_prefix_and_the_seconds(client: EtcdClient, keys: Keys) -> None:
+def test_catching_up_too_late_names_the_prefix_and_the_seconds(client: EtcdClient, keys: Keys) -> None:
     with late_mirror(client, keys) as (mirror, _):
         client.put(keys.root + "k", b"1")
         with pytest.raises(TimeoutError, match=rf"0\.2 s.*{keys.root}"):
@@ -193,6 +193,7 @@ def test_closed_mirror_ends_catching_up(client: EtcdClient, keys: Keys) -> None:
         arrives.set()
 
 
+@pytest.mark.slow
 def test_catching_up_without_etcd_is_an_error(private_etcd: EmbeddedEtcd, keys: Keys) -> None:
     with EtcdClient(EtcdConfig(private_etcd.endpoint)) as client, Mirror(client, keys.root, check_interval_s=60) as mirror:
         private_etcd.kill()

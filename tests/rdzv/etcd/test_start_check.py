@@ -1,4 +1,4 @@
-"""A job's start names the troubles of its etcd, and is neither delayed nor disturbed by the question."""
+"""A job's start names troubles of its etcd and unsupported releases, and is neither delayed nor disturbed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from lightning_dlrover.rdzv.etcd import health
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.connection import etcdrpc, grpc
-from lightning_dlrover.rdzv.etcd.health import troubles_of, warn_of_troubles
+from lightning_dlrover.rdzv.etcd.health import troubles_of, version_warning, warn_of_troubles
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from tests.support.full_etcd import fill, small_etcd
@@ -47,10 +47,10 @@ def test_nearly_full_etcd_is_one_warning_with_the_next_move(tmp_path: Path) -> N
         fill(others)
         full = troubles_of(others.config)
     [line] = [line for line in text.splitlines() if line.startswith("etcd size")]
-    assert re.search(r"of 4\.0 MiB, \d+%: at its quota it takes no writes -> etcdctl .*--quota-backend-bytes", line)
+    assert re.search(r"of 4\.0 MiB, \d+%: at its quota it accepts no writes -> etcdctl .*--quota-backend-bytes", line)
     assert len(warnings) == 1
     assert checks(warnings[0]) == {"etcd size"}
-    assert "alarm NOSPACE: it takes no writes -> " in full
+    assert "alarm NOSPACE: it accepts no writes -> " in full
 
 
 def test_etcd_that_never_compacts_is_pointed_out(private_etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,3 +114,13 @@ def test_silent_etcd_neither_delays_nor_disturbs_the_start(caplog: pytest.LogCap
         thread.join(30)
         assert not thread.is_alive()
     assert (warnings, caplog.text) == ([], "")
+
+
+@pytest.mark.parametrize("version", ["3.3.27", "3.4.43", "3.5.1", "3.5.29", "3.6.10"])
+def test_a_release_that_leaks_other_users_prefixes_is_named(version: str) -> None:
+    assert version in (version_warning(version) or "")
+
+
+@pytest.mark.parametrize("version", ["3.4.44", "3.5.30", "3.6.11", "3.7.0", "4.0.0", "unreadable"])
+def test_a_fixed_release_is_not_complained_about(version: str) -> None:
+    assert version_warning(version) is None

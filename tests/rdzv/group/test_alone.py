@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dlrover.rdzv.desync import Purpose
+from lightning_dlrover.rdzv.desync import CollectiveCall
 from lightning_dlrover.rdzv.group.world import LoneWorld, World
 from lightning_dlrover.rdzv.job.events import FitFinished
 from lightning_dlrover.rdzv.job.records import RoundRecord
@@ -29,7 +29,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "all_reach": ("here",),
     "alone": ("reason",),
     "announce": ("model",),
-    "compared": (lambda: Purpose("test"),),
+    "compared": (lambda: CollectiveCall("test"),),
     "connect": (RoundRecord(1, [], "", "start", planned=True), "name", []),
     "event": (FitFinished(3), "text"),
     "finish": (3,),
@@ -54,7 +54,7 @@ def world() -> Iterator[LoneWorld]:
 
 @pytest.mark.parametrize("name", [*PUBLIC, *ATTRIBUTES])
 def test_every_call_works_or_is_refused(name: str, world: LoneWorld) -> None:
-    refused = pytest.raises(WorldError, match=r"started by hand.*start the script with torchrun")
+    refused = pytest.raises(WorldError, match=r"runs outside a job.*start the script with torchrun")
     with refused if name in REFUSED else contextlib.nullcontext():
         found = getattr(world, name)
         if name in PUBLIC and not isinstance(vars(World)[name], property):

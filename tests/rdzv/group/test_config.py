@@ -6,6 +6,7 @@ import pytest
 
 from lightning_dlrover.rdzv.group.config import Timeouts, WorldConfig
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX
+from tests.rdzv.present import present
 
 JOB = {"DLROVER_RUN_ID": "job", "DLROVER_ENDPOINT": "localhost:2379", "DLROVER_AGENT_ID": "agent"}
 
@@ -16,8 +17,7 @@ def test_outside_of_a_job_there_is_no_configuration() -> None:
 
 def test_limits_are_counted_in_workers_not_nodes() -> None:
     environ = {**JOB, "DLROVER_MIN_NODES": "2", "DLROVER_MAX_NODES": "3", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"}
-    config = WorldConfig.from_environment(environ, "1")
-    assert config is not None
+    config = present(WorldConfig.from_environment(environ, "1"))
     assert (config.min_workers, config.max_workers, config.local_rank) == (8, 12, 1)
     assert config.prefix == DEFAULT_PREFIX
 
@@ -30,19 +30,18 @@ def test_missing_variable_is_named_with_the_next_move(missing: str) -> None:
 
 
 def test_worker_inherits_its_etcd_credentials_from_its_agent() -> None:
-    config = WorldConfig.from_environment({**JOB, "DLROVER_USER": "me", "DLROVER_PASSWORD_FILE": "/secret"}, "1")
-    assert config is not None
+    config = present(WorldConfig.from_environment({**JOB, "DLROVER_USER": "me", "DLROVER_PASSWORD_FILE": "/secret"}, "1"))
     assert config.etcd.access == {"user": "me", "password_file": "/secret"}
 
 
 def test_timeouts_of_the_agent_reach_its_workers() -> None:
     timeouts = Timeouts(*(float(number) for number in range(11, 18)))
-    config = WorldConfig.from_environment(JOB | timeouts.to_environment(), "1")
-    assert config is not None
+    config = present(WorldConfig.from_environment(JOB | timeouts.to_environment(), "1"))
     assert config.etcd.timeout_s == timeouts.etcd_timeout_s
-    assert {name: getattr(config, name) for name in vars(timeouts) if name != "etcd_timeout_s"} == {
-        name: value for name, value in vars(timeouts).items() if name != "etcd_timeout_s"
-    }
+    of_world = ("lease_ttl_s", "wait_timeout_s", "form_timeout_s", "collective_timeout_s")
+    assert [getattr(config, name) for name in of_world] == [getattr(timeouts, name) for name in of_world]
+    assert (config.timeouts.start_s, config.timeouts.regroup_s) == (timeouts.start_timeout_s, timeouts.regroup_timeout_s)
+    assert config.timeouts.return_s == 2 * timeouts.lease_ttl_s
 
 
 @pytest.mark.parametrize("value", ["10m", "0", "-1", "nan", "inf"])

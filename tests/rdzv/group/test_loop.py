@@ -24,9 +24,7 @@ WORKERS = ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize("made", list(product([None, 6, 7], repeat=4)))
-def test_all_get_the_most_advanced_state_from_one_of_its_holders(
-    made: tuple[int | None, ...],
-) -> None:
+def test_all_get_the_most_advanced_state_from_one_of_its_holders(made: tuple[int | None, ...]) -> None:
     updates = dict(zip(WORKERS, made, strict=True))
     newest = max((u for u in made if u is not None), default=0)
     has_newest = {w for w in WORKERS if updates[w] == newest} or {WORKERS[0]}
@@ -44,7 +42,7 @@ def test_joiners_are_given_the_state_by_as_many_others_as_there_are() -> None:
     assert plan.joining == [("a", "c"), ("b", "d")]
 
 
-def test_hello_that_is_no_number_ends_the_round() -> None:
+def test_hello_that_is_not_a_number_ends_the_round() -> None:
     round_ = RoundRecord(3, ["a", "b"], "", "start", planned=True)
     assert updates_made(Formation(round_, {"a": b"7", "b": b""}, 0)) == {"a": 7, "b": None}
     with pytest.raises(RoundEndedError, match=r"round 3.*garbage"):
@@ -96,12 +94,12 @@ def loop_after(folder: Path, part: Part) -> tuple[_Loop, Any]:
     return _Loop(world, 9, 0, {"part": part}, 0.1), world
 
 
-def test_left_state_is_gone_on_from(tmp_path: Path) -> None:
+def test_loop_continues_from_the_left_state(tmp_path: Path) -> None:
     part = Part()
     loop, world = loop_after(tmp_path, part)
     loop._settle()
     assert (loop.num_made, part.loaded) == (7, {"value": 5})
-    assert world.events == ["went on from the state of step 7 in a host's memory"]
+    assert world.events == ["continued from the state of step 7 in a host's memory"]
 
 
 @pytest.mark.parametrize("error, is_kept", [(KeyError("weight"), False), (RoundEndedError("a worker was lost"), True)])

@@ -21,6 +21,7 @@ from lightning_dlrover.rdzv.group.world import World
 from lightning_dlrover.rdzv.job.records import AgentRecord, ControllerRecord, JobRecord, Keys, decode, encode
 from lightning_dlrover.rdzv.membership.member import TooLateError
 from lightning_dlrover.rdzv.transport.process_groups import RoundEnd
+from tests.rdzv.present import present
 from tests.support.full_etcd import full
 from tests.support.waiting import eventually
 from tests.support.warm_process import WarmProcess, run_code
@@ -36,7 +37,9 @@ def world_of(etcd: EmbeddedEtcd, keys: Keys) -> Iterator[WorldOf]:
     made: list[World] = []
 
     def make(min_workers: int = 1, **config: Any) -> World:
-        place = WorldConfig(EtcdConfig(etcd.endpoint), keys.run_id, keys.prefix, "agent", 0, min_workers, 4, "1", **config)
+        place = WorldConfig(
+            *(keys.run_id, keys.prefix, "agent", 0, min_workers, 4, "1"), etcd=EtcdConfig(etcd.endpoint), **config
+        )
         made.append(World(place))
         return made[-1]
 
@@ -97,9 +100,7 @@ def test_job_has_stepped_from_its_first_step_on(world_of: WorldOf, client: EtcdC
     found = []
     for step in world_of().steps(2):
         with step:
-            entry = client.get(keys.job)
-            assert entry is not None
-            found.append(decode(JobRecord, entry.value, keys.job).has_stepped)
+            found.append(decode(JobRecord, present(client.get(keys.job)).value, keys.job).has_stepped)
     assert found == [False, True]
 
 
@@ -235,7 +236,7 @@ def test_error_of_a_survivor_names_the_lost_worker(etcd: EmbeddedEtcd, client: E
     reporting, dead, _ = run_members([["report"], ["die"], []], etcd, client, keys, tmp_path)
     assert dead.startswith("-9")
     assert reporting.startswith("1")
-    assert re.search(r"This worker failed because the job has lost \S+-\d+-\w+, in whose collective it was", reporting), (
+    assert re.search(r"This worker failed because the job has lost \S+-\d+-\w+ in the middle of a collective", reporting), (
         reporting
     )
 

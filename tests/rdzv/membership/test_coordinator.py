@@ -1,4 +1,4 @@
-"""Elections, rounds and burials as transactions: the guards of each, and the state that a death between two of them leaves."""
+"""Elections, rounds and evictions as transactions: their guards, and the state that a death between two of them leaves."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.membership.coordinator import Coordinator, Write, burial
+from lightning_dlrover.rdzv.membership.coordinator import Coordinator, Write, eviction
 from lightning_dlrover.rdzv.membership.rounds import Answer, Decoder, JobView, RoundTimeouts, read_view
+from tests.rdzv.present import present
 
 KEYS = Keys("job", "/test")
 TIMEOUTS = RoundTimeouts(start_s=60.0, regroup_s=120.0, return_s=10.0)
@@ -74,7 +75,7 @@ class Records:
 
 
 def next_write(coordinator: Coordinator, records: Records, now_s: float = 0.0) -> Write | None:
-    """What a worker does as long as nobody else writes: it stands for coordinator, and acts in office."""
+    """The worker's next write if no other worker writes: its candidacy, or its decision in office."""
     entries = dict(records.entries)
     if coordinator.is_in_office(entries):
         return coordinator.next_write(entries, records.view, now_s)
@@ -89,16 +90,20 @@ def next_round_of(coordinator: Coordinator, records: Records, now_s: float = 0.0
     return write
 
 
-def buried(records: Records, worker_id: str) -> list[Write]:
-    return burial(records.entries[KEYS.workers + worker_id], records.entries.get(KEYS.coordinator), KEYS)
+def due(coordinator: Coordinator, records: Records, purpose: str) -> Write:
+    """The worker's next write, which has this purpose."""
+    write = present(next_write(coordinator, records))
+    assert write.purpose == purpose
+    return write
+
+
+def evictions(records: Records, worker_id: str) -> list[Write]:
+    return eviction(records.entries[KEYS.workers + worker_id], records.entries.get(KEYS.coordinator), KEYS)
 
 
 def elected(records: Records, worker_id: str) -> Coordinator:
     coordinator = Coordinator(KEYS, worker_id, 7, TIMEOUTS)
-    write = next_write(coordinator, records)
-    assert write is not None
-    assert write.purpose == "elect"
-    assert records.run(write)
+    assert records.run(due(coordinator, records, "elect"))
     return coordinator
 
 
@@ -131,16 +136,13 @@ def test_coordinator_needs_records_that_show_its_election() -> None:
     before, view = dict(records.entries), records.view
     assert records.run(next_write(coordinator, records))
     assert coordinator.next_write(before, view, 0.0) is None
-    write = next_write(coordinator, records)
-    assert write is not None
-    assert write.purpose == "round"
+    due(coordinator, records, "round")
 
 
 def test_former_coordinator_writes_no_round() -> None:
     records, coordinator = job_of("a", "b")
     records.worker("c")
-    late = next_write(coordinator, records)
-    assert late is not None
+    late = present(next_write(coordinator, records))
     assert late.round is not None
     assert sorted(late.round.members) == ["a", "b", "c"]
     records.apply((), (Delete(KEYS.coordinator),))
@@ -166,19 +168,17 @@ def test_office_of_a_holder_without_record_is_revoked() -> None:
     records, _ = job_of("a", "b")
     records.apply((), (Delete(KEYS.workers + "a"),))
     other = Coordinator(KEYS, "b", 8, TIMEOUTS)
-    write = next_write(other, records)
-    assert write is not None
-    assert write.purpose == "unseat"
+    write = due(other, records, "unseat")
     assert records.run(write)
     assert not records.run(write)
     assert KEYS.coordinator not in records.entries
 
 
-def test_death_in_any_step_of_a_burial_does_not_stop_the_job() -> None:
+def test_death_in_any_step_of_an_eviction_does_not_stop_the_job() -> None:
     for num_writes in range(3):
         records, _ = job_of("a", "b")
         records.put(KEYS.drains + "a", encode(DrainRecord("a", "because")))
-        for write in buried(records, "a")[:num_writes]:
+        for write in evictions(records, "a")[:num_writes]:
             assert records.run(write)
         if num_writes == 0:
             records.apply((), (Delete(KEYS.workers + "a"),))  # its lease expires
@@ -188,9 +188,9 @@ def test_death_in_any_step_of_a_burial_does_not_stop_the_job() -> None:
         assert (records.round.number, records.round.members, records.round.convener) == (2, ["b"], "b")
 
 
-def test_a_burial_ends_only_the_life_that_was_seen() -> None:
+def test_an_eviction_ends_only_the_registration_that_was_seen() -> None:
     records, _ = job_of("a", "b")
-    writes = buried(records, "b")
+    writes = evictions(records, "b")
     records.apply((), (Delete(KEYS.workers + "b"),))
     records.worker("b")
     assert [records.run(write) for write in writes] == [False]
@@ -205,8 +205,7 @@ def test_patience_restarts_for_each_situation() -> None:
     assert next_round_of(coordinator, records, 1229.0) is None
     coordinator.interrupt()
     assert next_round_of(coordinator, records, 1231.0) is None
-    write = next_round_of(coordinator, records, 1352.0)
-    assert write is not None
+    write = present(next_round_of(coordinator, records, 1352.0))
     assert write.round is not None
     assert (write.round.members, write.round.kind) == (["a", "c"], "loss")
 
@@ -215,10 +214,7 @@ def test_round_and_its_notice_appear_together() -> None:
     records, coordinator = job_of("a", "b")
     records.put(KEYS.drains + "b", encode(DrainRecord("b", "because")))
     records.worker("c")
-    write = next_write(coordinator, records)
-    assert write is not None
-    assert write.purpose == "round"
-    assert records.run(write)
+    assert records.run(due(coordinator, records, "round"))
     assert records.round.members == ["a", "c"]
     notice = decode(Notice, records.entries[KEYS.notice].value, KEYS.notice)
     assert (notice.round_number, notice.drains, notice.leavers) == (2, ["b"], ["b"])
@@ -229,10 +225,7 @@ def test_notice_names_members_that_gave_the_round_up_and_those_that_are_gone() -
     while records.run(next_write(coordinator, records)):
         pass
     records.worker("b", "reforming", 1)
-    write = next_write(coordinator, records)
-    assert write is not None
-    assert write.purpose == "notice"
-    assert records.run(write)
+    assert records.run(due(coordinator, records, "notice"))
     worker_view = Decoder(KEYS, lambda *_: None).worker_view(records.entries)
     assert (worker_view.given_up, worker_view.lost, worker_view.keepers) == (["b"], [], ["b"])
     assert next_write(coordinator, records) is None
@@ -244,9 +237,7 @@ def test_notice_of_an_earlier_coordinator_is_replaced() -> None:
         pass
     records.apply((), (Delete(KEYS.coordinator),))
     successor = elected(records, "b")
-    write = next_write(successor, records)
-    assert write is not None
-    assert write.purpose == "notice"
+    write = due(successor, records, "notice")
     assert not records.run(next_write(coordinator, records))  # no longer in office
     assert records.run(write)
 
@@ -271,7 +262,7 @@ def purpose_after(coordinator: Coordinator, records: Records, now_s: float) -> s
 def test_member_without_a_lease_is_awaited_while_its_port_accepts(answer: Answer, waits_s: float) -> None:
     records, coordinator = job_with_addresses("a", "b")
     records.expire("b")
-    coordinator.hear({"b": answer})
+    coordinator.note_answers({"b": answer})
     if waits_s:
         assert purpose_after(coordinator, records, 100.0) == ""
         assert purpose_after(coordinator, records, 99.9 + waits_s) == ""
@@ -282,21 +273,18 @@ def test_port_that_refuses_ends_the_wait_for_a_member() -> None:
     records, coordinator = job_with_addresses("a", "b")
     records.expire("b")
     assert purpose_after(coordinator, records, 0.0) == ""  # nobody has knocked yet
-    coordinator.hear({"b": "refuses"})
-    burying = next_round_of(coordinator, records, 1.0)
-    assert burying is not None
-    assert burying.purpose == "bury"
-    assert records.run(burying)
+    coordinator.note_answers({"b": "refuses"})
+    assert records.run(due(coordinator, records, "evict"))
     assert purpose_after(coordinator, records, 1.0) == "round"
 
 
-def test_member_that_has_returned_is_not_buried() -> None:
+def test_member_that_has_returned_is_not_evicted() -> None:
     records, coordinator = job_with_addresses("a", "b")
     records.expire("b")
-    coordinator.hear({"b": "refuses"})
-    burying = next_round_of(coordinator, records)
+    coordinator.note_answers({"b": "refuses"})
+    evicting = next_round_of(coordinator, records)
     records.worker("b", "active", 1)
-    assert not records.run(burying)
+    assert not records.run(evicting)
     assert purpose_after(coordinator, records, 0.0) == ""
 
 
@@ -308,11 +296,10 @@ def test_job_starts_over_only_when_the_wait_for_all_its_members_is_over(answer: 
         records.expire(worker)
     records.apply((), (Delete(KEYS.coordinator),))
     spare = elected(records, "spare")
-    spare.hear({"a": answer, "b": answer})
+    spare.note_answers({"a": answer, "b": answer})
     assert purpose_after(spare, records, 0.0) == ""
     assert purpose_after(spare, records, 59.9) == ""
-    write = next_round_of(spare, records, 60.0)
-    assert write is not None
+    write = present(next_round_of(spare, records, 60.0))
     assert write.round is not None
     assert (write.round.kind, write.round.members) == ("start", ["spare"])
 
@@ -321,7 +308,7 @@ def test_first_member_that_returns_gives_the_others_more_time() -> None:
     records, coordinator = job_with_addresses("a", "b", "c")
     for worker in ("b", "c"):
         records.expire(worker)
-    coordinator.hear({"b": "accepts", "c": "accepts"})
+    coordinator.note_answers({"b": "accepts", "c": "accepts"})
     assert purpose_after(coordinator, records, 0.0) == ""
     records.worker("b", "active", 1)
     assert purpose_after(coordinator, records, 9.0) == ""
@@ -329,15 +316,15 @@ def test_first_member_that_returns_gives_the_others_more_time() -> None:
     assert purpose_after(coordinator, records, 19.0) == "round"
 
 
-def test_member_that_is_cut_off_again_and_again_does_not_hold_up_the_loss_of_another() -> None:
+def test_member_with_repeated_cuts_does_not_delay_the_loss_of_another() -> None:
     records, coordinator = job_with_addresses("a", "b", "c")
     records.expire("b")
-    coordinator.hear({"b": "accepts"})  # its process is stopped
+    coordinator.note_answers({"b": "accepts"})  # its process is stopped
     written_at = None
     for second in range(0, 60, 3):
         if second % 2:
             records.expire("c")
-            coordinator.hear({"c": "accepts"})
+            coordinator.note_answers({"c": "accepts"})
         else:
             records.worker("c", "active", 1)
         if purpose_after(coordinator, records, float(second)) == "round":
@@ -348,11 +335,11 @@ def test_member_that_is_cut_off_again_and_again_does_not_hold_up_the_loss_of_ano
 
 
 @pytest.mark.parametrize("answer", ["refuses", "silent"])
-def test_garbage_in_the_place_of_a_lost_member_holds_up_no_round(answer: Answer) -> None:
+def test_garbage_in_place_of_a_lost_member_delays_no_round(answer: Answer) -> None:
     records, coordinator = job_with_addresses("a", "b")
     records.expire("b")
     records.put(KEYS.workers + "b", b"garbage")
-    coordinator.hear({"b": answer})
+    coordinator.note_answers({"b": answer})
     for _ in range(2):
         write = next_round_of(coordinator, records)
         assert records.run(write)
@@ -364,7 +351,7 @@ def test_garbage_in_the_place_of_a_lost_member_holds_up_no_round(answer: Answer)
 def test_addresses_of_workers_that_are_gone_for_good_are_removed() -> None:
     records, coordinator = job_with_addresses("a", "b")
     records.expire("b")
-    coordinator.hear({"b": "silent"})
+    coordinator.note_answers({"b": "silent"})
     assert records.run(next_round_of(coordinator, records))
     records.worker("a", "active", 2)
     assert records.run(next_round_of(coordinator, records))
@@ -376,10 +363,8 @@ def test_addresses_of_workers_that_are_gone_for_good_are_removed() -> None:
 def test_round_without_missing_members_fails_once_one_has_returned(is_cut_off_again: bool) -> None:
     records, coordinator = job_with_addresses("a", "b")
     records.expire("b")
-    coordinator.hear({"b": "silent"})
-    write = next_round_of(coordinator, records)
-    assert write is not None
-    assert write.purpose == "round"
+    coordinator.note_answers({"b": "silent"})
+    write = due(coordinator, records, "round")
     records.worker("b", "active", 1)  # the coordinator's copy is late
     records.address("b")
     if is_cut_off_again:

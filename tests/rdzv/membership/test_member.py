@@ -10,7 +10,7 @@ import pytest
 
 from lightning_dlrover.rdzv.job.records import JobRecord, RoundRecord, WorkerRecord
 from lightning_dlrover.rdzv.membership.member import Formation, LeftOutError, Member, WorldError, run_blocking
-from lightning_dlrover.rdzv.membership.rounds import JobView, WorkerView, worker_view_of
+from lightning_dlrover.rdzv.membership.rounds import JobView, WorkerView, notice_of
 
 ROUND = RoundRecord(5, ["a", "b"], "test", "grow", planned=True)
 
@@ -18,6 +18,11 @@ ROUND = RoundRecord(5, ["a", "b"], "test", "grow", planned=True)
 def view_of(phase: Any, *workers: str) -> JobView:
     records = {w: WorkerRecord(w, "agent", "host", 1, 0, "address", 1, "active", 5) for w in workers}
     return JobView(JobRecord(phase, True, 1, 2, "1"), ROUND, None, records, {}, frozenset())
+
+
+def worker_view_of(view: JobView) -> WorkerView:
+    """The workers' view if their coordinator sees `view`."""
+    return WorkerView(view.job, view.round, view.plan, notice_of(view, 0))
 
 
 class Backend:
@@ -48,7 +53,7 @@ class Backend:
     async def write(self, *args: object, **kwargs: object) -> None:
         self.written.append(args)
 
-    async def bury_the_dead(self, workers: Sequence[str]) -> None:
+    async def evict_dead(self, workers: Sequence[str]) -> None:
         self.probed += workers
 
     async def destroy(self) -> None: ...
@@ -76,17 +81,17 @@ def test_loss_in_a_later_fit_awaits_the_next_round() -> None:
 def test_worker_that_was_handing_over_is_probed_when_the_round_breaks() -> None:
     view = view_of("training", "a", "b", "leaver")
     following = RoundRecord(6, ["a", "b"], "test", "retry", planned=False)
-    means = Backend(view, later=replace(view, round=following))
-    assert run_blocking(Member(means)._next_after(ROUND)) == following  # type: ignore[arg-type]
-    assert means.probed == 2 * ["a", "b", "leaver"]  # at once and while it waits
-    assert means.written == [("reforming", 5)]
+    backend = Backend(view, later=replace(view, round=following))
+    assert run_blocking(Member(backend)._next_after(ROUND)) == following  # type: ignore[arg-type]
+    assert backend.probed == 2 * ["a", "b", "leaver"]  # at once and while it waits
+    assert backend.written == [("reforming", 5)]
 
 
-def test_worker_that_sees_the_next_round_already_reports_nothing_of_the_broken_one() -> None:
+def test_worker_that_sees_the_next_round_reports_nothing_of_the_broken_one() -> None:
     following = RoundRecord(6, ["a"], "lost b", "loss", planned=False)
-    means = Backend(replace(view_of("training", "a"), round=following))
-    assert run_blocking(Member(means)._next_after(ROUND)) == following  # type: ignore[arg-type]
-    assert means.written == []
+    backend = Backend(replace(view_of("training", "a"), round=following))
+    assert run_blocking(Member(backend)._next_after(ROUND)) == following  # type: ignore[arg-type]
+    assert backend.written == []
 
 
 def test_drained_worker_leaves_a_broken_round_to_the_others() -> None:
@@ -119,7 +124,7 @@ def test_drained_worker_does_not_wait_for_the_first_round() -> None:
 
 
 @pytest.mark.parametrize(
-    "phase, workers, in_vain",
+    "phase, workers, is_useless",
     [
         ("training", "ab", False),
         ("training", "a", False),
@@ -128,6 +133,6 @@ def test_drained_worker_does_not_wait_for_the_first_round() -> None:
         ("failed", "a", True),
     ],
 )
-def test_a_round_whose_members_have_ended_with_the_job_is_not_waited_for(phase: str, workers: str, in_vain: bool) -> None:
+def test_a_round_whose_members_have_ended_with_the_job_is_not_waited_for(phase: str, workers: str, is_useless: bool) -> None:
     view = view_of(phase, *workers)
-    assert Member(Backend(view)).will_never_form(worker_view_of(view), 5) == in_vain  # type: ignore[arg-type]
+    assert Member(Backend(view)).will_never_form(worker_view_of(view), 5) == is_useless  # type: ignore[arg-type]

@@ -1,11 +1,11 @@
-"""The membership protocol against a real etcd: elections, burials and refusals."""
+"""The membership protocol against a real etcd: elections, evictions and refusals."""
 
 from __future__ import annotations
 
 import dataclasses
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +31,8 @@ from lightning_dlrover.rdzv.job.records import (
 from lightning_dlrover.rdzv.membership import coordinator
 from lightning_dlrover.rdzv.membership.member import EvictedError, MembershipError
 from lightning_dlrover.rdzv.membership.membership import JobClosedError, Membership, MembershipConfig
-from lightning_dlrover.rdzv.membership.rounds import JobView, RoundTimeouts, WorkerView, read_view
+from lightning_dlrover.rdzv.membership.rounds import JobView, RoundTimeouts, WorkerView, dead_workers, read_view
+from tests.rdzv.present import present
 from tests.support.full_etcd import fill, full, small_etcd
 from tests.support.waiting import eventually
 
@@ -64,6 +65,9 @@ class Worker:
     def worker_id(self) -> str:
         return self.membership.worker_id
 
+    def evict_dead(self, worker_ids: Sequence[str]) -> None:
+        self.membership.evict(dead_workers(self.membership.whose_refusal_counts(worker_ids)))
+
     def wait_for(self, found: Callable[[WorkerView], T | None], what: str = "something") -> T:
         return self.membership.wait_for(found, 15.0, what)
 
@@ -92,8 +96,11 @@ class Worker:
             self.port.close()
 
 
+StartWorker = Callable[..., Worker]
+
+
 @pytest.fixture
-def start(etcd: EmbeddedEtcd, run_id: str) -> Iterator[Callable[..., Worker]]:
+def start(etcd: EmbeddedEtcd, run_id: str) -> Iterator[StartWorker]:
     """Start workers, each with its own client, as in separate processes."""
     with ExitStack() as stack:
 
@@ -105,7 +112,7 @@ def start(etcd: EmbeddedEtcd, run_id: str) -> Iterator[Callable[..., Worker]]:
         yield make
 
 
-def job_of(start: Callable[..., Worker], size: int, **config: Any) -> list[Worker]:
+def job_of(start: StartWorker, size: int, **config: Any) -> list[Worker]:
     """Workers that train together."""
     workers = [start(min_workers=size, **config) for _ in range(size)]
     for worker in workers:
@@ -117,10 +124,24 @@ def job_of(start: Callable[..., Worker], size: int, **config: Any) -> list[Worke
     return workers
 
 
+def ready(start: StartWorker, **config: Any) -> Worker:
+    """A worker that waits for admission."""
+    worker = start(**config)
+    worker.membership.register()
+    worker.membership.own.update("ready")
+    return worker
+
+
+def coordinator_of(workers: list[Worker]) -> tuple[Worker, list[Worker]]:
+    round_ = present(workers[0].membership.view.round)
+    coordinator = next(worker for worker in workers if worker.worker_id == round_.convener)
+    return coordinator, [worker for worker in workers if worker is not coordinator]
+
+
 # --- rounds -------------------------------------------------------------------------------------------------------------------
 
 
-def test_workers_that_start_together_get_one_round_with_all_of_them(start: Callable[..., Worker]) -> None:
+def test_workers_that_start_together_get_one_round_with_all_of_them(start: StartWorker) -> None:
     workers = job_of(start, 3)
     rounds = [worker.membership.view.round for worker in workers]
     assert rounds[0] == rounds[1] == rounds[2]
@@ -128,7 +149,7 @@ def test_workers_that_start_together_get_one_round_with_all_of_them(start: Calla
     assert sorted(rounds[0].members) == sorted(worker.worker_id for worker in workers)
 
 
-def test_a_late_worker_stands_by_until_it_is_ready(start: Callable[..., Worker]) -> None:
+def test_a_late_worker_stands_by_until_it_is_ready(start: StartWorker) -> None:
     (first,) = job_of(start, 1)
     late = start()
     assert late.membership.register() == "standby"
@@ -139,28 +160,23 @@ def test_a_late_worker_stands_by_until_it_is_ready(start: Callable[..., Worker])
     assert first.wait_for_round(2).members == [first.worker_id, late.worker_id]
 
 
-def test_a_worker_that_asks_to_leave_is_left_out_of_the_next_round(start: Callable[..., Worker]) -> None:
+def test_a_worker_that_asks_to_leave_is_left_out_of_the_next_round(start: StartWorker) -> None:
     first, second = job_of(start, 2, max_workers=2)
-    spare = start(min_workers=2, max_workers=2)
-    spare.membership.register()
-    spare.membership.own.update("ready")
+    spare = ready(start, min_workers=2, max_workers=2)
     second.membership.own.drain("preemption notice")
     round_ = first.wait_for_round(2)
     assert second.worker_id not in round_.members or first.worker_id not in round_.members
     assert spare.worker_id in round_.members
 
 
-def test_only_the_holder_of_the_election_key_writes_rounds(start: Callable[..., Worker]) -> None:
+def test_only_the_holder_of_the_election_key_writes_rounds(start: StartWorker) -> None:
     workers = job_of(start, 3)
-    election = workers[0].client.get(workers[0].membership.keys.coordinator)
-    assert election is not None
-    round_ = workers[0].membership.view.round
-    assert round_ is not None
-    assert round_.convener == election.value.decode()
+    election = present(workers[0].client.get(workers[0].membership.keys.coordinator))
+    assert present(workers[0].membership.view.round).convener == election.value.decode()
 
 
 def test_a_coordinator_that_lost_its_key_cannot_write_a_round(
-    start: Callable[..., Worker], client: EtcdClient, monkeypatch: pytest.MonkeyPatch
+    start: StartWorker, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its view may be old, but its write is fenced on the key's create revision."""
     (coordinator,) = job_of(start, 1)
@@ -175,7 +191,7 @@ def test_a_coordinator_that_lost_its_key_cannot_write_a_round(
     client.txn([], [Delete(keys.coordinator)])
     client.txn([], [Put(keys.coordinator, b"somebody else")])
     before = client.get(keys.round)
-    # A coordinator that was stopped while the others went on still sees itself in office, and a joiner.
+    # A coordinator that was stopped while the others continued still sees itself in office, and a joiner.
     monkeypatch.setattr(office._shared, "snapshot", lambda: seen)
     monkeypatch.setattr(office._job_mirror, "look", lambda: (seen, read_view(seen, keys), 0.0))
     monkeypatch.setattr(office._job_mirror, "wait_for", lambda *_: pytest.fail("a round was written"))
@@ -184,36 +200,28 @@ def test_a_coordinator_that_lost_its_key_cannot_write_a_round(
 
 
 def test_election_key_without_a_holder_is_removed(
-    start: Callable[..., Worker], client: EtcdClient, monkeypatch: pytest.MonkeyPatch
+    start: StartWorker, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator, "CHECK_S", 0.2)
     (first,) = job_of(start, 1)
     client.put(first.membership.keys.coordinator, b"\xff nobody")
-    late = start()
-    late.membership.register()
-    late.membership.own.update("ready")
+    late = ready(start)
     assert first.wait_for_round(2).members == [first.worker_id, late.worker_id]
 
 
-def test_when_the_coordinator_leaves_another_worker_coordinates(start: Callable[..., Worker]) -> None:
-    workers = job_of(start, 2)
-    round_ = workers[0].membership.view.round
-    assert round_ is not None
-    coordinator = next(worker for worker in workers if worker.worker_id == round_.convener)
-    other = next(worker for worker in workers if worker is not coordinator)
-    late = start(min_workers=1)
-    late.membership.register()
-    late.membership.own.update("ready")
+def test_when_the_coordinator_leaves_another_worker_coordinates(start: StartWorker) -> None:
+    coordinator, [other] = coordinator_of(job_of(start, 2))
+    late = ready(start, min_workers=1)
     coordinator.membership.close()
     new = other.wait_for(lambda view: view.round if view.round and coordinator.worker_id not in view.round.members else None)
     assert new.convener in (other.worker_id, late.worker_id)
 
 
-# --- burials ----------------------------------------------------------------------------------------------------------------
+# --- evictions --------------------------------------------------------------------------------------------------------------
 
 
 def test_loss_is_recorded_with_its_round_even_if_etcds_answer_is_lost(
-    start: Callable[..., Worker], client: EtcdClient, monkeypatch: pytest.MonkeyPatch
+    start: StartWorker, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator, (lost, other) = coordinator_of(job_of(start, 3))
     keys, carry_out = coordinator.membership.keys, coordinator.client.txn
@@ -227,30 +235,25 @@ def test_loss_is_recorded_with_its_round_even_if_etcds_answer_is_lost(
     monkeypatch.setattr(coordinator.client, "txn", txn)
     lost.stop()
     client.delete(keys.workers + lost.worker_id)
-    late = start(min_workers=3)  # the job goes on once it has its minimum of three workers
+    late = start(min_workers=3)  # the job continues once it has its minimum of three workers
     late.membership.register()
     late.membership.own.update("ready")
     assert set(other.wait_for_round(2).members) == {coordinator.worker_id, other.worker_id}
-    round_ = client.get(keys.round)
-    assert round_ is not None
+    round_ = present(client.get(keys.round))
     lines = [entry for entry in client.get_prefix(keys.events)[1] if entry.mod_revision == round_.mod_revision]
     events = [decode(EventRecord, line.value, line.key) for line in lines]
     assert [event.kind for event in events] == ["loss", "round"]
     assert events[0].data["worker_id"] == lost.worker_id
 
 
-def test_a_dead_worker_is_buried_with_all_that_was_its_own(start: Callable[..., Worker], client: EtcdClient) -> None:
-    workers = job_of(start, 2)
-    round_ = workers[0].membership.view.round
-    assert round_ is not None
-    dead = next(worker for worker in workers if worker.worker_id == round_.convener)
-    survivor = next(worker for worker in workers if worker is not dead)
+def test_a_dead_worker_is_evicted_with_all_its_records(start: StartWorker, client: EtcdClient) -> None:
+    dead, [survivor] = coordinator_of(job_of(start, 2))
     keys = dead.membership.keys
     dead.membership.own.drain("about to die")
     survivor.wait_for(lambda view: True if dead.worker_id in view.drains else None)
     dead.stop()
     dead.port.close()
-    survivor.membership.bury_the_dead([dead.worker_id, survivor.worker_id])
+    survivor.evict_dead([dead.worker_id, survivor.worker_id])
     assert client.get(keys.workers + dead.worker_id) is None
     assert client.get(keys.drains + dead.worker_id) is None
     election = client.get(keys.coordinator)
@@ -259,11 +262,11 @@ def test_a_dead_worker_is_buried_with_all_that_was_its_own(start: Callable[..., 
     assert survivor.worker_id in new
 
 
-def test_a_worker_that_was_buried_alive_notices_and_stops_taking_part(start: Callable[..., Worker]) -> None:
+def test_living_worker_that_was_evicted_stops_taking_part(start: StartWorker) -> None:
     first, second = job_of(start, 2)
-    first.membership.bury([second.worker_id])
+    first.membership.evict([second.worker_id])
     eventually(lambda: second.membership.own.evicted, "the eviction")
-    with pytest.raises(EvictedError, match="has to start again as a new worker"):
+    with pytest.raises(EvictedError, match="Start it again as a new worker"):
         second.membership.own.update("active", 2)
     with pytest.raises(EvictedError):
         second.wait_for(lambda view: None)
@@ -271,19 +274,18 @@ def test_a_worker_that_was_buried_alive_notices_and_stops_taking_part(start: Cal
     assert first.client.get(first.membership.keys.workers + second.worker_id) is None
 
 
-def test_returned_worker_is_not_buried_for_its_former_life(start: Callable[..., Worker], client: EtcdClient) -> None:
+def test_returned_worker_is_not_evicted_for_its_former_registration(start: StartWorker, client: EtcdClient) -> None:
     first, second = job_of(start, 2)
     key = first.membership.keys.workers + second.worker_id
     assert first.membership.workers.of([second.worker_id])
-    entry = client.get(key)
-    assert entry is not None
+    entry = present(client.get(key))
     client.delete(key)
     client.put(key, entry.value)
-    first.membership.bury([second.worker_id])
+    first.membership.evict([second.worker_id])
     assert client.get(key) is not None
 
 
-def test_a_lease_that_ends_takes_the_worker_with_it(start: Callable[..., Worker]) -> None:
+def test_a_lease_that_ends_takes_the_worker_with_it(start: StartWorker) -> None:
     first, second = job_of(start, 2)
     third = start(min_workers=2)  # the first worker can continue with this one
     third.membership.register()
@@ -294,27 +296,22 @@ def test_a_lease_that_ends_takes_the_worker_with_it(start: Callable[..., Worker]
         second.membership.own.lease.revoke()
         first.wait_for_round(3)
     eventually(lambda: second.membership.own.evicted, "the eviction")
-    new = first.wait_for_records(lambda view: True if second.worker_id not in view.workers else None)
-    assert new
+    assert first.wait_for_records(lambda view: second.worker_id not in view.workers or None)
 
 
-def test_worker_that_must_leave_at_once_does_not_wait(start: Callable[..., Worker]) -> None:
+@pytest.mark.parametrize("is_replaced_first", [False, True])
+def test_worker_that_must_leave_at_once_does_not_wait_for_a_replacement(is_replaced_first: bool, start: StartWorker) -> None:
     first, second = job_of(start, 2)
+    if is_replaced_first:
+        assert first.membership.shared.replace(second.worker_id, "slow")
     second.membership.own.drain("its host is taken away")
-    assert not first.membership.shared.replace(second.worker_id, "slow")
+    if not is_replaced_first:
+        assert not first.membership.shared.replace(second.worker_id, "slow")
     assert first.wait_for(lambda view: view.drains or None) == {second.worker_id}
     assert first.membership.view.replacements == frozenset()
 
 
-def test_a_worker_that_was_to_be_replaced_leaves_at_once_when_it_must(start: Callable[..., Worker]) -> None:
-    first, second = job_of(start, 2)
-    assert first.membership.shared.replace(second.worker_id, "slow")
-    second.membership.own.drain("its host is taken away")
-    assert first.wait_for(lambda view: view.drains or None) == {second.worker_id}
-    assert first.membership.view.replacements == frozenset()
-
-
-def test_ended_worker_does_not_block_other_replacements(start: Callable[..., Worker]) -> None:
+def test_ended_worker_does_not_block_other_replacements(start: StartWorker) -> None:
     first, second = job_of(start, 2)
     assert first.membership.shared.replace(second.worker_id, "slow")
     first.wait_for(lambda view: True if view.replacements == {second.worker_id} else None)
@@ -324,9 +321,7 @@ def test_ended_worker_does_not_block_other_replacements(start: Callable[..., Wor
         assert first.wait_for(lambda view: True if not view.replacements else None)
 
 
-def test_worker_with_an_expired_lease_registers_again_if_still_awaited(
-    start: Callable[..., Worker],
-) -> None:
+def test_worker_with_an_expired_lease_registers_again_if_still_awaited(start: StartWorker) -> None:
     first, second = job_of(start, 2)
     before = first.membership.view.round
     second.membership.own.drain("leave when another one is there")
@@ -343,7 +338,7 @@ def test_worker_with_an_expired_lease_registers_again_if_still_awaited(
     assert first.membership.view.round == before
 
 
-def test_worker_whose_lease_has_just_ended_changes_the_records_of_its_job(start: Callable[..., Worker]) -> None:
+def test_worker_whose_lease_has_just_ended_changes_the_records_of_its_job(start: StartWorker) -> None:
     _, second = job_of(start, 2)
     second.stop()  # the thread that would register it again has no turn before the change
     second.membership.own.lease.revoke()
@@ -356,18 +351,16 @@ def test_worker_whose_lease_has_just_ended_changes_the_records_of_its_job(start:
     assert second.client.get(second.membership.own.address_key) is not None
 
 
-def test_worker_that_was_buried_changes_no_record_of_its_job(start: Callable[..., Worker]) -> None:
+def test_evicted_worker_changes_no_record_of_its_job(start: StartWorker) -> None:
     first, second = job_of(start, 2)
     second.stop()
-    first.membership.bury([second.worker_id])
+    first.membership.evict([second.worker_id])
     with pytest.raises(EvictedError):
         second.membership.shared.update_job(lambda job: dataclasses.replace(job, started_from="a file"))
     assert second.worker_id not in first.membership.all_records().workers
 
 
-def test_late_repetition_of_a_write_restores_no_old_state(
-    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_repetition_of_a_write_restores_no_old_state(start: StartWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer repeats its request after a timeout, and the first one may still be on its way to etcd."""
     worker = start()
     sent = []
@@ -386,14 +379,10 @@ def test_late_repetition_of_a_write_restores_no_old_state(
     assert len(earlier) == 3
     for compare, ops in earlier:
         assert not carry_out(compare, ops).succeeded
-    entry = worker.client.get(key)
-    assert entry is not None
-    assert decode(WorkerRecord, entry.value, key).state == "ready"
+    assert decode(WorkerRecord, present(worker.client.get(key)).value, key).state == "ready"
 
 
-def test_worker_continues_after_a_write_without_an_answer(
-    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_continues_after_a_write_without_an_answer(start: StartWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = start()
     worker.membership.register()
     carry_out = worker.client.txn
@@ -415,7 +404,7 @@ def test_worker_continues_after_a_write_without_an_answer(
 
 
 @pytest.mark.slow
-def test_a_restart_of_etcd_costs_no_worker_and_no_round(start: Callable[..., Worker], private_etcd: EmbeddedEtcd) -> None:
+def test_a_restart_of_etcd_costs_no_worker_and_no_round(start: StartWorker, private_etcd: EmbeddedEtcd) -> None:
     first, second = job_of(start, 2, endpoint=private_etcd.endpoint, lease_ttl_s=10)
     private_etcd.kill()
     with pytest.raises(TimeoutError):
@@ -431,9 +420,9 @@ def test_a_restart_of_etcd_costs_no_worker_and_no_round(start: Callable[..., Wor
         worker.end()  # ends while its etcd is up
 
 
-def test_notice_of_a_coordinator_that_is_gone_keeps_nobody_from_starting(start: Callable[..., Worker]) -> None:
+def test_notice_of_a_lost_coordinator_does_not_delay_a_new_start(start: StartWorker) -> None:
     first, second = job_of(start, 2)
-    first.wait_for(lambda view: True if view.is_past_start else None)
+    first.wait_for(lambda view: view.is_past_start or None)
     for worker in (first, second):
         worker.stop()
         worker.port.close()
@@ -460,30 +449,19 @@ def pass_office_on(client: EtcdClient, holder: Worker) -> None:
     eventually(look, "another coordinator")
 
 
-def coordinator_of(workers: list[Worker]) -> tuple[Worker, list[Worker]]:
-    round_ = workers[0].membership.view.round
-    assert round_ is not None
-    coordinator = next(worker for worker in workers if worker.worker_id == round_.convener)
-    return coordinator, [worker for worker in workers if worker is not coordinator]
-
-
-def test_worker_writes_its_record_again_over_garbage(start: Callable[..., Worker], client: EtcdClient) -> None:
-    workers = job_of(start, 3)
-    coordinator, (victim, other) = coordinator_of(workers)
+def test_worker_writes_its_record_again_over_garbage(start: StartWorker, client: EtcdClient) -> None:
+    coordinator, (victim, other) = coordinator_of(job_of(start, 3))
     key = victim.membership.keys.workers + victim.worker_id
-    entry = client.get(key)
-    assert entry is not None
+    entry = present(client.get(key))
     client.txn([], [Put(key, b"garbage", entry.lease_id)])
     eventually(lambda: (again := client.get(key)) is not None and again.value == entry.value, "the record")
     pass_office_on(client, coordinator)
-    late = start(min_workers=3)
-    late.membership.register()
-    late.membership.own.update("ready")
+    ready(start, min_workers=3)
     assert victim.worker_id in other.wait_for_round(2).members
     assert not victim.membership.own.evicted
 
 
-def test_next_coordinator_knows_the_last_readable_round(start: Callable[..., Worker], client: EtcdClient) -> None:
+def test_next_coordinator_knows_the_last_readable_round(start: StartWorker, client: EtcdClient) -> None:
     workers = job_of(start, 3)
     workers[0].membership.shared.update_job(lambda job: dataclasses.replace(job, min_workers=1))
     coordinator, (one, other) = coordinator_of(workers)
@@ -499,37 +477,36 @@ def test_next_coordinator_knows_the_last_readable_round(start: Callable[..., Wor
 
 
 @pytest.mark.parametrize("phase", ["finished", "failed"])
-def test_a_job_that_has_ended_is_not_joined(phase: str, start: Callable[..., Worker], client: EtcdClient, keys: Keys) -> None:
+def test_a_job_that_has_ended_is_not_joined(phase: str, start: StartWorker, client: EtcdClient, keys: Keys) -> None:
     record = JobRecord(phase, True, 1, 4, VERSION, message="out of luck")  # type: ignore[arg-type]
     client.put(keys.job, encode(record))
     with pytest.raises(JobClosedError, match=f"has {phase}: out of luck; start a new run"):
         start().membership.register()
 
 
-def test_job_lost_in_a_later_fit_is_an_error(start: Callable[..., Worker], client: EtcdClient, keys: Keys) -> None:
+def test_job_lost_in_a_later_fit_is_an_error(start: StartWorker, client: EtcdClient, keys: Keys) -> None:
     client.put(keys.job, encode(JobRecord("finished", True, 1, 4, VERSION, fits_begun=2, fits_finished=1)))
     with pytest.raises(MembershipError, match="lost in fit number 2 of the script") as raised:
         start().membership.register()
     assert not isinstance(raised.value, JobClosedError)
 
 
-def test_a_worker_of_another_release_is_refused(start: Callable[..., Worker]) -> None:
+def test_a_worker_of_another_release_is_refused(start: StartWorker) -> None:
     job_of(start, 1)
     with pytest.raises(MembershipError, match=r"is run by lightning-dlrover 1, this worker has 2: install"):
         start(version="2").membership.register()
 
 
 @pytest.mark.parametrize("place", ["job", "round"])
-def test_job_with_unreadable_records_is_not_joined(
-    place: str, start: Callable[..., Worker], client: EtcdClient, keys: Keys
-) -> None:
+def test_job_with_unreadable_records_is_not_joined(place: str, start: StartWorker, client: EtcdClient, keys: Keys) -> None:
     job_of(start, 1)
     client.put(keys.shared + place, b"garbage")
     with pytest.raises(MembershipError, match=f"cannot be joined: key '{keys.shared}{place}' holds 7 bytes"):
         start().membership.register()
 
 
-def test_joiner_outwaits_an_outage_of_etcd(start: Callable[..., Worker], private_etcd: EmbeddedEtcd) -> None:
+@pytest.mark.slow
+def test_joiner_outwaits_an_outage_of_etcd(start: StartWorker, private_etcd: EmbeddedEtcd) -> None:
     (first,) = job_of(start, 1, endpoint=private_etcd.endpoint, lease_ttl_s=30)
     late = start(endpoint=private_etcd.endpoint, timeout_s=1.0, lease_ttl_s=30)
     assert late.membership.register() == "standby"
@@ -544,7 +521,7 @@ def test_joiner_outwaits_an_outage_of_etcd(start: Callable[..., Worker], private
 # --- records ------------------------------------------------------------------------------------------------------------------
 
 
-def test_concurrent_changes_of_the_job_are_all_kept(start: Callable[..., Worker]) -> None:
+def test_concurrent_changes_of_the_job_are_all_kept(start: StartWorker) -> None:
     first, second = job_of(start, 2)
 
     def one_more(job: JobRecord) -> JobRecord:
@@ -553,12 +530,11 @@ def test_concurrent_changes_of_the_job_are_all_kept(start: Callable[..., Worker]
     for _ in range(10):
         first.membership.shared.update_job(one_more)
         second.membership.shared.update_job(one_more)
-    entry = first.client.get(first.membership.keys.job)
-    assert entry is not None
+    entry = present(first.client.get(first.membership.keys.job))
     assert decode(JobRecord, entry.value, entry.key).global_batch_size == 20
 
 
-def test_events_are_written_in_order(start: Callable[..., Worker]) -> None:
+def test_events_are_written_in_order(start: StartWorker) -> None:
     (worker,) = job_of(start, 1)
     for number in range(5):
         worker.membership.shared.event(UnknownEvent({}, "test"), str(number))
@@ -567,17 +543,17 @@ def test_events_are_written_in_order(start: Callable[..., Worker]) -> None:
     assert texts == [str(number) for number in range(5)]
 
 
-def test_result_of_a_search_is_written_once_etcd_is_back(start: Callable[..., Worker], private_etcd: EmbeddedEtcd) -> None:
+def test_result_of_a_search_is_written_once_etcd_is_back(start: StartWorker, private_etcd: EmbeddedEtcd) -> None:
     (worker,) = job_of(start, 1, endpoint=private_etcd.endpoint, lease_ttl_s=10)
     private_etcd.kill()
-    worker.membership.shared.put_search(1, SearchRecord("{}"))  # must not raise: training goes on
+    worker.membership.shared.put_search(1, SearchRecord("{}"))  # must not raise: training continues
     private_etcd.start()
     found = eventually(lambda: worker.membership.shared.search(1), "the search")
     assert found == SearchRecord("{}")
     worker.end()  # ends while its etcd is up
 
 
-def test_events_of_many_writers_stay_bounded(start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_of_many_writers_stay_bounded(start: StartWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "MAX_EVENTS", 20)
     _, [other] = coordinator_of(job_of(start, 2))  # the coordinator has written events before, so it trims later
     keys = other.membership.keys
@@ -591,7 +567,7 @@ def test_events_of_many_writers_stay_bounded(start: Callable[..., Worker], monke
     assert "0" not in texts
 
 
-def test_a_line_of_the_history_that_cannot_be_read_is_left_out(start: Callable[..., Worker], client: EtcdClient) -> None:
+def test_a_line_of_the_history_that_cannot_be_read_is_left_out(start: StartWorker, client: EtcdClient) -> None:
     (worker,) = job_of(start, 1)
     client.put(worker.membership.keys.events + "0", b"garbage")
     client.put(worker.membership.keys.events + "1", encode(EventRecord("test", 1.0, "kept")))
@@ -604,7 +580,7 @@ def other_host(worker_id: str, address: str, port: int = 1) -> WorkerRecord:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "10.1.2.3"])
 def test_workers_of_several_hosts_do_not_meet_over_loopback(
-    address: str, start: Callable[..., Worker], client: EtcdClient, keys: Keys
+    address: str, start: StartWorker, client: EtcdClient, keys: Keys
 ) -> None:
     client.put(f"{keys.workers}far", encode(other_host("far", address)))
     with pytest.raises(MembershipError, match=r"loopback address 127.*--rdzv-endpoint=ADDRESS:PORT"):
@@ -612,7 +588,7 @@ def test_workers_of_several_hosts_do_not_meet_over_loopback(
     assert client.get(f"{keys.workers}far") is not None
 
 
-def test_refused_connection_proves_death_only_of_reached_hosts(start: Callable[..., Worker], client: EtcdClient) -> None:
+def test_refused_connection_proves_death_only_of_reached_hosts(start: StartWorker, client: EtcdClient) -> None:
     worker = start()
     worker.membership.register()
     key = worker.membership.keys.workers + "far"
@@ -620,10 +596,10 @@ def test_refused_connection_proves_death_only_of_reached_hosts(start: Callable[.
         port = closed_again.getsockname()[1]
     client.put(key, encode(other_host("far", "127.0.0.1", port)))
     worker.wait_for_records(lambda view: view.workers.get("far"))
-    worker.membership.bury_the_dead(["far"])
+    worker.evict_dead(["far"])
     assert client.get(key) is not None
     worker.membership.reached.add("far")
-    worker.membership.bury_the_dead(["far"])
+    worker.evict_dead(["far"])
     assert client.get(key) is None
 
 
@@ -631,7 +607,7 @@ def test_refused_connection_proves_death_only_of_reached_hosts(start: Callable[.
 
 
 def test_newest_changes_made_while_etcd_is_full_are_recorded_once_there_is_room(
-    start: Callable[..., Worker], private_etcd: EmbeddedEtcd
+    start: StartWorker, private_etcd: EmbeddedEtcd
 ) -> None:
     with EtcdClient(EtcdConfig(private_etcd.endpoint)) as other:
         worker = start(private_etcd.endpoint)
@@ -652,15 +628,15 @@ def test_newest_changes_made_while_etcd_is_full_are_recorded_once_there_is_room(
         worker.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coordinator_is_silent", [False, True])
 def test_time_to_return_begins_when_a_full_etcd_has_room(
-    coordinator_is_silent: bool, start: Callable[..., Worker], private_etcd: EmbeddedEtcd
+    coordinator_is_silent: bool, start: StartWorker, private_etcd: EmbeddedEtcd
 ) -> None:
-    return_s = 3.0
+    return_s = 1.5
     with EtcdClient(EtcdConfig(private_etcd.endpoint)) as other:
         workers = job_of(start, 2, endpoint=private_etcd.endpoint, timeouts=RoundTimeouts(return_s=return_s))
-        election = other.get(workers[0].membership.keys.coordinator)
-        assert election is not None
+        election = present(other.get(workers[0].membership.keys.coordinator))
         silent, remaining = sorted(
             workers, key=lambda worker: (worker.worker_id == election.value.decode()) != coordinator_is_silent
         )
@@ -679,7 +655,7 @@ def test_time_to_return_begins_when_a_full_etcd_has_room(
     assert waited_s >= 0.9 * return_s
 
 
-def test_worker_removes_its_record_from_a_full_etcd(start: Callable[..., Worker], tmp_path: Path, keys: Keys) -> None:
+def test_worker_removes_its_record_from_a_full_etcd(start: StartWorker, tmp_path: Path, keys: Keys) -> None:
     """etcd before 3.5.7 refuses a transaction of deletions then, but still ends leases."""
     with small_etcd(tmp_path) as (server, others):
         worker = start(server.endpoint, lease_ttl_s=60)

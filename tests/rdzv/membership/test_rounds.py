@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +21,10 @@ from lightning_dlrover.rdzv.membership.rounds import (
     next_round,
     waits,
 )
+from tests.rdzv.present import present
 
 JOB = JobRecord(phase="training", live=True, min_workers=1, max_workers=4, version="1")
+TWO, THREE = (replace(JOB, min_workers=number) for number in (2, 3))
 NAMES = [f"w{i}" for i in range(7)]
 
 
@@ -35,6 +38,29 @@ def view(members: str = "", others: str = "", gone: str = "", **changes: object)
     workers |= {f"w{i}": worker(f"w{i}", "ready", 0) for i in others}
     round_ = RoundRecord(1, [f"w{i}" for i in members], "", "grow", planned=True) if members else None
     return replace(JobView(job=JOB, round=round_, workers=workers), **changes)  # type: ignore[arg-type]
+
+
+def digits(names: Iterable[str]) -> str:
+    return "".join(name[1:] for name in names)
+
+
+def after(seen: JobView, waited_s: float = 0.0) -> tuple[str, str] | None:
+    """Digits of the next round's members, and its kind."""
+    successor = next_round(seen, waited_s)
+    return (digits(successor.members), successor.kind) if successor is not None else None
+
+
+def named(members: str) -> frozenset[str]:
+    return frozenset(f"w{i}" for i in members)
+
+
+def wanted(num_workers: int, reason: str = "", binding: bool = True) -> PlanRecord:
+    return PlanRecord(num_workers, "user", reason, binding)
+
+
+def reporting(seen: JobView, state: str, *members: str, number: int = 1) -> JobView:
+    """The view with some workers in another state."""
+    return replace(seen, workers={**seen.workers, **{f"w{i}": worker(f"w{i}", state, number) for i in members}})
 
 
 def test_joiners_wait_until_a_left_out_member_has_handed_over() -> None:
@@ -54,17 +80,16 @@ LATER = replace(JOB, phase="finished", fits_begun=2, fits_finished=1)
 @pytest.mark.parametrize(
     "seen, members",
     [
-        (view("012", gone="1", job=LATER), ["w0", "w2"]),
-        (view("012", "3", gone="1", job=LATER), ["w0", "w2"]),
-        (view("012", drains=frozenset({"w0"}), job=LATER), ["w1", "w2"]),
+        (view("012", gone="1", job=LATER), ("02", "loss")),
+        (view("012", "3", gone="1", job=LATER), ("02", "loss")),
+        (view("012", drains=named("0"), job=LATER), ("12", "shrink")),
         (view("01", "2", job=LATER), None),
         (view("01", "2", gone="01", job=LATER), None),
         (view("012", gone="1", job=replace(LATER, fits_finished=2)), None),
     ],
 )
-def test_later_fits_lose_workers_and_gain_none(seen: JobView, members: list[str] | None) -> None:
-    successor = next_round(seen, 1e9)
-    assert (successor.members if successor is not None else None) == members
+def test_later_fits_lose_workers_and_gain_none(seen: JobView, members: tuple[str, str] | None) -> None:
+    assert after(seen, 1e9) == members
 
 
 NAMED = st.sampled_from(NAMES)
@@ -161,25 +186,19 @@ def pairs(members: str, others: str = "", standby: str = "", plan: int = 4, **ch
         ("it goes once the restarted worker of the other is back", pairs("023", "1", plan=2), "01"),
         ("the first worker of a node waits for the second", pairs("01", "2"), None),
         ("also while that builds its model", pairs("01", "2", standby="3"), None),
-        ("unless all others leave", pairs("01", "2", drains=frozenset({"w0"})), "012"),
+        ("unless all others leave", pairs("01", "2", drains=named("0")), "012"),
         ("both join", pairs("01", "23"), "0231"),
         ("a worker that was restarted joins its node alone", pairs("013", "2"), "0123"),
-        ("one drained worker takes its neighbour along", pairs("0123", drains=frozenset({"w2"})), "01"),
-        ("one replaced worker waits for two others", pairs("01", "2", plan=2, replacements=frozenset({"w1"})), None),
-        ("and goes with its neighbour then", pairs("01", "23", plan=2, replacements=frozenset({"w1"})), "0123"),
-        ("a dismissed worker goes alone", pairs("0123", drains=frozenset({"w3"}), dismissals={"w3": 0}), "012"),
+        ("one drained worker takes its neighbour along", pairs("0123", drains=named("2")), "01"),
+        ("one replaced worker waits for two others", pairs("01", "2", plan=2, replacements=named("1")), None),
+        ("and goes with its neighbour then", pairs("01", "23", plan=2, replacements=named("1")), "0123"),
+        ("a replaced node leaves once its successors have the state", pairs("0123", plan=2, replacements=named("1")), "23"),
+        ("a dismissed worker goes alone", pairs("0123", drains=named("3"), dismissals={"w3": 0}), "012"),
     ],
 )
 def test_workers_of_a_node_come_and_go_together(situation: str, seen: JobView, members: str | None) -> None:
-    successor = next_round(seen, 0.0)
-    assert (successor.members if successor else None) == ([f"w{i}" for i in members] if members else None), situation
-
-
-def test_replaced_node_leaves_once_its_successors_have_the_state() -> None:
-    seen = pairs("0123", plan=2, replacements=frozenset({"w1"}))
-    successor = next_round(seen, 0.0)
-    assert successor is not None
-    assert successor.members == ["w2", "w3"]
+    found = after(seen)
+    assert (found[0] if found is not None else None) == members, situation
 
 
 def new_round_has_living_members_and_the_next_number(seen: JobView, proposal: RoundRecord) -> None:
@@ -225,7 +244,7 @@ def every_change_of_the_members_has_one_cause(seen: JobView, proposal: RoundReco
 def every_awaited_worker_is_named(seen: JobView) -> None:
     texts = waits(seen)
     assert texts.keys() == seen.workers.keys()
-    if any(text.endswith(("about to start", "about to be taken in", "about to form the next one")) for text in texts.values()):
+    if any(text.endswith(("about to start", "about to be admitted", "about to form the next one")) for text in texts.values()):
         assert next_round(seen, 0.0) is not None, texts
     for worker, text in texts.items():
         if " to answer" in text or " to come" in text:
@@ -233,27 +252,55 @@ def every_awaited_worker_is_named(seen: JobView) -> None:
 
 
 def test_survivors_below_min_lack_workers_until_one_comes() -> None:
-    two = replace(JOB, min_workers=2)
-    assert lacks_workers(view("01", gone="1", job=two))
-    assert not lacks_workers(view("01", "2", gone="1", job=two))
+    assert lacks_workers(view("01", gone="1", job=TWO))
+    assert not lacks_workers(view("01", "2", gone="1", job=TWO))
     assert not lacks_workers(view("01", gone="1"))
-    assert not lacks_workers(view("01", job=two))
+    assert not lacks_workers(view("01", job=TWO))
 
 
 def test_starting_workers_below_min_lack_others() -> None:
     one = {"w0": worker("w0", "starting", 0)}
-    assert lacks_workers(view(workers=one, job=replace(JOB, min_workers=2)))
+    assert lacks_workers(view(workers=one, job=TWO))
     assert not lacks_workers(view(workers=one))
 
 
-def test_nothing_changes_while_all_is_as_planned() -> None:
-    assert next_round(view("012"), 1e9) is None
+@pytest.mark.parametrize(
+    "situation, seen, expected",
+    [
+        ("nothing changes while all is as planned", view("012"), None),
+        ("a ready worker joins in the middle of those that train", view("10", "2"), ("120", "grow")),
+        ("a ready worker waits while the plan has no room", view("01", "2", plan=wanted(2)), None),
+        ("a recommendation excludes no worker", view("01", "2", plan=wanted(2, binding=False)), ("021", "grow")),
+        ("a smaller plan keeps the first", view("012", plan=wanted(1)), ("0", "shrink")),
+        ("a spare replaces a drained one in one round", view("01", "2", drains=named("0"), plan=wanted(2)), ("12", "replace")),
+        ("a replaced worker stays until another is ready", view("01", replacements=named("1"), plan=wanted(2)), None),
+        ("and leaves then", view("01", "2", replacements=named("1"), plan=wanted(2)), ("02", "replace")),
+        ("one new worker replaces one", view("012", "3", replacements=named("12")), ("032", "replace")),
+        ("a missing worker comes before a replacement", view("01", "2", replacements=named("01"), job=THREE), ("021", "grow")),
+        ("the only worker is replaced in two rounds", view("0", "1", replacements=named("0"), plan=wanted(1)), ("01", "grow")),
+        ("and leaves in the second", view("01", replacements=named("0"), plan=wanted(1)), ("1", "shrink")),
+        ("a smaller plan drops replaced workers first", view("012", replacements=named("0"), plan=wanted(2)), ("12", "shrink")),
+        ("the only worker hands over before it leaves", view("0", "1", drains=named("0")), ("01", "grow")),
+        ("the job stops when every worker was drained", view("01", drains=named("01")), ("", "stop")),
+        ("also while a drained one starts", reporting(view("0", drains=named("01")), "standby", "1", number=0), ("", "stop")),
+        ("the only worker awaits its replacement", reporting(view("0", drains=named("0")), "standby", "1", number=0), None),
+        ("a drained worker stays when too few would be left", view("01", drains=named("1"), job=TWO), None),
+        ("after a loss the others continue", view("012", gone="0"), ("12", "loss")),
+        ("a loss below the minimum waits for spares", view("01", gone="0", job=TWO), None),
+        ("and continues once one is there", view("01", "2", gone="0", job=TWO), ("1", "loss")),
+        ("a finished job has no further rounds", view("012", "3", gone="0", job=replace(JOB, phase="finished")), None),
+    ],
+)
+def test_next_round_of_a_view(situation: str, seen: JobView, expected: tuple[str, str] | None) -> None:
+    for waited_s in (0.0, 1e9):
+        assert after(seen, waited_s) == expected, situation
 
 
-def test_a_ready_worker_joins_in_the_middle_of_those_that_train() -> None:
-    proposal = next_round(view("10", others="2"), 0.0)
-    assert proposal is not None
-    assert (proposal.members, proposal.kind, proposal.planned) == (["w1", "w2", "w0"], "grow", True)
+def test_planned_round_lets_the_step_end_and_a_loss_does_not() -> None:
+    grown, lost = next_round(view("01", "2"), 0.0), next_round(view("012", gone="0"), 0.0)
+    assert grown is not None
+    assert lost is not None
+    assert (grown.planned, lost.planned) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -272,77 +319,14 @@ def test_a_ready_worker_joins_in_the_middle_of_those_that_train() -> None:
 def test_ranks_are_arranged_so_that_blocks_of_rows_move_little(
     members: str, leaving: str, joining: str, cap: int, expected: str
 ) -> None:
-    plan = PlanRecord(cap, "user", "", binding=True)
-    seen = view(members, others=joining, drains=frozenset(f"w{i}" for i in leaving), plan=plan)
+    plan = wanted(cap)
+    seen = view(members, others=joining, drains=named(leaving), plan=plan)
     assert seen.job is not None
-    proposal = next_round(replace(seen, job=replace(seen.job, max_workers=9)), 0.0)
-    assert proposal is not None
-    assert "".join(w[1:] for w in proposal.members) == expected
-
-
-def test_a_ready_worker_waits_while_the_plan_has_no_room() -> None:
-    assert next_round(view("01", others="2", plan=PlanRecord(2, "user", "", binding=True)), 0.0) is None
-
-
-def test_recommendation_excludes_no_worker() -> None:
-    proposal = next_round(view("01", others="2", plan=PlanRecord(2, "planner", "", binding=False)), 0.0)
-    assert proposal is not None
-    assert len(proposal.members) == 3
-
-
-def test_a_smaller_plan_keeps_the_first() -> None:
-    proposal = next_round(view("012", plan=PlanRecord(1, "planner", "", binding=True)), 0.0)
-    assert proposal is not None
-    assert (proposal.members, proposal.kind) == (["w0"], "shrink")
-
-
-def test_a_drained_worker_is_replaced_by_a_spare_in_one_round() -> None:
-    seen = view("01", others="2", drains=frozenset({"w0"}), plan=PlanRecord(2, "user", "", binding=True))
-    proposal = next_round(seen, 0.0)
-    assert proposal is not None
-    assert (proposal.members, proposal.kind) == (["w1", "w2"], "replace")
-
-
-def test_a_worker_to_be_replaced_stays_until_another_one_is_ready() -> None:
-    plan = PlanRecord(2, "user", "", binding=True)
-    assert next_round(view("01", replacements=frozenset({"w1"}), plan=plan), 1e9) is None
-    proposal = next_round(view("01", others="2", replacements=frozenset({"w1"}), plan=plan), 0.0)
-    assert proposal is not None
-    assert (proposal.members, proposal.kind) == (["w0", "w2"], "replace")
-
-
-def test_one_new_worker_replaces_one() -> None:
-    proposal = next_round(view("012", others="3", replacements=frozenset({"w1", "w2"})), 0.0)
-    assert proposal is not None
-    assert proposal.members == ["w0", "w3", "w2"]
-
-
-def test_a_worker_that_was_missing_comes_before_a_replacement() -> None:
-    seen = view("01", others="2", replacements=frozenset({"w0", "w1"}), job=replace(JOB, min_workers=3))
-    proposal = next_round(seen, 0.0)
-    assert proposal is not None
-    assert (proposal.members, proposal.kind) == (["w0", "w2", "w1"], "grow")
-
-
-def test_the_only_worker_is_replaced_in_two_rounds() -> None:
-    plan = PlanRecord(1, "planner", "", binding=True)
-    first = next_round(view("0", others="1", replacements=frozenset({"w0"}), plan=plan), 0.0)
-    assert first is not None
-    assert first.members == ["w0", "w1"]
-    second = next_round(view("01", replacements=frozenset({"w0"}), plan=plan), 0.0)
-    assert second is not None
-    assert second.members == ["w1"]
-
-
-def test_a_smaller_plan_lets_go_of_those_that_were_to_be_replaced() -> None:
-    seen = view("012", replacements=frozenset({"w0"}), plan=PlanRecord(2, "user", "", binding=True))
-    proposal = next_round(seen, 0.0)
-    assert proposal is not None
-    assert proposal.members == ["w1", "w2"]
+    assert present(after(replace(seen, job=replace(seen.job, max_workers=9))))[0] == expected
 
 
 @pytest.mark.parametrize(
-    ("others", "drains", "replacements", "wanted", "reason"),
+    ("others", "drains", "replacements", "num_workers", "reason"),
     [
         ("", "1", "", 2, "w1 left when asked to"),
         ("2", "1", "", 2, "w2 joined (user: why); w1 left when asked to"),
@@ -353,125 +337,65 @@ def test_a_smaller_plan_lets_go_of_those_that_were_to_be_replaced() -> None:
     ],
 )
 def test_plan_is_not_the_reason_of_a_drained_worker(
-    others: str, drains: str, replacements: str, wanted: int, reason: str
+    others: str, drains: str, replacements: str, num_workers: int, reason: str
 ) -> None:
-    plan = PlanRecord(wanted, "user", "why", binding=True)
-    asked, replaced = frozenset(f"w{i}" for i in drains), frozenset(f"w{i}" for i in replacements)
-    proposal = next_round(view("01", others=others, drains=asked, replacements=replaced, plan=plan), 0.0)
-    assert proposal is not None
-    assert proposal.reason == reason
+    plan = wanted(num_workers, "why")
+    seen = view("01", others, drains=named(drains), replacements=named(replacements), plan=plan)
+    assert present(next_round(seen, 0.0)).reason == reason
 
 
 def test_a_round_planned_by_a_pool_names_the_pool_once() -> None:
     plan = PlanRecord(1, "brain", "pool ads: 2 -> 1 workers", binding=True)
-    proposal = next_round(view("01", plan=plan), 0.0)
-    assert proposal is not None
-    assert proposal.reason == "w1 left (pool ads: 2 -> 1 workers)"
-
-
-def test_the_only_worker_hands_over_to_its_replacement_before_it_leaves() -> None:
-    proposal = next_round(view("0", others="1", drains=frozenset({"w0"})), 0.0)
-    assert proposal is not None
-    assert proposal.members == ["w0", "w1"]
-
-
-def test_the_job_stops_when_every_worker_was_asked_to_leave() -> None:
-    proposal = next_round(view("01", drains=frozenset({"w0", "w1"})), 0.0)
-    assert proposal is not None
-    assert (proposal.members, proposal.kind) == ([], "stop")
-
-
-def test_the_only_worker_stays_until_its_replacement_has_started() -> None:
-    starting = replace(view("0", drains=frozenset({"w0"})), workers={"w0": worker("w0"), "w1": worker("w1", "standby", 0)})
-    assert next_round(starting, 1e9) is None
-    both_leave = next_round(replace(starting, drains=frozenset({"w0", "w1"})), 0.0)
-    assert both_leave is not None
-    assert both_leave.kind == "stop"
-
-
-def test_a_drained_worker_stays_when_too_few_would_be_left() -> None:
-    seen = view("01", drains=frozenset({"w1"}), job=replace(JOB, min_workers=2))
-    assert next_round(seen, 0.0) is None
-
-
-def test_after_a_loss_the_others_go_on_at_once() -> None:
-    proposal = next_round(view("012", gone="0"), 0.0)
-    assert proposal is not None
-    assert (proposal.members, proposal.kind, proposal.planned) == (["w1", "w2"], "loss", False)
-
-
-def test_after_a_loss_below_the_minimum_the_job_waits_for_spares() -> None:
-    few = view("01", gone="0", job=replace(JOB, min_workers=2))
-    assert next_round(few, 1e9) is None
-    with_spare = replace(few, workers={**few.workers, "w2": worker("w2", "ready", 0)})
-    proposal = next_round(with_spare, 0.0)
-    assert proposal is not None
-    assert proposal.members == ["w1"]
+    assert present(next_round(view("01", plan=plan), 0.0)).reason == "w1 left (pool ads: 2 -> 1 workers)"
 
 
 @pytest.mark.parametrize(
     "drained, members",
-    [("2", None), ("12", ["w1", "w2"]), ("3", None)],
+    [("2", None), ("12", ("12", "loss")), ("3", None)],
     ids=["one stays", "all leave", "only a joiner leaves"],
 )
-def test_workers_that_all_leave_finish_their_step_below_min(drained: str, members: list[str] | None) -> None:
-    few = view("012", gone="0", job=replace(JOB, min_workers=3))
-    proposal = next_round(replace(few, drains=frozenset(f"w{i}" for i in drained)), 1e9)
-    assert (proposal.members if proposal is not None else None) == members
+def test_workers_that_all_leave_finish_their_step_below_min(drained: str, members: tuple[str, str] | None) -> None:
+    assert after(view("012", gone="0", job=THREE, drains=named(drained)), 1e9) == members
 
 
 def test_joiners_that_lost_all_holders_still_wait_for_min() -> None:
-    few = view("01", gone="0", job=replace(JOB, min_workers=2))
-    joiner = {"w1": worker("w1", "ready", 1)}
-    for drains in (frozenset[str](), frozenset({"w1"})):
-        assert next_round(replace(few, workers=joiner, drains=drains), 1e9) is None
+    for drained in ("", "1"):
+        few = view("01", gone="0", job=TWO, drains=named(drained))
+        assert after(reporting(few, "ready", "1"), 1e9) is None
 
 
 def test_failed_round_is_formed_again_once_all_report_it() -> None:
-    seen = view("01")
-    one = replace(seen, workers={**seen.workers, "w0": worker("w0", "reforming", 1)})
-    assert next_round(one, 0.0) is None
+    one = reporting(view("01"), "reforming", "0")
+    assert after(one) is None
     assert awaited(one) == ["w1"]
-    both = replace(one, workers={**one.workers, "w1": worker("w1", "reforming", 1)})
-    proposal = next_round(both, 0.0)
-    assert proposal is not None
-    assert (proposal.members, proposal.kind) == (["w0", "w1"], "retry")
+    assert after(reporting(one, "reforming", "1")) == ("01", "retry")
 
 
 def dismissing(seen: JobView, failed_round: int, *reports: str) -> JobView:
     """The view once w2 was dismissed because a step of `failed_round` failed, and `reports` have reported round 1 as broken."""
-    workers = {**seen.workers, **{w: worker(w, "reforming", 1) for w in reports}}
-    return replace(seen, workers=workers, drains=frozenset({"w2"}), dismissals={"w2": failed_round})
+    return replace(reporting(seen, "reforming", *reports), drains=named("2"), dismissals={"w2": failed_round})
 
 
 def test_dismissed_worker_is_left_out_without_being_awaited() -> None:
-    seen = dismissing(view("012"), 1, "w0", "w1")
+    seen = dismissing(view("012"), 1, "0", "1")
     assert awaited(seen) == []
-    proposal = next_round(seen, 0.0)
-    assert proposal is not None
+    proposal = present(next_round(seen, 0.0))
     assert (proposal.members, proposal.kind, proposal.planned) == (["w0", "w1"], "undo", False)
     assert losses(seen, proposal) == []
     assert cause(seen, proposal)["drained"] == ["w2"]
 
 
 def test_dismissed_worker_leaves_together_with_a_lost_one() -> None:
-    proposal = next_round(dismissing(view("012", gone="1"), 1), 0.0)
-    assert proposal is not None
-    assert (proposal.members, proposal.kind) == (["w0"], "loss")
+    assert after(dismissing(view("012", gone="1"), 1)) == ("0", "loss")
 
 
 def test_dismissal_waits_for_the_report_of_its_round_and_for_no_other() -> None:
-    assert next_round(dismissing(view("012"), 1), 1e9) is None
-    proposal = next_round(dismissing(view("012"), 7), 1e9)
-    assert proposal is not None
-    assert (proposal.members, proposal.kind) == (["w0", "w1"], "shrink")
+    assert after(dismissing(view("012"), 1), 1e9) is None
+    assert after(dismissing(view("012"), 7), 1e9) == ("01", "shrink")
 
 
 def test_dismissed_worker_stays_where_the_others_are_too_few() -> None:
-    job = replace(JOB, min_workers=3)
-    proposal = next_round(dismissing(view("012", job=job), 1, "w0", "w1", "w2"), 0.0)
-    assert proposal is not None
-    assert (proposal.members, proposal.kind) == (["w0", "w1", "w2"], "retry")
+    assert after(dismissing(view("012", job=THREE), 1, "0", "1", "2")) == ("012", "retry")
 
 
 FAILED = replace(JOB, failed_sizes={"3": "3 workers failed"})
@@ -482,9 +406,9 @@ FAILED = replace(JOB, failed_sizes={"3": "3 workers failed"})
     [
         (view("01", "2", job=FAILED), None),
         (view("01", "23", job=FAILED), 4),
-        (view("01", "23", job=FAILED, plan=PlanRecord(3, "user", "", binding=True)), None),
-        (view("012", "3", job=FAILED, drains=frozenset({"w2"})), 3),  # as many as train
-        (view("0123", job=FAILED, plan=PlanRecord(3, "user", "", binding=True)), 3),
+        (view("01", "23", job=FAILED, plan=wanted(3)), None),
+        (view("012", "3", job=FAILED, drains=named("2")), 3),  # as many as train
+        (view("0123", job=FAILED, plan=wanted(3)), 3),
     ],
     ids=["one joiner", "two joiners", "two joiners and a plan", "a replacement", "fewer"],
 )
@@ -498,10 +422,7 @@ def test_spare_of_a_size_that_has_failed_names_the_failure() -> None:
 
 
 def test_a_survivor_that_never_answers_is_left_out_when_patience_ends() -> None:
-    seen = view("01")
-    one = replace(seen, workers={**seen.workers, "w0": worker("w0", "reforming", 1)})
-    proposal = next_round(one, 10.0, RoundTimeouts(regroup_s=9.0))
-    assert proposal is not None
+    proposal = present(next_round(reporting(view("01"), "reforming", "0"), 10.0, RoundTimeouts(regroup_s=9.0)))
     assert (proposal.members, proposal.kind) == (["w0"], "loss")
 
 
@@ -510,29 +431,23 @@ def test_a_survivor_that_never_answers_is_left_out_when_patience_ends() -> None:
     [
         (view("012", gone="0"), ["w0"]),
         (view("012", gone="012", others="3"), ["w0", "w1", "w2"]),
-        (view("012", plan=PlanRecord(2, "user", "", binding=True)), []),
-        (view("01", drains=frozenset({"w1"})), []),
+        (view("012", plan=wanted(2)), []),
+        (view("01", drains=named("1")), []),
         (view("01", workers={"w0": worker("w0"), "w1": worker("w1", "reforming", 1)}), ["w0"]),
     ],
     ids=["one was killed", "all were killed", "the plan asks for fewer", "asked to leave", "no answer"],
 )
 def test_drained_members_do_not_count_as_lost(seen: JobView, lost: list[str]) -> None:
-    proposal = next_round(seen, 1e9)
-    assert proposal is not None
-    assert losses(seen, proposal) == lost
+    assert losses(seen, present(next_round(seen, 1e9))) == lost
 
 
 @pytest.mark.parametrize(
     "number, members",
-    [(0, ["w0", "w2"]), (1, ["w0"])],
+    [(0, "02"), (1, "0")],
     ids=["a joiner on its way may have the state already", "a joiner that stepped back has not"],
 )
-def test_a_loss_while_a_joiner_enters_keeps_it_unless_it_stepped_back(number: int, members: list[str]) -> None:
-    seen = view("012", gone="1")
-    seen = replace(seen, workers={**seen.workers, "w2": worker("w2", "ready", number)})
-    proposal = next_round(seen, 0.0)
-    assert proposal is not None
-    assert proposal.members == members
+def test_a_loss_while_a_joiner_enters_keeps_it_unless_it_stepped_back(number: int, members: str) -> None:
+    assert after(reporting(view("012", gone="1"), "ready", "2", number=number)) == (members, "loss")
 
 
 def apart(members: str, reports: dict[str, str], attempts: int = 2, **changes: Any) -> JobView:
@@ -559,24 +474,19 @@ def apart(members: str, reports: dict[str, str], attempts: int = 2, **changes: A
 )
 def test_members_out_of_reach_are_parted_after_two_attempts(reports: dict[str, str], together: str) -> None:
     for attempts in (0, 1):
-        again = next_round(apart("0123", reports, attempts), 0.0)
-        assert again is not None
+        again = present(next_round(apart("0123", reports, attempts), 0.0))
         assert (len(again.members), again.kind, again.apart_attempts) == (4, "retry", attempts + 1)
-    parted = next_round(apart("0123", reports), 0.0)
-    assert parted is not None
+    parted = present(next_round(apart("0123", reports), 0.0))
     assert (parted.members, parted.kind) == ([f"w{i}" for i in together], "loss")
     assert set(losses(apart("0123", reports), parted)) == {"w0", "w1", "w2", "w3"} - set(parted.members)
 
 
 def test_members_out_of_reach_keep_trying_if_neither_side_suffices() -> None:
-    proposal = next_round(apart("0123", {"0": "23", "1": "23"}, job=replace(JOB, min_workers=3)), 0.0)
-    assert proposal is not None
-    assert (len(proposal.members), proposal.kind) == (4, "retry")
+    assert after(apart("0123", {"0": "23", "1": "23"}, job=THREE)) == ("0123", "retry")
 
 
 def test_an_attempt_that_failed_for_another_reason_ends_the_count() -> None:
-    proposal = next_round(apart("01", {}), 0.0)
-    assert proposal is not None
+    proposal = present(next_round(apart("01", {}), 0.0))
     assert (proposal.kind, proposal.apart_attempts) == ("retry", 0)
 
 
@@ -588,11 +498,7 @@ def test_joiner_waits_until_it_reaches_every_member() -> None:
 
 
 def test_workers_that_all_lost_their_state_start_again() -> None:
-    seen = view("01", gone="0")
-    seen = replace(seen, workers={"w1": worker("w1", "ready", 1)})
-    proposal = next_round(seen, 0.0)
-    assert proposal is not None
-    assert (proposal.members, proposal.kind) == (["w1"], "start")
+    assert after(reporting(view("01", gone="0"), "ready", "1")) == ("1", "start")
 
 
 def test_the_first_round_waits_for_every_announced_agent() -> None:
@@ -600,9 +506,7 @@ def test_the_first_round_waits_for_every_announced_agent() -> None:
     seen = JobView(job=JOB, workers={"w0": worker("w0", "starting", 0)}, agents=agents)
     assert next_round(seen, 1.0) is None
     assert awaited(seen) == ["agent-w1"]
-    late = next_round(seen, 61.0)
-    assert late is not None
-    assert late.members == ["w0"]
+    assert present(next_round(seen, 61.0)).members == ["w0"]
 
 
 @pytest.mark.parametrize("state", ["starting", "standby", "ready"])
@@ -616,20 +520,14 @@ def test_a_stopped_job_waits_for_agents_that_may_keep_its_state(state: str, othe
     assert "agent-w1" in awaited(seen)
     assert next_round(seen, 1.0) is None
     with_both = replace(seen, workers={"w0": worker("w0", "ready", 0), "w1": worker("w1", "ready", 0)})
-    found = next_round(with_both, 0.0)
-    assert found is not None
-    assert found.members == ["w0", "w1"]
+    assert present(next_round(with_both, 0.0)).members == ["w0", "w1"]
     ended = replace(seen, workers={"w0": worker("w0", "ready", 0)}, agents={"w0": agents["w0"]})
     assert next_round(ended, 0.0) is not None
     single = replace(seen, workers=ended.workers, agents={**agents, "w1": replace(agents["w1"], num_workers=1)})
     assert next_round(single, 0.0) is not None
 
 
-def test_a_finished_job_has_no_further_rounds() -> None:
-    assert next_round(view("012", gone="0", others="3", job=replace(JOB, phase="finished")), 1e9) is None
-
-
-# --- messages for people ------------------------------------------------------------------------------------------------------
+# --- messages ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -637,17 +535,17 @@ def test_a_finished_job_has_no_further_rounds() -> None:
     [
         (view("01"), {"w0": "", "w1": ""}),
         (
-            view("01", others="2", plan=PlanRecord(2, "user", "", binding=True)),
+            view("01", others="2", plan=wanted(2)),
             {"w0": "", "w1": "", "w2": "spare: waits for a plan that admits it, the plan wants 2"},
         ),
         (view("0123", others="4"), {"w4": "spare: waits for a plan that admits it, at most 4 are allowed"}),
-        (view("01", drains=frozenset({"w1"})), {"w0": "", "w1": "asked to leave: goes at one of the next steps"}),
+        (view("01", drains=named("1")), {"w0": "", "w1": "asked to leave: leaves at one of the next steps"}),
         (
             view("01", workers={"w0": worker("w0", "reforming"), "w1": worker("w1")}),
             {"w0": "round 1 broke: waits for w1 to answer", "w1": "round 1 broke: has not answered"},
         ),
         (
-            view("01", gone="1", job=replace(JOB, min_workers=3)),
+            view("01", gone="1", job=THREE),
             {"w0": "round 1 lost w1: waits for 2 more workers of at least 3"},
         ),
         (
@@ -663,7 +561,7 @@ def test_a_finished_job_has_no_further_rounds() -> None:
             {"w0": "waits for agent-w1 to come"},
         ),
         (
-            JobView(job=replace(JOB, min_workers=2), workers={"w0": worker("w0", "starting", 0)}),
+            JobView(job=TWO, workers={"w0": worker("w0", "starting", 0)}),
             {"w0": "waits for 1 more worker of at least 2"},
         ),
         (view("0", workers={"w0": worker("w0"), "w1": worker("w1", "standby", 0)}), {"w1": "builds its model and data"}),
@@ -674,12 +572,10 @@ def test_each_worker_names_the_workers_it_waits_for(seen: JobView, expected: dic
 
 
 def test_round_names_lost_and_drained_members() -> None:
-    lost = next_round(view("012", gone="1"), 0.0)
-    assert lost is not None
+    lost = present(next_round(view("012", gone="1"), 0.0))
     assert cause(view("012", gone="1"), lost)["lost"] == ["w1"]
-    drained = view("01", others="2", drains=frozenset({"w0"}))
-    replaced = next_round(drained, 0.0)
-    assert replaced is not None
+    drained = view("01", others="2", drains=named("0"))
+    replaced = present(next_round(drained, 0.0))
     assert {name: workers for name, workers in cause(drained, replaced).items() if workers} == {
         "joined": ["w2"],
         "drained": ["w0"],

@@ -75,11 +75,8 @@ class Etcd:
             client.contact_changed()
 
     def txn(self, compare: Sequence[Compare], ops: Sequence[Op], writer: str = "outside") -> Txn:
-        for condition in compare:
-            entry = self.entries.get(condition.key)
-            found = (entry.create_revision if condition.target == "create" else entry.mod_revision) if entry else 0
-            if not (found > condition.revision if condition.result == "greater" else found == condition.revision):
-                return Txn(False, self.revision, [])
+        if not all(condition.holds(self.entries.get(condition.key)) for condition in compare):
+            return Txn(False, self.revision, [])
         for op in ops:
             if isinstance(op, Put) and op.lease_id and op.lease_id not in self._leases:
                 raise LeaseLostError("the lease has expired")
@@ -203,7 +200,6 @@ class Client:
         self._delivering = True
         target = self.etcd.revision
         delay_s = self.watch_delay_s * self.kernel.rng.random() * 2
-
         self._is_late = delay_s > 0.1
 
         def deliver() -> None:

@@ -212,14 +212,14 @@ def _slow_watch(job: Job) -> None:
         job.kernel.after(job.kernel.rng.uniform(2.0, 10.0), fast_again)
 
 
-def _bury_alive(job: Job) -> None:
+def _evict_alive(job: Job) -> None:
     if (worker := _any(job)) and job.etcd.up:
-        job.kernel.log(worker.id, "is buried alive")
-        job.bury(worker.id, 0.8)
+        job.kernel.log(worker.id, "is evicted alive")
+        job.evict(worker.id, 0.8)
 
 
 def _unseat(job: Job) -> None:
-    """Delete the election key, as a worker does that mistakes a buried worker for the coordinator."""
+    """Delete the election key, as a worker does that mistakes an evicted worker for the coordinator."""
     if job.keys.coordinator in job.etcd.entries and job.etcd.up:
         job.etcd.txn([], [Delete(job.keys.coordinator)])
 
@@ -253,7 +253,7 @@ _KINDS: dict[str, Callable[[Job], None]] = {
     "part peers": _part_peers,
     "slow watch": _slow_watch,
     "busy": _busy,
-    "bury alive": _bury_alive,
+    "evict alive": _evict_alive,
     "unseat": _unseat,
     "plan": _plan,
     "drain": _drain,

@@ -9,7 +9,7 @@
 - rank-order: Survivors keep their order, and the first of them is rank 0.
 - alone: A step is made by exactly the members of one round, in that round, all with the same state.
 - no-ghosts: A group whose round ended without an agreement makes no step once one of its members has had undisturbed contact
-  with etcd for `NOTICE_S`. The same holds for a worker whose record is gone. No two groups go on for longer.
+  with etcd for `NOTICE_S`. The same holds for a worker whose record is gone. No two groups continue for longer.
 - one-boundary: All workers that leave one round for another by a vote do so at the same step.
 - state-kept: Workers that meet are within one update of each other, and have the same state where at the same step. The job
   starts over only if no living member of the previous round, whose record exists, has the state.
@@ -17,15 +17,15 @@
   start over before each living member had that time, reachable or not. Where nothing happens but short cuts from etcd, no
   worker is evicted.
 - samples: The shares of a step are disjoint and together the whole batch, so each sample of the surviving history counts once.
-- patience: An unplanned round leaves out only the dead, workers that stepped back for want of the state, workers that have not
+- patience: An unplanned round leaves out only the dead, workers that stepped back without the state, workers that have not
   answered for `REGROUP_S` while etcd could be reached, and workers that others cannot reach. A worker that does not answer for
-  longer is left out. Members that do not reach each other do not retry for ever.
-- dismissed: A worker that was sent away after a failed step is in no round that follows a failure, if the others can go on.
-- told: A coordinator in undisturbed contact with etcd tells the others within half of `NOTICE_S` what they must know.
+  longer is left out. Members that do not reach each other do not retry forever.
+- dismissed: A worker that was sent away after a failed step is in no round that follows a failure, if the others can continue.
+- told: A coordinator in undisturbed contact with etcd publishes what the others need within half of `NOTICE_S`.
 - given-up: No worker waits for a round that another member gave up longer than half of `NOTICE_S` after it could know.
 - progress: After the last fault, every worker that can train does within `SETTLE_S`, and steps are made. No drained worker, and
   none without a record, still trains. A job below its minimum waits, and continues when there are enough workers again. No
-  worker ends with an error other than that the job went on without it.
+  worker ends with an error other than that the job continues without it.
 - sound: No assertion of the code under test fails.
 
 A clock that jumps has no effect: wall time is written into records (`created_at`) and never compared. Each worker's own clock
@@ -100,7 +100,7 @@ class Checks:
             if written.value is None:
                 self._gone_since[worker_id] = written.at
             else:
-                self._gone_since.pop(worker_id, None)  # a registration that was repeated after the first one was buried
+                self._gone_since.pop(worker_id, None)  # a registration that was repeated after the first one was evicted
             view = self.job.etcd.views[-1]
             if view.round is not None:
                 first = self._reports.get(view.round.number, (written.at, 0.0))[0]
@@ -163,9 +163,9 @@ class Checks:
         added = [w for w in new.members if w not in members]
         for worker_id in added:
             if worker_id not in seen.workers or seen.workers[worker_id].state == "standby":
-                raise Violation("members", f"{new} takes in {worker_id}, which is {seen.workers.get(worker_id)}")
+                raise Violation("members", f"{new} admits {worker_id}, which is {seen.workers.get(worker_id)}")
             if worker_id in seen.drains:
-                raise Violation("cap", f"{new} takes in {worker_id}, which was asked to leave")
+                raise Violation("cap", f"{new} admits {worker_id}, which was asked to leave")
         if new.planned and len(new.members) > seen.cap and not set(new.members) & (seen.drains | seen.replacements):
             raise Violation("cap", f"{new} has more than {seen.cap} members")
 
@@ -213,7 +213,7 @@ class Checks:
         if self._untold_since is not None and election == self.job.etcd.entries.get(self.job.keys.coordinator):
             since = max(self._untold_since, self._elected_at)
             if self._should_know([worker.id], since, NOTICE_S / 2):
-                raise Violation("told", f"{worker.id} has kept to itself since {since:.1f} s what it knows")
+                raise Violation("told", f"{worker.id} has not published its notice since {since:.1f} s")
         if number not in self._reports:
             return
         since = max(self._reports[number][1], self._elected_at, worker.client.clean_since, self.job.etcd.back_since)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_dlrover.rdzv.etcd.types import Delete, Put
 from lightning_dlrover.rdzv.job.records import AgentRecord, Keys, RoundRecord, encode
-from lightning_dlrover.rdzv.membership.coordinator import burial
+from lightning_dlrover.rdzv.membership.coordinator import eviction
 
 from .etcd import Etcd
 from .invariants import Checks
@@ -84,7 +84,7 @@ class Job:
         self.etcd.txn([], [Delete(f"{self.keys.agents}agent-{node.number}")])
 
     def ended(self, worker: Worker) -> None:
-        """Play the agent: bury the worker, and start another unless it has left for good."""
+        """Play the agent: evict the worker, and start another unless it has left for good."""
         node = self.nodes[worker.node]
         if not node.alive:
             return
@@ -93,11 +93,11 @@ class Job:
             return
         delay_s = 0.05 + self.kernel.rng.random()
 
-        def bury() -> None:
+        def evict() -> None:
             if node.alive and self.etcd.up:
-                self.bury(worker.id)
+                self.evict(worker.id)
 
-        self.kernel.after(delay_s, bury)
+        self.kernel.after(delay_s, evict)
         self._start_worker(node, delay_s + self.kernel.rng.random())
 
     @property
@@ -106,10 +106,10 @@ class Job:
         drains = self.etcd.views[-1].drains
         return self.restarting + sum(w.process.alive and w.id not in drains for w in self.workers.values())
 
-    def bury(self, worker_id: str, share: float = 1.0) -> None:
-        """Remove a worker's records, each with the probability `share`: a burying worker may itself die in between."""
+    def evict(self, worker_id: str, share: float = 1.0) -> None:
+        """Remove a worker's records, each with the probability `share`: an evicting worker may itself die in between."""
         if (record := self.etcd.entries.get(self.keys.workers + worker_id)) is not None:
-            for write in burial(record, self.etcd.entries.get(self.keys.coordinator), self.keys):
+            for write in eviction(record, self.etcd.entries.get(self.keys.coordinator), self.keys):
                 if share == 1.0 or self.kernel.rng.random() < share:
                     self.etcd.txn(write.compare, write.ops)
 

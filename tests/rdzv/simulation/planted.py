@@ -64,6 +64,28 @@ def _awaiting(may_return: Callable[[JobView, Mapping[str, Any]], list[str]]) -> 
     return mock.patch.object(coordinator_module, "may_return", may_return)
 
 
+def _changed_round(function: str, change: Callable[[JobView, RoundRecord], RoundRecord]) -> Patch:
+    """Change each round that a function of `rounds.py` returns."""
+
+    def make(original: Any) -> Any:
+        def decide(view: JobView, *args: Any, **kwargs: Any) -> RoundRecord | None:
+            round_: RoundRecord | None = original(view, *args, **kwargs)
+            return change(view, round_) if round_ is not None else None
+
+        return decide
+
+    return _replace(rounds_module, function, make)
+
+
+def _changed_view(function: str, **changes: Any) -> Patch:
+    """Let a function of `rounds.py` see another view."""
+
+    def make(original: Any) -> Any:
+        return lambda view, *rest: original(dataclasses.replace(view, **changes), *rest)
+
+    return _replace(rounds_module, function, make)
+
+
 def _view_property(name: str, found: Callable[[JobView], Any]) -> Patch:
     return mock.patch.object(JobView, name, property(found))
 
@@ -167,14 +189,10 @@ def _() -> list[Patch]:
 
 @bug("a number is skipped after a loss", "one-number")
 def _() -> list[Patch]:
-    def make(original: Any) -> Any:
-        def make_round(view: JobView, members: list[str], kind: str, *args: Any, **kwargs: Any) -> RoundRecord:
-            round_: RoundRecord = original(view, members, kind, *args, **kwargs)
-            return dataclasses.replace(round_, number=round_.number + (kind == "loss"))
+    def skip(view: JobView, round_: RoundRecord) -> RoundRecord:
+        return dataclasses.replace(round_, number=round_.number + (round_.kind == "loss"))
 
-        return make_round
-
-    return [_replace(rounds_module, "_round", make)]
+    return [_changed_round("_round", skip)]
 
 
 @bug("patience ignored", "patience")
@@ -241,9 +259,9 @@ def _() -> list[Patch]:
     return [_view_property("arriving", lambda view: []), _view_property("stepped_back", lambda view: [])]
 
 
-@bug("a worker that is not ready is taken in", "members")
+@bug("a worker that is not ready is admitted", "members")
 def _() -> list[Patch]:
-    """A worker that still builds its model is taken into a round."""
+    """A worker that still builds its model is admitted to a round."""
 
     def make(original: Any) -> Any:
         return lambda self, *states: original(self, *states, *(["standby"] if states == ("ready",) else []))
@@ -253,25 +271,13 @@ def _() -> list[Patch]:
 
 @bug("drain ignored", "progress")
 def _() -> list[Patch]:
-    return [
-        _replace(
-            rounds_module,
-            "_planned",
-            lambda original: lambda view, *rest: original(dataclasses.replace(view, drains=frozenset()), *rest),
-        )
-    ]
+    return [_changed_view("_planned", drains=frozenset())]
 
 
 @bug("dismissals ignored", "dismissed", near=0)
 def _() -> list[Patch]:
     """Workers that were sent away after a failed step come along when the others make it again."""
-    return [
-        _replace(
-            rounds_module,
-            "_after_failure",
-            lambda original: lambda view, *rest: original(dataclasses.replace(view, dismissals={}), *rest),
-        )
-    ]
+    return [_changed_view("_after_failure", dismissals={})]
 
 
 @bug("cap ignored", "cap")
@@ -289,49 +295,32 @@ def _() -> list[Patch]:
 
 @bug("joiners come first", "rank-order")
 def _() -> list[Patch]:
-    def make(original: Any) -> Any:
-        def planned_round(view: JobView, *rest: Any) -> RoundRecord | None:
-            round_: RoundRecord | None = original(view, *rest)
-            if round_ is None or view.round is None or round_.kind != "grow":
-                return round_
-            members = sorted(round_.members, key=lambda w: w in view.round.members)  # type: ignore[union-attr]
-            return dataclasses.replace(round_, members=members)
+    def reorder(view: JobView, round_: RoundRecord) -> RoundRecord:
+        is_growth = round_.kind == "grow"
+        return dataclasses.replace(round_, members=sorted(round_.members, key=lambda w: is_growth and w in view.members))
 
-        return planned_round
-
-    return [_replace(rounds_module, "_planned", make)]
+    return [_changed_round("_planned", reorder)]
 
 
 @bug("a retry forgets somebody", "patience")
 def _() -> list[Patch]:
     """A living member of the round is left out of the retry, possibly the one that has the state."""
 
-    def make(original: Any) -> Any:
-        def after_failure(view: JobView, *args: Any) -> RoundRecord | None:
-            round_: RoundRecord | None = original(view, *args)
-            if round_ is None or round_.kind != "retry" or len(round_.members) < 2:
-                return round_
-            return dataclasses.replace(round_, members=round_.members[1:])
+    def forget(view: JobView, round_: RoundRecord) -> RoundRecord:
+        is_retry = round_.kind == "retry" and len(round_.members) > 1
+        return dataclasses.replace(round_, members=round_.members[is_retry:])
 
-        return after_failure
-
-    return [_replace(rounds_module, "_after_failure", make)]
+    return [_changed_round("_after_failure", forget)]
 
 
 @bug("ready before state", "patience")
 def _() -> list[Patch]:
-    """When joiners step back for want of the state, the job continues with them instead of with the owners of the state."""
+    """When joiners step back without the state, the job continues with them instead of with the owners of the state."""
 
-    def make(original: Any) -> Any:
-        def after_failure(view: JobView, *args: Any) -> RoundRecord | None:
-            round_: RoundRecord | None = original(view, *args)
-            if round_ is None or not view.stepped_back:
-                return round_
-            return dataclasses.replace(round_, members=view.stepped_back, kind="start")
+    def start(view: JobView, round_: RoundRecord) -> RoundRecord:
+        return dataclasses.replace(round_, members=view.stepped_back, kind="start") if view.stepped_back else round_
 
-        return after_failure
-
-    return [_replace(rounds_module, "_after_failure", make)]
+    return [_changed_round("_after_failure", start)]
 
 
 @bug("a network that fell into two is not noticed", "patience", near=480)
@@ -349,7 +338,7 @@ def _() -> list[Patch]:
     return [mock.patch.object(Etcd, "_expire")]
 
 
-@bug("the buried go on", "progress")
+@bug("the evicted continue", "progress")
 def _() -> list[Patch]:
     """A worker does not check whether its record still exists."""
 

@@ -36,7 +36,7 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
     encode,
 )
-from lightning_dlrover.rdzv.membership.coordinator import Coordinator, burial
+from lightning_dlrover.rdzv.membership.coordinator import Coordinator, eviction
 from lightning_dlrover.rdzv.membership.member import (
     CannotMeetError,
     EvictedError,
@@ -173,7 +173,7 @@ class Meeting:
 
 
 class Worker:
-    """One training process. `process` may be killed or stopped between any two of its steps."""
+    """One training process, and the `MemberBackend` of its member. It may be killed or stopped between any two of its steps."""
 
     def __init__(self, job: Job, worker_id: str, node: int) -> None:
         self.job = job
@@ -182,7 +182,7 @@ class Worker:
         self.kernel = job.kernel
         self.process = Process(job.kernel)
         self.client = Client(job.etcd, self.process, worker_id, self._on_mirror)
-        self.member = Member(_Backend(self))
+        self.member = Member(self)
         self.state: State | None = None
         self.in_step = False
         self.outcome = ""  # how the worker ended
@@ -242,7 +242,7 @@ class Worker:
                 self.job.checks.evicted(self)
 
     async def _leave(self) -> None:
-        self.drop_group()
+        await self.destroy()
         self.registered = False
         try:
             own = (self.own_key, self.job.keys.addresses + self.id, self.job.keys.drains + self.id)
@@ -250,6 +250,10 @@ class Worker:
             await self.client.request(lambda: self.job.etcd.revoke(self.lease_id))
         except EtcdError:
             pass  # the lease expires by itself
+
+    @property
+    def worker_id(self) -> str:
+        return self.id
 
     @property
     def own_key(self) -> str:
@@ -415,7 +419,7 @@ class Worker:
 
     async def _wait_in(self, target: RoundRecord, suspects: Sequence[str], deadline: float) -> None:
         self._raise_if_void(target)
-        await self.bury_the_dead(suspects)
+        await self.evict_dead(suspects)
         self._raise_if_void(target)
         self.job.checks.waits(self, target)
         if self.kernel.now > deadline:
@@ -429,7 +433,7 @@ class Worker:
         if self.evicted:
             raise EvictedError("removed from the job while forming a round")
 
-    def drop_group(self) -> None:
+    async def destroy(self) -> None:
         if self.meeting is not None:
             self.meeting.break_up()
             self.meeting = None
@@ -453,17 +457,19 @@ class Worker:
         await wake
 
     async def until(
-        self, found: Callable[[WorkerView], T | None], probe: Sequence[str], timeout_s: float | None = None
-    ) -> T | None:
+        self, found: Callable[[WorkerView], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
+    ) -> T:
         end = self.kernel.now + timeout_s if timeout_s is not None else float("inf")
         while True:
             if self.evicted:
                 raise EvictedError("removed from the job")
             result = found(self.view)
-            if result is not None or self.kernel.now >= end:
+            if result is not None:
                 return result
+            if self.kernel.now >= end:
+                raise TooLateError(what)
             if probe:
-                await self.bury_the_dead(probe)
+                await self.evict_dead(probe)
             await self.pause(min(0.5 if probe else 5.0, end - self.kernel.now))
 
     # --- records, as in membership.py -------------------------------------------------------------------------------------
@@ -512,9 +518,9 @@ class Worker:
             if not is_member and self._record.state not in ("standby", "ready"):
                 return False
         lease_id = await client.request(lambda: etcd.grant(LEASE_S))
-        nobody_went_on = modified(self.job.keys.round) == (entry.mod_revision if entry else 0)
+        is_newest = modified(self.job.keys.round) == (entry.mod_revision if entry else 0)
         puts = [Put(self.own_key, encode(self._record), lease_id), self._put_address()]
-        made = await client.txn([absent(self.own_key), nobody_went_on], puts)
+        made = await client.txn([absent(self.own_key), is_newest], puts)
         if not made.succeeded:
             return False
         self.kernel.log(self.id, "has registered again")
@@ -541,7 +547,9 @@ class Worker:
         for wake in waiting:
             wake.set()
 
-    async def write(self, state: WorkerState, number: int, unreachable: Sequence[str] = ()) -> None:
+    async def write(
+        self, state: WorkerState, number: int, fingerprint: str | None = None, unreachable: Sequence[str] = ()
+    ) -> None:
         await self._lock()
         try:
             await self._write(state, number, unreachable)
@@ -636,7 +644,7 @@ class Worker:
     async def _see_that_the_next_rank_lives(self) -> None:
         formation = self.member.formation
         if formation is not None and not self.member.forming and formation.size > 1:
-            await self.bury_the_dead([formation.round.members[(formation.rank + 1) % formation.size]])
+            await self.evict_dead([formation.round.members[(formation.rank + 1) % formation.size]])
 
     async def _coordinate(self) -> None:
         if not self.registered or self.evicted:
@@ -653,7 +661,7 @@ class Worker:
                 return
             entries, view = self.client.copy()
             self.job.checks.coordinates(self, entries, view)
-            self._coordinator.hear({w: self._answer(w) for w in view.missing})
+            self._coordinator.note_answers({w: self._answer(w) for w in view.missing})
             write = self._coordinator.next_write(entries, view, self._clock)
         if write is None:
             return
@@ -672,6 +680,9 @@ class Worker:
         self._vacancy_checked_at = self.kernel.now
         return await self.client.get(self.job.keys.workers + election.value.decode()) is None
 
+    async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
+        return [w for w in workers if w in self.job.workers and not self.job.connected(self.id, w)]
+
     def _knock(self, workers: list[str]) -> dict[str, Answer]:
         return {w: self._answer(w) for w in workers if w not in self.view.lost}
 
@@ -682,7 +693,7 @@ class Worker:
         worker = self.job.workers.get(worker_id)
         return "accepts" if worker is not None and worker.process.alive and self.job.connected(self.id, worker_id) else "silent"
 
-    async def bury_the_dead(self, suspects: Sequence[str]) -> None:
+    async def evict_dead(self, suspects: Sequence[str]) -> None:
         members = self.view.round.members if self.view.round is not None else []
         # As in a large world: each worker probes those after it until one answers.
         for worker_id in dead_beside(self.id, suspects, members, self._knock):
@@ -691,49 +702,8 @@ class Worker:
                 record = self._known.pop(worker_id, None) or await self.client.get(key)
                 if record is None:
                     continue
-                for write in burial(record, await self.client.get(self.job.keys.coordinator), self.job.keys):
-                    self.kernel.log(self.id, "buries", worker_id)
+                for write in eviction(record, await self.client.get(self.job.keys.coordinator), self.job.keys):
+                    self.kernel.log(self.id, "evicts", worker_id)
                     await self.client.txn(write.compare, write.ops)
             except EtcdUnavailableError:
                 return  # the dead stay dead, so the next probe or the lease suffices
-
-
-class _Backend:
-    """Services that `Member` needs."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    @property
-    def worker_id(self) -> str:
-        return self._worker.id
-
-    @property
-    def view(self) -> WorkerView:
-        return self._worker.view
-
-    async def until(
-        self, found: Callable[[WorkerView], T | None], what: str, timeout_s: float | None = None, probe: Sequence[str] = ()
-    ) -> T:
-        result = await self._worker.until(found, probe, timeout_s)
-        if result is None:
-            raise TooLateError(what)
-        return result
-
-    async def write(
-        self, state: WorkerState, number: int, fingerprint: str | None = None, unreachable: Sequence[str] = ()
-    ) -> None:
-        await self._worker.write(state, number, unreachable)
-
-    async def bury_the_dead(self, workers: Sequence[str]) -> None:
-        await self._worker.bury_the_dead(workers)
-
-    async def out_of_reach(self, workers: Sequence[str]) -> list[str]:
-        job = self._worker.job
-        return [w for w in workers if w in job.workers and not job.connected(self._worker.id, w)]
-
-    async def form(self, target: RoundRecord, hello: bytes) -> Formation:
-        return await self._worker.form(target, hello)
-
-    async def destroy(self) -> None:
-        self._worker.drop_group()

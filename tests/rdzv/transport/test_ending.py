@@ -1,16 +1,18 @@
-"""The end of a round's groups: an abort that blocks, a shutdown that fails or waits for a member that never comes."""
+"""The end of a round's groups, and waits for a device: an abort that blocks, a shutdown that fails."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_dlrover.rdzv.transport import process_groups
-from lightning_dlrover.rdzv.transport.process_groups import EXIT_STUCK, GroupStuckError, RoundEnd
+from lightning_dlrover.rdzv.transport.process_groups import EXIT_STUCK, DeviceWait, GroupStuckError, RoundEnd
 from tests.support.waiting import eventually
 
 
@@ -137,3 +139,24 @@ def test_ended_groups_are_dropped_by_the_thread_that_ends_the_next_round(calls: 
     following.wait(10)
     eventually(lambda: bool(dropped_by), "the groups of the round before to be dropped", 10)
     assert dropped_by == ["dlrover-end-round"]
+
+
+def test_wait_that_lasts_too_long_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_ended = threading.Event()
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda: is_ended.wait(30))  # a stream that a collective holds up
+    device_wait = DeviceWait(0.2, is_ended.set)
+    began = time.monotonic()
+    device_wait.wait(torch.device("cpu"))
+    assert is_ended.is_set()
+    assert 0.2 < time.monotonic() - began < 10
+    device_wait.close()
+
+
+def test_short_wait_ends_nothing_however_long_the_step_before_it() -> None:
+    is_ended = threading.Event()
+    device_wait = DeviceWait(0.2, is_ended.set)
+    device_wait.wait(torch.device("cpu"))
+    time.sleep(0.4)
+    device_wait.wait(torch.device("cpu"))
+    assert not is_ended.is_set()
+    device_wait.close()

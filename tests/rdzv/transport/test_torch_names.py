@@ -22,7 +22,6 @@ from lightning_dlrover.private_names import MissingNamesError, missing_names
 from lightning_dlrover.rdzv import desync, group, transport
 from lightning_dlrover.rdzv.desync import MESSAGES, OPERATIONS
 from lightning_dlrover.rdzv.transport import torch_names
-from lightning_dlrover.rdzv.transport.process_groups import num_begun_in
 
 NEWER = {"all_gather_single", "reduce_scatter_single", "all_to_all_single"}
 """Names that exist only in later releases, as replacements."""
@@ -88,7 +87,7 @@ def test_connected_group_is_used_with_torchs_own_checks(monkeypatch: pytest.Monk
         with torch_names.as_connected({"gloo": connected}):
             dist.init_process_group("gloo", store=torch_names.HashStore(), rank=0, world_size=1)
         dist.all_reduce(torch.ones(1))
-        assert num_begun_in([connected]) == 1
+        assert torch_names.num_begun(connected) == 1
         dist.destroy_process_group()
     finally:
         monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")
@@ -96,11 +95,11 @@ def test_connected_group_is_used_with_torchs_own_checks(monkeypatch: pytest.Monk
 
 
 def test_begun_collectives_and_kinds_of_works_are_read(gloo: dist.ProcessGroupGloo) -> None:
-    before = num_begun_in([gloo])
+    before = torch_names.num_begun(gloo)
     work = dist.all_reduce(torch.ones(1), async_op=True)
     assert work is not None
     work.wait()
-    assert num_begun_in([gloo]) == before + 1
+    assert torch_names.num_begun(gloo) == before + 1
     assert not torch_names.is_point_to_point(work)
 
 

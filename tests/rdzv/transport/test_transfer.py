@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_dlrover.rdzv.transport.transfer import INLINE_BYTES, TransferError, _packed, _unpacked
+from lightning_dlrover.rdzv.transport.transfer import INLINE_BYTES, TransferError, _packed, loads
 from tests.support.warm_process import WarmProcess, run_code
 
 BOTH = """
@@ -187,20 +187,20 @@ def test_training_state_arrives_as_it_was_sent(tmp_path: Path) -> None:
     # The sender and the receivers learn the class and the next move.
     for text in texts:
         told = [line for line in text.splitlines() if line.startswith("broadcast refused: rank 1")]
-        assert f"holds {__name__}.Same, which is not taken from other workers; if it is harmless, allow it" in told[-1]
+        assert f"contains {__name__}.Same, a type not allowed in transfers; if it is harmless, allow it" in told[-1]
         assert "add_safe_globals([Same])" in told[-1]
 
 
 @pytest.mark.parametrize("sent", [Evil(), [Same(torch.ones(1))], eval, Path.home])
 def test_object_that_is_no_data_is_refused_with_the_next_move(sent: object) -> None:
-    with pytest.raises(TransferError, match=r"holds \S+, which is not taken from others; (if it is harmless|keep it)"):
-        _unpacked(_packed(sent)[0], ())
+    with pytest.raises(TransferError, match=r"contains \S+, a type not allowed in transfers; (if it is harmless|keep it)"):
+        loads(_packed(sent)[0])
 
 
 @pytest.mark.parametrize("body", [b"", b"PK\x03\x04", b"\x80\x02X\x04\x00", bytes(range(256)) * 8])
 def test_bytes_that_are_no_message_are_refused(body: bytes) -> None:
     with pytest.raises(TransferError, match="what is not data"):
-        _unpacked(body, ())
+        loads(body)
 
 
 def test_a_view_of_a_large_tensor_does_not_take_all_of_it_along() -> None:
@@ -211,4 +211,4 @@ def test_a_view_of_a_large_tensor_does_not_take_all_of_it_along() -> None:
 
 def test_state_dict_keeps_its_versions() -> None:
     state = torch.nn.BatchNorm1d(3).state_dict()
-    assert _unpacked(_packed(state)[0], ())._metadata == state._metadata  # type: ignore[attr-defined]
+    assert loads(_packed(state)[0])._metadata == state._metadata  # type: ignore[attr-defined]

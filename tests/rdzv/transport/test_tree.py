@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import pytest
 import torch
 
-from lightning_dlrover.rdzv.desync import CollectiveMonitor, MismatchError, Purpose
+from lightning_dlrover.rdzv.desync import CollectiveCall, CollectiveMonitor, MismatchError
 from lightning_dlrover.rdzv.transport import torch_names
 from lightning_dlrover.rdzv.transport.torch_names import HashStore
 from lightning_dlrover.rdzv.transport.waits import ARITY, Tree, join_tree
@@ -106,12 +106,12 @@ def test_messages_of_the_tree_are_not_counted_as_operations_of_the_group() -> No
 
 
 @pytest.mark.parametrize("others", ["the vote between two steps", "all_reduce"])
-def test_workers_that_compare_along_the_tree_detect_another_purpose(others: str) -> None:
+def test_workers_that_compare_along_the_tree_detect_another_call(others: str) -> None:
     ranks = Ranks(ARITY + 3)
     store = HashStore()
 
     def run(rank: int) -> str:
-        meeting = CollectiveMonitor(
+        monitor = CollectiveMonitor(
             ranks.groups[rank],
             rank,
             ranks.size,
@@ -123,17 +123,17 @@ def test_workers_that_compare_along_the_tree_detect_another_purpose(others: str)
             tree=ranks.trees[rank],
         )
         try:
-            meeting.compare(Purpose("all_reduce"))
+            monitor.compare(CollectiveCall("all_reduce"))
             if rank == 3:
-                meeting.compare(Purpose("all_reduce", "4 x float32"))
+                monitor.compare(CollectiveCall("all_reduce", "4 x float32"))
             else:
-                purpose = Purpose(others, "8 x float32")
-                meeting.counted(meeting.vote(purpose, [1, 2]), [1, 2])
+                call = CollectiveCall(others, "8 x float32")
+                monitor.counted(monitor.vote(call, [1, 2]), [1, 2])
         except MismatchError as error:
             return str(error)
         finally:
-            meeting.close()
-            meeting.join(10.0)
+            monitor.close()
+            monitor.join(10.0)
         return ""
 
     texts = set(ranks.each(run))
