@@ -127,6 +127,12 @@ DIFFERING = {
 }
 """Variables that differ between the template and its programs, or between these."""
 
+AGENT_MODULES = ("torch.distributed.run", "lightning_dlrover.rdzv.agents.rendezvous")
+"""What a node imports in addition to its worker."""
+
+OURS = variables.SPARES.removesuffix("SPARES")
+"""Beginning of this package's variables, which differ as well."""
+
 READ_BY_LIBRARIES = (
     *("PYTHON", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "MALLOC_", "GLIBC_", "TCMALLOC_"),
     *("ATEN_", "LC_", "LANG", "TZ"),
@@ -160,20 +166,20 @@ class _Imports:
         self._stack: list[str] = []
         self._has_gpu = any(os.path.exists(file) for file in ("/dev/nvidiactl", "/dev/kfd"))
 
-    def run(self, recipe: Recipe) -> None:
-        """Import the modules of a recipe.
+    def run(self, modules: Sequence[tuple[str, str]]) -> None:
+        """Import modules by name, if they are in that file, or in any for an empty one.
 
         Raises:
             _Unsafe: the process cannot be forked any more.
         """
         with self._watching():
             errors: dict[str, BaseException] = {}
-            for name, origin in recipe.modules:
+            for name, origin in modules:
                 if name in sys.modules or name in self.excluded or name in self.new:
                     continue
                 try:
                     spec = importlib.util.find_spec(name)
-                    if spec is not None and spec.origin == origin:
+                    if spec is not None and origin in (spec.origin, ""):
                         importlib.import_module(name)
                 except _Unsafe:
                     raise
@@ -279,7 +285,7 @@ def _own_sources() -> list[str]:
     return [file for file in files if isinstance(file, str) and not os.path.realpath(file).startswith(installed)]
 
 
-# The template's process. It is started by `Template`, as `python -c "...serve()" FD RECIPE EXCLUDED PADDING`.
+# The template's process: `python -c "...serve()" FD OWNER RECIPE EXCLUDED ATTEMPT IS_NODE PADDING`.
 
 
 @dataclass(frozen=True)
@@ -312,7 +318,7 @@ _is_forked = False
 def serve() -> None:
     """Import the modules of a recipe, then fork programs until the owner ends. Returns in each of them, and runs it."""
     connection, owner = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    file, excluded = Path(sys.argv[3]), json.loads(sys.argv[4])
+    file, excluded, agent = Path(sys.argv[3]), json.loads(sys.argv[4]), AGENT_MODULES if sys.argv[6] == "1" else ()
     os.environ.pop(variables.SPARES_PADDING, None)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != owner:
@@ -333,7 +339,7 @@ def serve() -> None:
         os.environ["OPENBLAS_NUM_THREADS"] = "1"  # its pool would be started by the import of NumPy
         sys.path[:] = recipe.path
         with contextlib.suppress(_Unsafe):
-            imports.run(recipe)
+            imports.run([*recipe.modules, *((name, "") for name in agent)])
             imports.check()
     except BaseException as error:
         _tell(connection, {"state": "refused", "reason": f"it has failed: {type(error).__name__}: {error}"})
@@ -371,7 +377,7 @@ def _start_again(connection: socket.socket, imports: _Imports, num_modules: int)
         reason = f"{len(excluded)} modules cannot be imported in advance, such as {name}: {why}"
         _tell(connection, {"state": "refused", "reason": reason})
         os._exit(0)
-    arguments = [*sys.argv[1:4], json.dumps(excluded), str(attempt), "x" * PADDING_BYTES]
+    arguments = [*sys.argv[1:4], json.dumps(excluded), str(attempt), sys.argv[6], "x" * PADDING_BYTES]
     environ = {**os.environ, variables.SPARES_PADDING: "x" * PADDING_BYTES}
     os.set_inheritable(connection.fileno(), True)
     flags = ["-u"] if "-u" in sys.orig_argv else []
@@ -694,24 +700,21 @@ class Template:
         self._started_at = time.monotonic()
 
     @classmethod
-    def start(cls, recipe: Path, environ: Mapping[str, str], is_unbuffered: bool) -> Template:
+    def start(cls, recipe: Path, environ: Mapping[str, str], is_unbuffered: bool, is_node: bool) -> Template:
         """Start a process that imports a recipe's modules.
 
         Args:
             environ: variables of its programs; those that differ between them are left out.
+            is_node: its programs run an elastic agent, too.
 
         Raises:
             OSError: the process cannot be started.
         """
         ours, theirs = socket.socketpair()
-        common = {
-            name: value
-            for name, value in environ.items()
-            if name not in DIFFERING and (not name.startswith("DLROVER_") or name == variables.SPARES)
-        }
+        common = {name: text for name, text in environ.items() if name not in DIFFERING and not name.startswith(OURS)}
         common[variables.SPARES_PADDING] = "x" * PADDING_BYTES
         flags = ["-u"] if is_unbuffered else []
-        arguments = [str(theirs.fileno()), str(os.getpid()), str(recipe), "{}", "0", "x" * PADDING_BYTES]
+        arguments = [str(theirs.fileno()), str(os.getpid()), str(recipe), "{}", "0", str(int(is_node)), "x" * PADDING_BYTES]
         try:
             process = subprocess.Popen(
                 [sys.executable, *flags, "-c", _CODE, *arguments],
@@ -882,7 +885,8 @@ class Spares:
         if self._template is None:
             if self._owner != "node" and self._environ is not None and self._is_due():
                 with contextlib.suppress(OSError):
-                    self._template = Template.start(self._folder / RECIPE_FILE, self._environ, self._is_unbuffered)
+                    recipe, is_node = self._folder / RECIPE_FILE, self._owner == "controller"
+                    self._template = Template.start(recipe, self._environ, self._is_unbuffered, is_node)
             return
         before = self._template.state
         self._template.look()
