@@ -838,7 +838,9 @@ class Spares:
 
     @property
     def state(self) -> str:
-        """State in a word or two: `waiting`, `importing`, `ready`, or `off`."""
+        """State in a word: `waiting`, `importing`, `ready`, or `off`; empty without a template of its own."""
+        if self._owner == "node" and self._template is None:
+            return ""
         if self.off:
             return "off"
         return self._template.state if self._template is not None else "waiting"
