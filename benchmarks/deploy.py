@@ -20,8 +20,9 @@ change to that of its first one after it, less one usual step. Two figures accom
 others' steps per second from the decision to their last step before the switch, as a share of those before the decision.
 
 With `--spares 1` the job keeps a process that has imported the script's modules. Once it is ready, the job grows as above, and
-then a worker gets SIGKILL. Time runs from the signal to the end of the first step at full size. The memory of the process,
-where shared pages count in parts (PSS), is printed with it.
+then a worker gets SIGKILL. `spare_s` is the time from the signal to the end of the first step at full size, which includes the
+end of the worker's node and the decision to start another one. `spare_mb` is the memory of all spare processes once they are
+ready, where a page that n processes share counts as 1 / n (PSS).
 """
 
 from __future__ import annotations
@@ -164,18 +165,17 @@ def wait_for_spare(job: ControlledJob) -> None:
     job.wait_for("a spare process", look, START_S)
 
 
-def succeed(job: ControlledJob, target: str, size: Size, dice: random.Random) -> Successor:
+def succeed(job: ControlledJob, target: str, size: Size, dice: random.Random, spare_mb: float) -> Successor:
     """Kill a worker of a training job, and wait until it trains at full size again."""
-    before = job.member_pids()
+    before, round_ = job.member_pids(), job.view().round
+    assert round_ is not None
     job.wait_for_steps(size.steady_steps, len(before), since_s=time.monotonic())
-    spare_mb = spare_bytes() / 2**20
     killed_at = time.monotonic()
     os.kill(dice.choice(before), signal.SIGKILL)
 
     def look() -> float | None:
-        at = [step.ended_s for step in job.steps() if step.ended_s > killed_at and step.world_size == len(before)]
-        newest = job.member_pids()
-        return min(at) if at and len(newest) == len(before) and newest != before else None
+        steps = [step for step in job.steps() if step.round_number > round_.number]
+        return min((step.ended_s for step in steps if step.world_size == len(before)), default=None)
 
     return Successor(target, job.wait_for("a successor", look, START_S) - killed_at, spare_mb)
 
@@ -252,11 +252,12 @@ def main() -> int:
                     job.wait_for_steps(size.steady_steps, options.workers)
                     if options.spares:
                         wait_for_spare(job)
+                        spare_mb = spare_bytes() / 2**20
                     growth = grow(job, endpoint, target, size, dice)
                     growths.append(growth)
                     print(f"{target}: {growth.decision_to_training_s:.2f} s from decision to training", flush=True)
                     if options.spares:
-                        successor = succeed(job, target, size, dice)
+                        successor = succeed(job, target, size, dice, spare_mb)
                         successors.append(successor)
                         print(
                             f"{target}: {successor.seconds:.2f} s from SIGKILL to training at full size; spare processes take "

@@ -446,6 +446,8 @@ def _run_job(
     spec = _node_spec(options, command, place, asked)
     # A node may be without a worker while one is restarted.
     policy = FailurePolicy(exit_s=180.0) if options.max_restarts or options.workers_per_node > 1 else FailurePolicy()
+    if options.spares:  # a node costs little then
+        policy = dataclasses.replace(policy, first_backoff_s=0.1)
     if asked is not None:
         policy = dataclasses.replace(policy, surplus_s=asked.surplus_s)
     if options.target != "local":
