@@ -120,7 +120,7 @@ class _Host:
         worker.die()
         return began, worker.membership.worker_id
 
-    def bury(self, worker_id: str) -> None:
+    def evict_if_dead(self, worker_id: str) -> None:
         """Let a worker probe another one, as its neighbour does."""
         membership = self._workers[0].membership
         membership.evict(dead_workers(membership.whose_refusal_counts([worker_id])))
@@ -205,7 +205,7 @@ class Job:
         """Kill a worker, let a neighbour notice, and return the seconds until all others know."""
         round_, _ = self.settle()
         began, worker_id = _moment(self._hosts.ask(len(self._shares), "kill_one"))
-        self._hosts.ask(0, "bury", worker_id)
+        self._hosts.ask(0, "evict_if_dead", worker_id)
         known = self._all_know(round_.number + 1)
         after, _ = self.settle()
         if set(round_.members) - set(after.members) != {worker_id}:

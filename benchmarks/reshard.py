@@ -64,7 +64,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, decode
-from lightning_dlrover.tables.layout import layout_of, least_bytes, plan_from_dict, plan_moves
+from lightning_dlrover.tables.layout import layout_of, plan_from_dict, plan_moves
 
 SCRIPT = Path(__file__).resolve().parent / "tables_training.py"
 
@@ -78,6 +78,12 @@ RAW_REPEATS = 5
 
 Traffic = dict[tuple[int, int], int]
 """Bytes by (sender, receiver). The receivers are numbered first."""
+
+
+def least_bytes(new_workers: Sequence[str], total_bytes: float, bytes_by_worker: Mapping[str, float]) -> float:
+    """Return the least bytes that any change to equal shares over `new_workers` sends: the sum of their missing shares."""
+    share = total_bytes / len(new_workers)
+    return sum(max(0.0, share - bytes_by_worker.get(worker, 0.0)) for worker in new_workers)
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,6 @@ from ctr_parquet import CATEGORIES, LABEL, NUMBERS, SETS, Description
 from pyarrow import csv
 from tqdm.auto import tqdm
 
-__all__ = ["Layout", "convert", "write_generated"]
-
 CHUNK_BYTES = 8 * 2**20
 """Bytes of text that are converted at once."""
 

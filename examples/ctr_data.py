@@ -20,21 +20,6 @@ import torch
 from ctr_auc import Floats, weighted_auc
 from torch.utils.data import Dataset, default_collate
 
-__all__ = [
-    "Batch",
-    "ClickData",
-    "ClickRows",
-    "DataError",
-    "GeneratedRows",
-    "Ids",
-    "collate",
-    "generate",
-    "load",
-    "load_generated",
-    "signed_log",
-    "split_in_order",
-]
-
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Numbers float32 ``(n, num_numbers)``, ids int64 ``(n, num_categories)``, labels float32 ``(n,)``."""
 
@@ -47,14 +32,7 @@ MAX_IDS = 1 << 14
 """Ids per category. Columns with more distinct values share ids by hashing."""
 
 ADULT_FILES = (("adult-train.csv", "adult-test.csv"), ("adult.data", "adult.test"))
-ADULT_NUMBERS = {
-    0: "age",
-    2: "fnlwgt",
-    4: "education-num",
-    10: "capital-gain",
-    11: "capital-loss",
-    12: "hours-per-week",
-}
+ADULT_NUMBERS = {0: "age", 2: "fnlwgt", 4: "education-num", 10: "capital-gain", 11: "capital-loss", 12: "hours-per-week"}
 ADULT_CATEGORIES = {
     1: "workclass",
     3: "education",

@@ -13,8 +13,6 @@ from ctr_data import Batch, ClickRows
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["WideAndDeep", "auc_of_counts", "count_scores", "measure_auc"]
-
 NUM_BINS = 1 << 16
 
 

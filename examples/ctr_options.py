@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-__all__ = ["at_least"]
-
 
 def at_least(least: int) -> Callable[[str], int]:
     """Return a parser of whole numbers from `least` on."""

@@ -17,18 +17,6 @@ from ctr_data import CRITEO_CATEGORIES, CRITEO_NUMBERS, Batch, DataError
 from lightning_dlrover import data as streams
 from lightning_dlrover.data import Stream, parquet, stream
 
-__all__ = [
-    "CATEGORIES",
-    "LABEL",
-    "NUMBERS",
-    "SETS",
-    "ClickStreams",
-    "Collate",
-    "Description",
-    "is_click_folder",
-    "load_streams",
-]
-
 SETS = ("train", "val", "test")
 """Folders of the Parquet files, in the order of time."""
 
@@ -79,7 +67,7 @@ class Description:
             )
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise DataError(
-                f"{path} is no description of click rows ({type(error).__name__}: {error}); write the folder again with "
+                f"{path} is not a description of click rows ({type(error).__name__}: {error}); write the folder again with "
                 "examples/criteo_to_parquet.py"
             ) from error
 

@@ -125,7 +125,7 @@ class Demo:
                     f"the job ended (exit code {self.process.returncode}) while waiting for {what}; see its output below"
                 )
             if time.monotonic() > deadline:
-                raise DemoError(f"waited {timeout_s:.0f} s in vain for {what}; the job's output is in {self.log}")
+                raise DemoError(f"no sign of {what} within {timeout_s:.0f} s; the job's output is in {self.log}")
             time.sleep(POLL_S)
 
     def round_of(self, num_workers: int, after: int = 0, without: str = "") -> Callable[[], RoundRecord | None]:
@@ -155,7 +155,7 @@ class Demo:
         return self._read(PlanRecord, self._keys.plan)
 
     def plan_for(self, num_workers: int) -> Callable[[], PlanRecord | None]:
-        """Return a function that looks for the planner's wish for this many workers."""
+        """Return a function that looks for the planner's plan of this many workers."""
 
         def look() -> PlanRecord | None:
             found = self.plan()
@@ -186,14 +186,7 @@ class Demo:
             raise DemoError(f"worker {worker_id}: process {worker.pid} cannot be killed ({error.strerror})") from error
 
     def scale(self, num_workers: int) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "lightning_dlrover.cli",
-            "scale",
-            "--run-dir",
-            str(self.folder.parent),
-        ]
+        command = [sys.executable, "-m", "lightning_dlrover.cli", "scale", "--run-dir", str(self.folder.parent)]
         command += [self.run_id, str(num_workers)]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
         if done.returncode != 0:
@@ -209,7 +202,7 @@ class Demo:
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
-            raise DemoError(f"waited {timeout_s:.0f} s in vain for the job to finish; its output is in {self.log}") from error
+            raise DemoError(f"the job did not finish within {timeout_s:.0f} s; its output is in {self.log}") from error
         if code != 0:
             raise DemoError(f"the job failed with exit code {code}")
 
@@ -333,8 +326,8 @@ def play(demo: Demo) -> None:
     victim = grown.members[-1]
     demo.kill(victim)
     demo.say(f"killed worker {victim} with SIGKILL")
-    lost = demo.wait("the survivor to go on alone", demo.round_without(victim, after=grown.number), timeout_s=30)
-    demo.say(f"round {lost.number} goes on with {len(lost.members)} worker(s): {lost.reason}")
+    lost = demo.wait("the survivor to continue alone", demo.round_without(victim, after=grown.number), timeout_s=30)
+    demo.say(f"round {lost.number} continues with {len(lost.members)} worker(s): {lost.reason}")
     replaced = demo.wait(
         "a replacement of the killed worker",
         demo.round_of(2, after=grown.number, without=victim),

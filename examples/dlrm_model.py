@@ -21,8 +21,6 @@ from torch.nn import functional as F
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.optim import RowWiseAdagrad
 
-__all__ = ["DLRM"]
-
 SETS = ("val", "test")
 """Names of the validation loaders, in this order. The second one may be missing."""
 

@@ -11,45 +11,29 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
 from ctr_data import DataError, collate, load
 from ctr_model import WideAndDeep, measure_auc
+from ctr_options import at_least
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 
 
-@dataclass(frozen=True)
-class Options:
-    data: Path | None
-    rows: int
-    epochs: int
-    max_steps: int
-    until: Path | None
-    batch_size: int
-    loader_workers: int
-    learning_rate: float
-    width: int
-    threads: int
-    accelerator: str
-    seed: int
-    output: Path | None
-
-
 class StopOnFile(Callback):
-    """Ends training after the step at which a file exists."""
+    """End training after the step at which a file exists."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
         if self.file.exists():
-            trainer.should_stop = True  # one worker's wish stops all of them
+            trainer.should_stop = True  # one worker stops all of them
 
 
 def main() -> int:
@@ -62,7 +46,7 @@ def main() -> int:
         print(f"train_ctr: {error}", file=sys.stderr)
         return 2
 
-    model = WideAndDeep(data.cardinalities, data.num_numbers, width=options.width, learning_rate=options.learning_rate)
+    model = WideAndDeep(data.cardinalities, data.num_numbers, width=options.width, learning_rate=options.lr)
     loader_workers = options.loader_workers
     train_loader = DataLoader(data.train, options.batch_size, shuffle=True, collate_fn=collate, num_workers=loader_workers)
     val_loader = DataLoader(data.val, options.batch_size, collate_fn=collate)
@@ -85,63 +69,37 @@ def main() -> int:
     trainer.fit(model, train_loader, val_loader)
 
     if trainer.is_global_zero:
-        result = {
-            "test_auc": measure_auc(model, data.test),
-            "best_auc": data.best_auc,
-            "data": data.name,
-            "rows": len(data.test),
-            "steps": trainer.global_step,
-        }
-        text = json.dumps(result)
-        print(text, flush=True)
-        if options.output is not None:
-            options.output.mkdir(parents=True, exist_ok=True)
-            (options.output / "metrics.json").write_text(text + "\n")
+        write_metrics(measure_auc(model, data.test), data, trainer, options.output)
     return 0
 
 
-def parse_options() -> Options:
+def write_metrics(test_auc: float, data: Any, trainer: L.Trainer, output: Path | None) -> None:
+    """Print the metrics as one line of JSON, and write them into a folder if one is given."""
+    metrics = {"test_auc": test_auc, "best_auc": data.best_auc, "data": data.name, "rows": len(data.test)}
+    text = json.dumps({**metrics, "steps": trainer.global_step})
+    print(text, flush=True)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "metrics.json").write_text(text + "\n")
+
+
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a wide-and-deep click model, elastically.")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        help="folder with the Adult files, or a Criteo-format TSV file (default: generated rows)",
-    )
-    parser.add_argument("--rows", type=_positive, default=200_000, help="rows to generate, or the most to read from a TSV")
-    parser.add_argument("--epochs", type=_positive, default=8)
+    data = "folder with the Adult files, or a Criteo-format TSV file (default: generated rows)"
+    parser.add_argument("--data", type=Path, help=data)
+    parser.add_argument("--rows", type=at_least(1), default=200_000, help="rows to generate, or the most to read from a TSV")
+    parser.add_argument("--epochs", type=at_least(1), default=8)
     parser.add_argument("--max-steps", type=int, default=-1, help="end after this many steps (default: after the epochs)")
     parser.add_argument("--until", type=Path, help="end after the step at which this file exists")
-    parser.add_argument("--batch-size", type=_positive, default=1024, help="samples per step, all workers together")
+    parser.add_argument("--batch-size", type=at_least(1), default=1024, help="samples per step, all workers together")
     parser.add_argument("--loader-workers", type=int, default=1, help="data-loading processes per worker")
     parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--width", type=_positive, default=1024, help="hidden units; a step's cost grows with the square")
-    parser.add_argument("--threads", type=_positive, default=1, help="CPU threads per worker")
+    parser.add_argument("--width", type=at_least(1), default=1024, help="hidden units; a step's cost grows with the square")
+    parser.add_argument("--threads", type=at_least(1), default=1, help="CPU threads per worker")
     parser.add_argument("--accelerator", default="auto", help="auto, cpu or gpu")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, help="folder for metrics.json")
-    given = parser.parse_args()
-    return Options(
-        data=given.data,
-        rows=given.rows,
-        epochs=given.epochs,
-        max_steps=given.max_steps,
-        until=given.until,
-        batch_size=given.batch_size,
-        loader_workers=given.loader_workers,
-        learning_rate=given.lr,
-        width=given.width,
-        threads=given.threads,
-        accelerator=given.accelerator,
-        seed=given.seed,
-        output=given.output,
-    )
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
-    return number
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

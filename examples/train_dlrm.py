@@ -12,9 +12,8 @@ more space than there is memory, and each is trained once per epoch while worker
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +23,10 @@ from ctr_data import ClickData, DataError, collate, load, load_generated
 from ctr_options import at_least
 from ctr_parquet import ClickStreams, is_click_folder, load_streams
 from torch.utils.data import DataLoader
-from train_ctr import StopOnFile
+from train_ctr import StopOnFile, write_metrics
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 from lightning_dlrover.tables.torchrec_adapter import TorchrecMissingError, check_torchrec
-
-
-@dataclass(frozen=True)
-class Options:
-    data: Path | None
-    rows: int
-    epochs: int
-    max_steps: int
-    until: Path | None
-    shuffle_rows: int
-    batch_size: int
-    loader_workers: int
-    learning_rate: float
-    table_learning_rate: float
-    width: int
-    embedding_dim: int
-    threads: int
-    accelerator: str
-    seed: int
-    output: Path | None
 
 
 def main() -> int:
@@ -67,8 +46,8 @@ def main() -> int:
         data.num_numbers,
         width=options.width,
         embedding_dim=options.embedding_dim,
-        learning_rate=options.learning_rate,
-        table_learning_rate=options.table_learning_rate,
+        learning_rate=options.lr,
+        table_learning_rate=options.table_lr,
     )
     train_loader, measured = make_loaders(data, options)
 
@@ -90,22 +69,11 @@ def main() -> int:
     trainer.fit(model, train_loader, measured)
 
     if trainer.is_global_zero:
-        result = {
-            "test_auc": float(trainer.callback_metrics["test_auc"]),
-            "best_auc": data.best_auc,
-            "data": data.name,
-            "rows": len(data.test),
-            "steps": trainer.global_step,
-        }
-        text = json.dumps(result)
-        print(text, flush=True)
-        if options.output is not None:
-            options.output.mkdir(parents=True, exist_ok=True)
-            (options.output / "metrics.json").write_text(text + "\n")
+        write_metrics(float(trainer.callback_metrics["test_auc"]), data, trainer, options.output)
     return 0
 
 
-def make_loaders(data: ClickData | ClickStreams, options: Options) -> tuple[DataLoader[Any], list[DataLoader[Any]]]:
+def make_loaders(data: ClickData | ClickStreams, options: argparse.Namespace) -> tuple[DataLoader[Any], list[DataLoader[Any]]]:
     """Return the loader of the training rows, and those of the validation and the test rows."""
     size, loader_workers = options.batch_size, options.loader_workers
     if isinstance(data, ClickStreams):  # shuffles its rows itself
@@ -117,7 +85,7 @@ def make_loaders(data: ClickData | ClickStreams, options: Options) -> tuple[Data
     return train_loader, [DataLoader(rows, size, collate_fn=collate_fn) for rows in (data.val, data.test)]
 
 
-def load_rows(options: Options) -> ClickData | ClickStreams:
+def load_rows(options: argparse.Namespace) -> ClickData | ClickStreams:
     """Load the rows of `--data` or open them as streams, else generate some: 26 categories show the tables best.
 
     Raises:
@@ -135,7 +103,7 @@ def load_rows(options: Options) -> ClickData | ClickStreams:
     return replace(made, about=about)
 
 
-def parse_options() -> Options:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train DLRM with sharded embedding tables, elastically.")
     parser.add_argument(
         "--data",
@@ -144,7 +112,7 @@ def parse_options() -> Options:
         "(default: generated rows)",
     )
     parser.add_argument("--rows", type=at_least(100), default=500_000, help="rows to generate, or the most to read from a TSV")
-    parser.add_argument("--epochs", type=at_least(1), default=1, help="passes; on rare ids, a second one is learning by heart")
+    parser.add_argument("--epochs", type=at_least(1), default=1, help="passes; on rare ids, a second one would memorise them")
     parser.add_argument("--max-steps", type=int, default=-1, help="end after this many steps (default: after the epochs)")
     parser.add_argument("--until", type=Path, help="end after the step at which this file exists")
     parser.add_argument(
@@ -163,25 +131,7 @@ def parse_options() -> Options:
     parser.add_argument("--accelerator", default="auto", help="auto, cpu or gpu")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, help="folder for metrics.json")
-    given = parser.parse_args()
-    return Options(
-        data=given.data,
-        rows=given.rows,
-        epochs=given.epochs,
-        max_steps=given.max_steps,
-        until=given.until,
-        shuffle_rows=given.shuffle_rows,
-        batch_size=given.batch_size,
-        loader_workers=given.loader_workers,
-        learning_rate=given.lr,
-        table_learning_rate=given.table_lr,
-        width=given.width,
-        embedding_dim=given.embedding_dim,
-        threads=given.threads,
-        accelerator=given.accelerator,
-        seed=given.seed,
-        output=given.output,
-    )
+    return parser.parse_args()
 
 
 def _multiple_of_4(text: str) -> int:

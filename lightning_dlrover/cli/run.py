@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import fcntl
 import os
 import re
@@ -16,7 +15,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -449,9 +448,9 @@ def _run_job(
     if options.spares:  # a node costs little then
         policy = dataclasses.replace(policy, first_backoff_s=0.1)
     if asked is not None:
-        policy = dataclasses.replace(policy, surplus_s=asked.surplus_s)
+        policy = replace(policy, surplus_s=asked.surplus_s)
     if options.target != "local":
-        policy = dataclasses.replace(policy, show_s=_poll_s(options))
+        policy = replace(policy, show_s=_poll_s(options))
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect(place))
         is_resumed = (folder / JOB_FILE).exists()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,7 +202,7 @@ def list_command(options: argparse.Namespace) -> int:
     endpoint = options.endpoint or EtcdDefaults.of_this_process().endpoint
     jobs = list_jobs(endpoint, options.key_prefix, options.run_dir, etcd_access(options))
     if options.json:
-        show(json.dumps([dataclasses.asdict(job) for job in jobs], indent=2))
+        show(json.dumps([asdict(job) for job in jobs], indent=2))
         return EXIT_OK
     where = f"the etcd at {endpoint}" if endpoint else f"folder {options.run_dir}"
     if not jobs:

@@ -1,7 +1,7 @@
 """A dataset that reads shards by their rows, for a DataLoader: the same batches for any number of workers and loader workers.
 
-Its samples are the positions of an epoch, whose order `lane_plan.py` decides. A live job asks for `Positions`, which carry all
-that their rows depend on; a DataLoader by itself asks for numbers.
+Its samples are the positions of an epoch, whose order `lane_plan.py` decides. A live job asks for `Positions`, which hold
+everything that their rows depend on. A DataLoader without a job asks for numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_dlrover.data.lane_plan import BLOCK_ROWS, CYCLES, MIN_SLOTS, LanePlan, Layout, Piece, share
+from lightning_dlrover.data.lane_plan import BLOCK_ROWS, CYCLES, MIN_SLOTS, LanePlan, Layout, share
 from lightning_dlrover.data.reader import LaneReader, ReadingThreads
 from lightning_dlrover.data.rows import prepare_default_collate
 from lightning_dlrover.data.source import DataError, Ranges, Shard, SkippedRange, Source, WindowedSource, Windows, WithSkipped
@@ -26,7 +26,7 @@ from lightning_dlrover.data.source import DataError, Ranges, Shard, SkippedRange
 log = logging.getLogger(__name__)
 
 OWN_BATCH_SIZE = 2048
-"""Rows of a batch in the layout of a stream that no job has given one. Any batch size works; its divisors are read fastest."""
+"""Rows of a batch in the layout of a stream without a job. Any batch size works; divisors of this one are read fastest."""
 
 MIN_SHUFFLED_BLOCK = 512
 """Minimum number of rows that are shuffled together in a lane."""
@@ -35,7 +35,7 @@ OBJECTS_PER_BLOCK = 128
 """Rows of a lane that are read together from a user's source without `block_rows`. They may be large objects."""
 
 MIN_LANE_ROWS = 65_536
-"""Minimum rows of a lane, unless workers need more lanes. Where a lane begins, part of a row group is decoded in vain."""
+"""Minimum rows of a lane, unless workers need more lanes. Where a lane begins, part of a row group is decoded for nothing."""
 
 OF_A_PROCESS = ("_readers", "_reading_threads", "_skipped", "_pid")
 """Attributes that belong to one process and are not pickled."""
@@ -44,7 +44,11 @@ MAX_THREADS = 1024
 """Maximum number of reading threads: more is a mistake, and each takes memory."""
 
 NUM_READERS = 2
-"""Orders that a process reads at once: loader workers prepare the next epoch's batches before the last one's are used."""
+"""Orders that a process reads at once: loader workers prepare the next epoch's batches before the last one's are used up."""
+
+
+Window = tuple[tuple[str, int, int], ...]
+"""Shards of a growing source in one epoch: key, first row, and the row after the last."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Positions(Sequence[int]):
     seed: int  # seed of this epoch's order
     layout: Layout
     ranges: tuple[tuple[int, int], ...]  # half-open
-    window: tuple[tuple[str, int, int], ...] | None = None  # shards of a growing source in this epoch
+    window: Window | None = None  # of a growing source in this epoch
     ahead: tuple[tuple[int, int], ...] = ()  # positions of the same order; their lanes are opened once these rows are read
 
     def __len__(self) -> int:
@@ -77,26 +81,34 @@ class Opened(list[Any]):
 
 
 class Stream(Dataset[Any]):
-    """The rows of a source. `stream` makes one.
+    """A dataset for a DataLoader that reads a source in parallel, in an order that depends on the seed alone.
 
     Args:
-        transform: makes a sample of a row. Without it, and with a DataLoader's default `collate_fn`, a batch is a dictionary of
-            tensors that is made from columns.
-        shuffle_rows: rows that are shuffled together, counted over all workers; 0: no shuffling.
-        keep_order: whether rows come in the order of the shards.
-        threads: threads of each reading process that read blocks of rows ahead.
+        source: for example `parquet(...)` or `files(...)`, or an object with `shards()` and `read(shard, row)`.
+        transform: makes a sample of a row: a dictionary by column, or an item of the source. None: samples are the rows, and
+            the default `collate_fn` makes a dictionary of tensors from columns.
+        shuffle_rows: rows that are shuffled together, over all workers, which hold them in memory. 0: no shuffling.
+        keep_order: whether rows come in the order of the shards, for predictions. Each process then reads everything.
+        seed: of the first epoch's order; None: that of `seed_everything`, or 0.
+        threads: threads that read rows ahead in each process that reads: the training process if the DataLoader has no loader
+            workers, else each of these. 0: rows are read when they are asked for.
+
+    Raises:
+        TypeError: `source` lacks a method.
+        ValueError: an argument is out of range, or `source` cannot be read in threads.
 
     Example:
+        >>> from torch.utils.data import DataLoader
         >>> from lightning_dlrover.data import Shard, stream
-        >>> class Numbers:
+        >>> class Squares:
         ...     def shards(self):
-        ...         return [Shard("a", rows=3), Shard("b", rows=5)]
+        ...         return [Shard("squares", rows=6)]
         ...
         ...     def read(self, shard, row):
-        ...         yield from range(row, shard.rows)
-        >>> rows = stream(Numbers())
-        >>> len(rows), [shard.key for shard in rows.shards]
-        (8, ['a', 'b'])
+        ...         yield from (number * number for number in range(row, shard.rows))
+        >>> rows = stream(Squares(), keep_order=True)
+        >>> len(rows), list(DataLoader(rows, batch_size=3))
+        (6, [tensor([0, 1, 4]), tensor([ 9, 16, 25])])
     """
 
     def __init__(
@@ -164,11 +176,11 @@ class Stream(Dataset[Any]):
         self._skipped: dict[SkippedRange, None] = {}
         self._pid = os.getpid()
 
-    # --- shards and their order ---
+    # --- shards and their order -----------------------------------------------------------------------------------------------
 
     @property
     def shards(self) -> Sequence[Shard]:
-        """All shards, as they were when they were first asked for. Those of a source that grows are this epoch's window.
+        """All shards, as first listed; of a source that grows, this epoch's window.
 
         Raises:
             DataError: there are none, or two of the same name.
@@ -181,10 +193,8 @@ class Stream(Dataset[Any]):
                 shards = list(self.source.shards())
             key, times = Counter(shard.key for shard in shards).most_common(1)[0] if shards else ("", 0)
             if times > 1:
-                raise DataError(
-                    f"{self.source!r:.120} has {key!r} {times} times: its rows would be trained as often in an epoch"
-                )
-            has_ended = self.windows is not None and self.grows and (self.epoch > 0 or self.windows.goes_on)
+                raise DataError(f"{self.source!r:.120} has {key!r} {times} times: its rows would be trained {times} times")
+            has_ended = self.windows is not None and self.grows and (self.epoch > 0 or self.windows.is_continued)
             if not has_ended and not any(shard.rows for shard in shards):
                 raise DataError(f"{self.source!r:.120} has no rows (in {len(shards)} shards): check the path or the pattern")
             self._shards, self._num_rows = shards, sum(shard.rows for shard in shards)
@@ -192,7 +202,7 @@ class Stream(Dataset[Any]):
 
     @property
     def grows(self) -> bool:
-        """Whether each epoch has other rows, those that came after the rows of the epoch before."""
+        """Whether each epoch has rows of its own: those that came after the rows of the epoch before."""
         return self.windows is not None and self.windows.grows
 
     def _in_window(self, ranges: Ranges) -> Sequence[Shard]:
@@ -200,8 +210,8 @@ class Stream(Dataset[Any]):
         return self.source.shards_in(ranges)
 
     @property
-    def window(self) -> tuple[tuple[str, int, int], ...] | None:
-        """This epoch's shards of a source that grows, by key, first row, and the row after the last; None for any other."""
+    def window(self) -> Window | None:
+        """This epoch's shards of a source that grows; None for any other."""
         if not self.grows:
             return None
         assert self.windows is not None
@@ -209,7 +219,7 @@ class Stream(Dataset[Any]):
 
     @property
     def window_as_data(self) -> dict[str, list[int]] | None:
-        """This epoch's rows of each shard, for records and checkpoints, if the rows come and go."""
+        """This epoch's rows of each shard, for records and checkpoints; None if the rows never change."""
         if self.windows is None:
             return None
         return {key: [first, stop] for key, (first, stop) in self.windows.of(self.epoch).items()}
@@ -222,21 +232,21 @@ class Stream(Dataset[Any]):
         self.set_epoch(epoch)
 
     def share_windows(self, windows: Windows) -> None:
-        """Have the windows of an earlier stream of the same source."""
+        """Use the windows of an earlier stream of the same source."""
         self.windows, self._shards = windows, None
 
     @property
     def name(self) -> str:
-        """Name of the stream in records: that of all streams of an equal source.
+        """Name of the stream in records, the same for all streams of an equal source.
 
-        A topic that grows begins where its first window was fixed, so a start that depends on now changes nothing.
+        A topic that grows begins where its first window was fixed, so a start that depends on the present time does not count.
         """
         text = getattr(self.source, "text_without_times", None) if self.grows else None
         return hashlib.sha256((text or repr(self.source)).encode(errors="replace")).hexdigest()[:12]
 
     @property
     def fingerprint(self) -> str:
-        """Digest of names and lengths of the shards. The folder they are in may differ from host to host."""
+        """Digest of the shards' names and lengths. Their folder may differ from host to host."""
         shards = self.shards
         if self._fingerprint is None or self._fingerprint[0] is not shards:  # each checkpoint asks for it
             text = "\n".join(f"{shard.identity} {shard.rows}" for shard in shards)
@@ -244,13 +254,8 @@ class Stream(Dataset[Any]):
         return self._fingerprint[1]
 
     def layout_for(self, batch_size: int, max_workers: int = 1) -> Layout:
-        """Return the layout of a job.
-
-        Args:
-            batch_size: rows of a global batch.
-            max_workers: maximum number of workers, each of which should have lanes of its own.
-        """
-        num_rows = len(self)  # a source of files knows their format from here on
+        """Return the layout of a job with so many rows in a global batch. Each worker should have lanes of its own."""
+        num_rows = len(self)  # a source of files learns their format here
         # Where rows are not shuffled, their order does not depend on the size of blocks.
         default = BLOCK_ROWS if getattr(self.source, "reads_in_threads", False) else OBJECTS_PER_BLOCK
         block_rows = getattr(self.source, "block_rows", default)
@@ -271,20 +276,16 @@ class Stream(Dataset[Any]):
         return self._layout
 
     def plan(self, seed: int, layout: Layout, shards: Sequence[Shard] | None = None) -> LanePlan:
-        """Return the order of one epoch.
-
-        Args:
-            shards: None: those of the current epoch.
-        """
+        """Return the order of one epoch, by default of the current epoch's shards."""
         of_epoch = self.shards if shards is None else shards
         return LanePlan([shard.rows for shard in of_epoch], seed if self.shuffle_rows else None, layout)
 
-    # --- the interface to plain loops ---
+    # --- for plain loops ------------------------------------------------------------------------------------------------------
 
     def share_of_batch(
         self, number: int, global_batch_size: int, global_rank: int = 0, world_size: int = 1, max_workers: int = 1
     ) -> Sequence[Any]:
-        """Return one worker's samples of a global batch. Without a transform these are `Rows`.
+        """Return one worker's samples of a global batch: `Rows` if there is no transform.
 
         Args:
             number: of the batch, counted over all epochs. The last batch of an epoch may be smaller.
@@ -306,7 +307,7 @@ class Stream(Dataset[Any]):
         layout = self.layout_for(global_batch_size, max_workers)
         return self._samples(self.seed + epoch, layout, [(first + start, first + stop)])
 
-    # --- the interface to a DataLoader by itself -----------------------------------------------------------------------------
+    # --- for a DataLoader without a job ---------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         _ = self.shards  # counts the rows
@@ -314,22 +315,17 @@ class Stream(Dataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that a DataLoader by itself reads."""
+        """The epoch that a DataLoader without a job reads."""
         return int(self._start[0])
 
     def set_epoch(self, epoch: int, first_row: int = 0) -> None:
-        """Begin an epoch, or go on inside of it. A live job and `DLRoverCallback` do this by themselves.
-
-        Args:
-            first_row: position of the first row that the DataLoader's next iterator gives.
-        """
+        """Begin an epoch at its row `first_row`. A live job and `DLRoverCallback` call this for you."""
         self._start[0], self._start[1] = epoch, first_row
 
     def resume_from(self, checkpoint: Mapping[str, Any], number: int = 0) -> None:
-        """Go on where a live job was when it saved a checkpoint, in a DataLoader by itself.
+        """Continue from a live job's checkpoint without a job: the next iterator begins with the first untrained row.
 
-        The next iterator begins with the first row that was not trained. The DataLoader's batches should be as large as the
-        job's global batches, since Lightning counts batches.
+        The DataLoader's batches should be as large as the job's global batches, since Lightning counts batches.
 
         Args:
             checkpoint: Lightning's checkpoint, as `torch.load` returns it.
@@ -343,7 +339,7 @@ class Stream(Dataset[Any]):
         if position is None:
             raise DataError(
                 f"the checkpoint has no position of training loader {number} in a stream (it has {len(streams)} loaders): it "
-                "was saved by a job with other data, without DLRoverStrategy, or outside of a fit"
+                "was saved by a job with other data, without DLRoverStrategy, or outside a fit"
             )
         self.seed, self._layout = int(position["seed"]), Layout(**position["layout"])
         self._forget_readers()
@@ -355,13 +351,9 @@ class Stream(Dataset[Any]):
         self.set_epoch(position["epoch"] + is_over, 0 if is_over else position["first_row"])
 
     def refuse_other_rows(self, position: Mapping[str, Any]) -> None:
-        """Refuse a position inside an epoch of other rows, or of an order that this stream cannot have.
+        """Raise `DataError` if a checkpoint's position is in other rows than this stream's, or in an impossible order.
 
-        Args:
-            position: from a checkpoint. Former releases have saved less of it.
-
-        Raises:
-            DataError: the rows after the position are not those that are missing.
+        Checkpoints of former releases hold less of the position.
         """
         cause = ""
         if position.get("window", self.window_as_data) != self.window_as_data:
@@ -383,11 +375,7 @@ class Stream(Dataset[Any]):
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> Sequence[Any]:
-        """Return samples by their position in the epoch.
-
-        Raises:
-            DataError: a shard has changed, or cannot be read.
-        """
+        """Return samples by their position in the epoch. Raises `DataError` if a shard has changed or cannot be read."""
         if isinstance(numbers, Positions):
             samples: Sequence[Any] = Opened()
             if numbers.ranges or not numbers.ahead:
@@ -402,26 +390,21 @@ class Stream(Dataset[Any]):
         return self._samples(self.seed + epoch, self.layout, ranges, self.window)
 
     def _open(self, positions: Positions) -> None:
-        """Read the blocks of the rows that are ahead, so that the rows are there when they are asked for."""
+        """Read the blocks of the rows ahead, before they are asked for."""
         reader = self._reader(positions.seed, positions.layout, positions.window)
         pieces = [piece for start, stop in positions.ahead for piece in reader.plan.pieces(start, stop)]
         try:
             reader.open(pieces)
-        except DataError as error:  # these rows may never be asked for; if they are, it is raised again
+        except DataError as error:  # raised again if these rows are ever asked for
             log.debug("lanes could not be opened ahead: %s", error)
 
     def _samples(
-        self,
-        seed: int,
-        layout: Layout,
-        ranges: Sequence[tuple[int, int]],
-        window: tuple[tuple[str, int, int], ...] | None = None,
+        self, seed: int, layout: Layout, ranges: Sequence[tuple[int, int]], window: Window | None = None
     ) -> Sequence[Any]:
         if not ranges:
             raise IndexError(f"the epoch of {len(self)} rows, which was resumed in its middle, is over")
         reader = self._reader(seed, layout, window)
-        pieces: list[Piece] = [piece for start, stop in ranges for piece in reader.plan.pieces(start, stop)]
-        rows = reader.read(pieces)
+        rows = reader.read([piece for start, stop in ranges for piece in reader.plan.pieces(start, stop)])
         self._skipped |= reader.skipped
         reader.skipped.clear()
         if not rows:
@@ -452,7 +435,7 @@ class Stream(Dataset[Any]):
         self._skipped.clear()
         return found
 
-    def _reader(self, seed: int, layout: Layout, window: tuple[tuple[str, int, int], ...] | None) -> LaneReader:
+    def _reader(self, seed: int, layout: Layout, window: Window | None) -> LaneReader:
         if self._pid != os.getpid():
             self._forget_readers()  # a forked process opens files of its own
         key = (seed if self.shuffle_rows else None), layout, window
@@ -470,42 +453,8 @@ class Stream(Dataset[Any]):
         return reader
 
 
-def stream(
-    source: Source,
-    transform: Callable[[Any], Any] | None = None,
-    shuffle_rows: int = 0,
-    keep_order: bool = False,
-    seed: int | None = None,
-    threads: int = 0,
-) -> Stream:
-    """Return a dataset for a DataLoader that reads a source in parallel, in an order that depends on nothing but the seed.
-
-    Args:
-        source: for example `parquet(...)` or `files(...)`, or an object with `shards()` and `read(shard, row)`.
-        transform: makes a sample of a row: a dictionary by column, or an item of the source. None: samples are the rows.
-        shuffle_rows: rows that are shuffled together, over all workers; they are in memory meanwhile. 0: no shuffling.
-        keep_order: whether rows come in the order of the shards, as predictions want it. Each process then reads everything.
-        seed: of the first epoch's order; None: that of `seed_everything`, or 0.
-        threads: threads that read rows ahead in each process that reads: the training process if the DataLoader has no loader
-            workers, else each of these. 0: rows are read when they are asked for.
-
-    Raises:
-        TypeError: `source` lacks a method.
-        ValueError: an argument is out of range, or `source` cannot be read in threads.
-
-    Example:
-        >>> from torch.utils.data import DataLoader
-        >>> from lightning_dlrover.data import Shard, stream
-        >>> class Squares:
-        ...     def shards(self):
-        ...         return [Shard("squares", rows=6)]
-        ...
-        ...     def read(self, shard, row):
-        ...         yield from (number * number for number in range(row, shard.rows))
-        >>> list(DataLoader(stream(Squares(), keep_order=True), batch_size=3))
-        [tensor([0, 1, 4]), tensor([ 9, 16, 25])]
-    """
-    return Stream(source, transform, shuffle_rows, keep_order, seed, threads)
+stream = Stream
+"""Name of `Stream` in scripts."""
 
 
 def ranges_of(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -530,16 +479,8 @@ def _name(function: object) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 
-# Collate a stream's samples in a live job, with the facts that the training process needs.
-
-
 class StreamCollate:
-    """A collate function for a stream: the batch of the user's function, `WithSkipped` if rows were skipped.
-
-    Args:
-        inner: the user's collate function.
-        dataset: the stream, in the process that calls this function.
-    """
+    """A live job's collate function for a stream: the user's batch, `WithSkipped` if this process skipped rows."""
 
     def __init__(self, inner: Callable[[Any], Any], dataset: Stream) -> None:
         self._inner = inner

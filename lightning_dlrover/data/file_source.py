@@ -1,4 +1,8 @@
-"""Files of lines, CSV, TSV and tar archives as a source, compressed or not, with the counts of their rows."""
+"""Files of lines, CSV, TSV and tar archives as a source, compressed or not.
+
+Rows are counted once. The count is remembered for the next start, with the files' columns and with marks: places from which a
+file can be read. A compressed file is read from its beginning instead, so a place late in a large one costs time.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +31,6 @@ from lightning_dlrover.data.locations import Location, as_columns, as_paths, loc
 from lightning_dlrover.data.source import DataError, Shard, check_extra
 from lightning_dlrover.files import home
 
-# Count the rows of many files in parallel, and remember the counts and the files' columns for the next start.
-
 log = logging.getLogger(__name__)
 
 NUM_THREADS = 32
@@ -42,28 +44,25 @@ LOCK_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Count:
-    """Rows of a file, as they are remembered."""
+    """Rows of a file. The form of `marks` and `columns` depends on its kind."""
 
     rows: int
-    marks: bytes = b""  # places in the file from which it can be read, in the form of its kind
-    columns: bytes = b""  # names and types of its columns, in the form of its kind
+    marks: bytes = b""  # places in the file from which it can be read
+    columns: bytes = b""  # names and types of its columns
 
 
 def counted(locations: Sequence[Location], kind: str, count: Callable[[Location], Count]) -> dict[str, Count]:
-    """Count the rows of each file, unless its count is remembered.
+    """Return the number of rows of each file, by its key, counted unless it is remembered.
 
     Args:
-        kind: of rows. The same file may have other rows as another kind.
-
-    Returns:
-        Counts by the files' keys.
+        kind: of rows; a file may have other rows as another kind.
 
     Raises:
         DataError: a file cannot be read.
     """
     from tqdm.auto import tqdm
 
-    with _opened_cache() as cache:
+    with contextlib.closing(_Cache()) as cache:
         known = cache.get(kind, locations)
         new = [location for location in locations if location.key not in known]
         with ThreadPoolExecutor(NUM_THREADS) as threads:
@@ -73,20 +72,40 @@ def counted(locations: Sequence[Location], kind: str, count: Callable[[Location]
             try:
                 for location, each in zip(new, progress, strict=True):
                     found[location.key] = each
-            finally:  # the next start counts no file again because of another one that could not be read
+            finally:  # one unreadable file must not make the next start count the others again
                 cache.put(kind, new[: len(found)], found)
     return {**known, **found}
 
 
 def cache_file(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the path of the file that remembers counts, in XDG_CACHE_HOME or ~/.cache."""
+    """Return the path of the cache of counts, in XDG_CACHE_HOME or ~/.cache."""
     cache = environ.get("XDG_CACHE_HOME") or os.path.join(home(environ), ".cache")
     return os.path.join(cache, "dlrover", "rows.sqlite")
 
 
 class _Cache:
-    def __init__(self, connection: sqlite3.Connection | None) -> None:
-        self._connection = connection
+    """A file that remembers counts, if it can be opened."""
+
+    def __init__(self) -> None:
+        path = cache_file()
+        self._connection: sqlite3.Connection | None = None
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            self._connection = connection = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S)
+            with connection:
+                connection.execute(
+                    "CREATE TABLE IF NOT EXISTS files"
+                    " (kind TEXT, key TEXT, version TEXT, num_rows INTEGER, marks BLOB, columns TEXT, PRIMARY KEY (kind, key))"
+                )
+                connection.execute("CREATE TABLE IF NOT EXISTS columns (digest TEXT PRIMARY KEY, columns BLOB)")
+        except (OSError, sqlite3.Error) as error:
+            log.debug("counts of rows are not remembered: %s: %s", path, error)
+            self.close()
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def get(self, kind: str, locations: Sequence[Location]) -> dict[str, Count]:
         found: dict[str, Count] = {}
@@ -114,35 +133,6 @@ class _Cache:
             self._connection.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)", rows)
 
 
-@contextlib.contextmanager
-def _opened_cache() -> Iterator[_Cache]:
-    path = cache_file()
-    connection = None
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        connection = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S)
-        with connection:
-            connection.execute("DROP TABLE IF EXISTS counts")  # of earlier versions, without columns
-            connection.execute(
-                "CREATE TABLE IF NOT EXISTS files"
-                " (kind TEXT, key TEXT, version TEXT, num_rows INTEGER, marks BLOB, columns TEXT, PRIMARY KEY (kind, key))"
-            )
-            connection.execute("CREATE TABLE IF NOT EXISTS columns (digest TEXT PRIMARY KEY, columns BLOB)")
-    except (OSError, sqlite3.Error) as error:
-        log.debug("counts of rows are not remembered: %s: %s", path, error)
-        connection = None
-    try:
-        yield _Cache(connection)
-    finally:
-        if connection is not None:
-            connection.close()
-
-
-# Files of lines, CSV, TSV and tar archives as a source, compressed or not.
-#
-# Their rows are counted once, and the count is remembered with marks: places from which a file can be read. A compressed
-# file is read from its beginning instead, so a place late in a large one costs time.
-
 FORMATS = ("lines", "csv", "tsv", "tar")
 SUFFIXES = {".csv": "csv", ".tsv": "tsv", ".tar": "tar", ".txt": "lines", ".jsonl": "lines", ".log": "lines"}
 OPENERS: Mapping[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -157,26 +147,49 @@ NO_LINE_BREAKS = (
     "A value with a line break, or a quote that is not closed, makes rows that cannot be found by counting lines: replace line "
     "breaks in values, or write such data to Parquet or to lines of JSON"
 )
-"""What a table has to keep to."""
 
 SAMPLES_PER_BLOCK = 64
-"""Samples of tar archives that a lane keeps in memory. With less, lanes would be opened again after most repeated steps."""
+"""Samples of tar archives that a lane keeps in memory. With fewer, most repeated steps would reopen lanes."""
 
 LINES_TO_INFER_FROM = 1000
-"""Lines of the first file from which types of columns are inferred."""
+"""Lines of the first file from which the types of columns are inferred."""
 
 
 class Files:
-    """Files of one format. `files` makes one."""
+    """Files of one format as a source of a stream.
+
+    Args:
+        paths: a file, a folder, a pattern such as ``"s3://bucket/day_*.tsv.gz"``, or several of them.
+        format: ``"lines"`` (rows are strings), ``"csv"`` or ``"tsv"`` (rows are dictionaries by column, batches are made from
+            columns), ``"tar"`` (WebDataset: rows are dictionaries of bytes by extension, with ``__key__``). None: by the names.
+        columns: of CSV and TSV, the columns to read; with ``header=False`` the names of all columns.
+        types: Arrow's names of types by column, where the types inferred from the first lines do not fit.
+        header: whether the first line of each CSV or TSV file has the names of the columns.
+
+    Raises:
+        TypeError: `paths` or `columns` is of another type.
+        ValueError: there is no such format, or no path or column is given.
+        ModuleNotFoundError: pyarrow is missing.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from lightning_dlrover.data import stream
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = pathlib.Path(folder, "log.txt").write_text("first\\nsecond\\n")
+        ...     rows = stream(files(f"{folder}/*.txt"), keep_order=True)
+        ...     len(rows), rows[1]
+        (2, 'second')
+    """
 
     def __init__(
         self,
         paths: str | Sequence[str],
-        format: str | None,
-        columns: Sequence[str] | None,
-        types: Mapping[str, str] | None,
-        header: bool,
+        format: str | None = None,
+        columns: Sequence[str] | None = None,
+        types: Mapping[str, str] | None = None,
+        header: bool = True,
     ) -> None:
+        check_extra()
         if format is not None and format not in FORMATS:
             raise ValueError(f"format={format!r}: give one of {', '.join(FORMATS)}, or leave it out to go by the files' names")
         self._paths = as_paths(paths)
@@ -196,11 +209,7 @@ class Files:
         return f"files({paths_text(self._paths)}{options}{'' if self._header else ', header=False'})"
 
     def shards(self) -> Sequence[Shard]:
-        """Return the files, counted.
-
-        Raises:
-            DataError: a file cannot be read, or its format is not known.
-        """
+        """Return the files with their numbers of rows. Raises `DataError` if one cannot be read, or has an unknown format."""
         self._locations = {each.key: each for each in located(self._paths)}
         formats = {self._given_format or _format_of(key) for key in self._locations}
         if len(formats) > 1:
@@ -208,8 +217,8 @@ class Files:
                 f"{self._paths!r} has files of several formats ({', '.join(sorted(formats))}): make a stream of each"
             )
         (self._format,) = formats
-        skips = self._header and self._format in ("csv", "tsv")
-        delimiter = self._delimiter if self._format in ("csv", "tsv") else ""
+        is_table = self._format in ("csv", "tsv")
+        skips, delimiter = self._header and is_table, self._delimiter if is_table else ""
         count = _count_tar if self._format == "tar" else partial(_count_lines, has_header=skips, delimiter=delimiter)
         counts = counted(list(self._locations.values()), f"{self._format} {int(skips)}", count)
         self._marks = {key: np.frombuffer(each.marks, dtype=np.int64) for key, each in counts.items()}
@@ -217,7 +226,7 @@ class Files:
         num_bytes = sum(location.size for location in self._locations.values())
         most = SAMPLES_PER_BLOCK if self._format == "tar" else BLOCK_ROWS
         self.block_rows = rows_of_block(sum(shard.rows for shard in shards), num_bytes, most)
-        if self._format in ("csv", "tsv"):
+        if is_table:
             first = next((shard for shard in shards if shard.rows), None)
             self._schema = self._inferred(self._locations[first.key]) if first is not None else None
             if first is not None and self._header:
@@ -229,8 +238,7 @@ class Files:
     def read(self, shard: Shard, row: int) -> Iterator[Any]:
         """Yield rows from a row on: strings, dictionaries of a sample's files, or record batches.
 
-        Raises:
-            DataError: the file is another than the one that was counted, or cannot be parsed.
+        Raises `DataError` if the file has changed since it was counted, or cannot be parsed.
         """
         location = self._locations[shard.key]
         per_mark = SAMPLES_PER_MARK if self._format == "tar" else LINES_PER_MARK
@@ -252,19 +260,11 @@ class Files:
                     yield from self._parsed(chunk, shard.key)
 
     def _parsed(self, chunk: bytes, key: str) -> Iterator[Any]:
-        import pyarrow as pa
-        from pyarrow import csv
-
+        reading = {"column_names": self._names.get(key, self._schema.names), "block_size": max(len(chunk), 1)}
+        wanted = self._wanted or self._schema.names
         try:
-            table = csv.read_csv(
-                pa.BufferReader(chunk),
-                csv.ReadOptions(
-                    use_threads=False, column_names=self._names.get(key, self._schema.names), block_size=max(len(chunk), 1)
-                ),
-                csv.ParseOptions(delimiter=self._delimiter, ignore_empty_lines=False),
-                csv.ConvertOptions(column_types=self._schema, include_columns=self._wanted or self._schema.names),
-            )
-        except (pa.ArrowInvalid, ValueError) as error:
+            table = _read_csv(chunk, self._delimiter, reading, column_types=self._schema, include_columns=wanted)
+        except ValueError as error:  # Arrow's errors, too
             raise DataError(
                 f"{key} cannot be parsed as {self._format}: {error}. Types come from the first {LINES_TO_INFER_FROM} lines of "
                 "the first file; give others with files(..., types={'column': 'float64'})"
@@ -274,14 +274,7 @@ class Files:
         yield from table.to_batches()
 
     def _names_by_file(self, first: str, headers: Mapping[str, bytes]) -> dict[str, list[str]]:
-        """Return the names of columns of each file that has them in another order than the first one.
-
-        Args:
-            headers: first lines of the files.
-
-        Raises:
-            DataError: a file has other columns.
-        """
+        """Return the columns of each file with another order than the first one, or raise `DataError` for other columns."""
         expected: list[str] = self._schema.names
         of_line = {line: _names_in(line, self._delimiter) for line in set(headers.values())}
         for key, line in headers.items():
@@ -301,26 +294,19 @@ class Files:
         return {key: of_line[line] for key, line in headers.items() if of_line[line] != expected}
 
     def _inferred(self, location: Location) -> Any:
-        """Return names and types of the columns, by the first lines of a file and by what the user gave."""
+        """Return the columns' names and types, from the first lines of a file and from the arguments."""
         import pyarrow as pa
-        from pyarrow import csv
 
         with _opened(location) as file:
             lines = b"".join(line for _, line in zip(range(LINES_TO_INFER_FROM + self._header), file, strict=False))
         names = None if self._header else self._given_columns
         try:
-            table = csv.read_csv(
-                pa.BufferReader(lines),
-                csv.ReadOptions(
-                    use_threads=False, column_names=names, autogenerate_column_names=names is None and not self._header
-                ),
-                csv.ParseOptions(delimiter=self._delimiter, ignore_empty_lines=False),
-                csv.ConvertOptions(column_types=self._types),
-            )
-        except (pa.ArrowInvalid, ValueError, TypeError) as error:
+            reading = {"column_names": names, "autogenerate_column_names": names is None and not self._header}
+            table = _read_csv(lines, self._delimiter, reading, column_types=self._types)
+        except (ValueError, TypeError) as error:
             raise DataError(
-                f"{location.key} cannot be parsed as {self._format}: {error}. If its first line has no names of columns, give "
-                "files(..., header=False, columns=[...])"
+                f"{location.key} cannot be parsed as {self._format}: {error}. If its first line does not name the columns, "
+                "give files(..., header=False, columns=[...])"
             ) from error
         unknown = [name for name in (*self._types, *(self._given_columns or ())) if name not in table.column_names]
         if unknown:
@@ -340,46 +326,15 @@ class Files:
         return "," if self._format == "csv" else "\t"
 
 
-def files(
-    paths: str | Sequence[str],
-    format: str | None = None,
-    columns: Sequence[str] | None = None,
-    types: Mapping[str, str] | None = None,
-    header: bool = True,
-) -> Files:
-    """Return files as a source of a stream.
-
-    Args:
-        paths: a file, a folder, a pattern such as ``"s3://bucket/day_*.tsv.gz"``, or several of them.
-        format: ``"lines"`` (rows are strings), ``"csv"`` or ``"tsv"`` (rows are dictionaries by column, batches are made from
-            columns), ``"tar"`` (WebDataset: rows are dictionaries of bytes by extension, with ``__key__``). None: by the names.
-        columns: of CSV and TSV, the columns to read; with ``header=False`` the names of all columns.
-        types: Arrow's names of types by column, where those inferred from the first lines do not fit.
-        header: whether the first line of each CSV or TSV file has the names of the columns.
-
-    Raises:
-        TypeError: `paths` or `columns` is of another type.
-        ValueError: there is no such format, or no path or column is given.
-        ModuleNotFoundError: pyarrow is missing.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from lightning_dlrover.data import stream
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = pathlib.Path(folder, "log.txt").write_text("first\\nsecond\\n")
-        ...     rows = stream(files(f"{folder}/*.txt"), keep_order=True)
-        ...     len(rows), rows[1]
-        (2, 'second')
-    """
-    check_extra()
-    return Files(paths, format, columns, types, header)
+files = Files
+"""Name of `Files` in scripts."""
 
 
 def _format_of(key: str) -> str:
     suffixes = [suffix for suffix in PurePosixPath(key).suffixes if suffix not in OPENERS]
     found = SUFFIXES.get(suffixes[-1].lower()) if suffixes else None
     if found is None:
-        raise DataError(f"{key}: its name does not say what it is; give files(..., format=) one of {', '.join(FORMATS)}")
+        raise DataError(f"{key}: its name has no known ending; give files(..., format=) one of {', '.join(FORMATS)}")
     return found
 
 
@@ -388,9 +343,8 @@ def _opener(key: str) -> Callable[[Any], Any] | None:
 
 
 def _opened(location: Location, version: str | None = None) -> Any:
-    """Open a file as the bytes that were compressed."""
-    file = location.open(version)
-    opener = _opener(location.key)
+    """Open a file, decompressed."""
+    file, opener = location.open(version), _opener(location.key)
     return io.BufferedReader(file if opener is None else opener(file), CHUNK_BYTES)
 
 
@@ -454,11 +408,7 @@ def _count_lines(location: Location, has_header: bool, delimiter: str) -> Count:
 
 
 def _check_line_breaks(text: bytes, delimiter: str, key: str) -> None:
-    """Check that each line is a row: rows are found by line breaks.
-
-    Raises:
-        DataError: one is not.
-    """
+    """Raise `DataError` unless each line is a row, as rows are found by line breaks."""
     if b'"' not in text and (b"\r" not in text or text.count(b"\r") == text.count(b"\r\n")):
         return
     if _are_rows(text, delimiter):
@@ -476,39 +426,46 @@ def _check_line_breaks(text: bytes, delimiter: str, key: str) -> None:
 def _are_rows(text: bytes, delimiter: str) -> bool:
     """Return whether each line is a row for the parser."""
     import pyarrow as pa
-    from pyarrow import csv
 
     text = text if text.endswith(b"\n") else text + b"\n"
     text += text[: text.index(b"\n") + 1]  # the parser closes quotes that are open at the end
+    reading = {"autogenerate_column_names": True, "block_size": len(text)}
+    first = {"include_columns": ["f0"], "column_types": {"f0": pa.binary()}}
     try:
-        table = csv.read_csv(
-            pa.BufferReader(text),
-            csv.ReadOptions(use_threads=False, autogenerate_column_names=True, block_size=len(text)),
-            csv.ParseOptions(delimiter=delimiter, ignore_empty_lines=False),
-            csv.ConvertOptions(check_utf8=False, include_columns=["f0"], column_types={"f0": pa.binary()}),
-        )
+        table = _read_csv(text, delimiter, reading, check_utf8=False, **first)
     except pa.ArrowInvalid:
         return False
     return bool(table.num_rows == text.count(b"\n"))
 
 
 def _names_in(header: bytes, delimiter: str) -> list[str]:
+    if not header.strip():
+        return []
+    try:
+        return [str(name) for name in _read_csv(header, delimiter, {}).column_names]
+    except ValueError:  # not text
+        return []
+
+
+def _read_csv(text: bytes, delimiter: str, reading: Mapping[str, Any], **converting: Any) -> Any:
+    """Return a table, in which empty lines count as rows. Arrow's errors are `ValueError`s."""
     import pyarrow as pa
     from pyarrow import csv
 
-    try:
-        table = csv.read_csv(pa.BufferReader(header), parse_options=csv.ParseOptions(delimiter=delimiter))
-    except pa.ArrowInvalid:  # the line is empty
-        return []
-    return [str(name) for name in table.column_names]
+    return csv.read_csv(
+        pa.BufferReader(text),
+        csv.ReadOptions(use_threads=False, **reading),
+        csv.ParseOptions(delimiter=delimiter, ignore_empty_lines=False),
+        csv.ConvertOptions(**converting),
+    )
 
 
 def _samples(file: Any, skip: int, key: str) -> Iterator[dict[str, Any]]:
-    """Yield a tar archive's samples after the first `skip` ones. Neighbours with names that differ in the extension are one."""
+    """Yield a tar archive's samples after the first `skip` ones: consecutive files whose names differ in the extension only."""
     sample: dict[str, Any] = {}
     try:
         for member, content in _members(file):
-            name, _, extension = _parts(member.name)
+            name, extension = _parts(member.name)
             if sample and sample["__key__"] != name:
                 if not skip:
                     yield sample
@@ -528,10 +485,11 @@ def _members(file: Any) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]
                 yield member, lambda member=member: archive.extractfile(member).read()  # type: ignore[misc,union-attr]
 
 
-def _parts(path: str) -> tuple[str, str, str]:
+def _parts(path: str) -> tuple[str, str]:
+    """Return a file's name without its extension, and the extension."""
     folder, slash, name = path.rpartition("/")
-    stem, dot, extension = name.partition(".")
-    return folder + slash + stem, dot, extension
+    stem, _, extension = name.partition(".")
+    return folder + slash + stem, extension
 
 
 def _count_tar(location: Location) -> Count:
@@ -540,7 +498,7 @@ def _count_tar(location: Location) -> Count:
     try:
         with _opened(location) as file:
             for member, _ in _members(file):
-                name, _, _ = _parts(member.name)
+                name, _ = _parts(member.name)
                 if name != before:
                     if samples % SAMPLES_PER_MARK == 0:
                         marks.append(member.offset)

@@ -1,4 +1,9 @@
-"""Iterable datasets of scripts: each is read once, and its batches are divided among the workers."""
+"""Read any `IterableDataset` as global batches: each worker reads all rows of an epoch and keeps its share.
+
+A request names the first row of a global batch and the worker's place in the world, so a resize needs no new iterator. The
+reader looks one row ahead, so that all workers learn with the same batch that the epoch ends with it. If a request is for rows
+that are neither kept nor to come, the reader begins again: from a snapshot of the dataset's state, else from the first row.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +29,27 @@ from lightning_dlrover.data.rows import own_copies
 from lightning_dlrover.data.source import DataError
 from lightning_dlrover.rdzv.transport import transfer
 
-# Run one pass over an `IterableDataset` so that it gives every process the same rows.
+# Iterate over one epoch so that a dataset gives every process the same rows.
 #
-# The dataset sees neither the number of a loader worker nor the process's random numbers: `OwnRandom` has some of its own,
-# fixed by seed and epoch. A pass keeps the rows that may be asked for again, and takes the dataset's state from time to
-# time.
+# The dataset sees neither the number of a loader worker nor the process's random numbers: it has generators of its own,
+# seeded for each epoch (`OwnRandom`). The iterator keeps the rows that may be asked for again, and takes the dataset's state
+# from time to time.
 
 log = logging.getLogger(__name__)
 
 SNAPSHOT_S = 1.0
-"""Minimum seconds between two snapshots. A joiner reads again what was read since the newest one."""
+"""Minimum seconds between two snapshots. A joiner reads the rows since the newest one again."""
 
 MAX_SNAPSHOT_SHARE = 0.02
 """Maximum share of the time that snapshots may take."""
 
 MIN_ROWS_FOR_SPEED = 64
-"""Rows whose time shows how long others will take."""
+"""Minimum number of rows whose time predicts that of others."""
 
 
 @dataclass(frozen=True)
 class EpochKey:
-    """What the order of rows in one pass depends on: a dataset that shuffles gives another one in each epoch."""
+    """An epoch and its seed, which a shuffled order of rows depends on."""
 
     seed: int
     epoch: int
@@ -52,14 +57,14 @@ class EpochKey:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a dataset between two rows of a pass, as plain data that any worker and checkpoint takes."""
+    """The state of a dataset between two rows of an epoch, as plain data for other workers and checkpoints."""
 
     seed: int
     epoch: int
-    row: int  # number of the row that comes next
-    state: bytes  # result of `state_dict()`, with classes that `torch.load(weights_only=True)` would refuse, as numpy's
+    row: int  # number of the next row
+    state: bytes  # result of `state_dict()`; its classes, such as numpy's, would be refused by `torch.load(weights_only=True)`
     random: dict[str, Any]
-    first: Any  # description of the row that comes next; None: it cannot be compared
+    first: Any  # description of the next row; None: it cannot be compared
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class Limit:
     seconds: float
     num_rows: int
     advice: str
-    began: float  # since when they wait, on the monotonic clock
+    began: float  # beginning of the wait on the monotonic clock
 
     def check(self, num_read: int, took_s: float) -> None:
         """Raise `DataError` if the rest cannot be read in time."""
@@ -85,20 +90,12 @@ class Limit:
 
 
 class OwnRandom:
-    """Generators of Python, numpy and torch of a dataset's own, in force only while it runs.
-
-    Args:
-        plain: states of the three, as plain data.
-    """
+    """A dataset's own generators of Python, numpy and torch, in force only while it runs. `plain` holds their states."""
 
     def __init__(self, plain: dict[str, Any]) -> None:
         version, numbers, gauss = plain["python"]
         name, keys, *rest = plain["numpy"]
-        self._state = (
-            (version, tuple(numbers), gauss),
-            (name, np.array(keys, dtype=np.uint32), *rest),
-            plain["torch"],
-        )
+        self._state = ((version, tuple(numbers), gauss), (name, np.array(keys, dtype=np.uint32), *rest), plain["torch"])
 
     @staticmethod
     def of(place: EpochKey) -> OwnRandom:
@@ -124,7 +121,7 @@ class OwnRandom:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Put these generators into force, and those of before afterwards."""
+        """Use these generators inside the block, and the former ones again afterwards."""
         before = _in_force()
         _put_in_force(self._state)
         try:
@@ -151,7 +148,7 @@ def _plain(of_python: Any, of_numpy: Any, of_torch: torch.Tensor) -> dict[str, A
 
 @contextmanager
 def _as_only_process() -> Iterator[None]:
-    """Hide the number of this loader worker: a dataset that gives each one a part would leave out all others' rows."""
+    """Hide the number of this loader worker, for which a dataset might yield only a part of its rows."""
     info, torch_worker._worker_info = torch_worker._worker_info, None
     try:
         yield
@@ -160,24 +157,23 @@ def _as_only_process() -> Iterator[None]:
 
 
 def has_state(dataset: object) -> bool:
-    """Return whether a dataset, or its iterator, can hand out its state and take one."""
+    """Return whether a dataset, or its iterator, can return its state and load one."""
     return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-class OnePass:
+class EpochIterator:
     """The rows of a dataset in one epoch, read from the first one or from a snapshot on.
 
     Args:
         batch_size: rows between two places where a snapshot may be taken.
-        describe: returns a description of a row by which it can be recognised, or None.
-        snapshot: where to begin.
-        random: the dataset's random numbers; None: those of the snapshot, or of the epoch's start.
+        describe: returns a description by which a row can be recognised, or None.
+        random: states of the dataset's generators; None: those of the snapshot, or of the epoch's start.
 
     Attributes:
         first: number of the first row that is kept.
-        next: number of the row that is read next.
+        next: number of the next row to read.
         end: number of rows in the epoch; None: not known yet.
-        fresh: a snapshot that nobody has taken over yet.
+        fresh: a snapshot that was not handed out yet.
     """
 
     def __init__(
@@ -227,15 +223,11 @@ class OnePass:
             self.first += 1
 
     def read_to(self, stop: int, limit: Limit | None = None) -> None:
-        """Read the rows up to a number, or up to the end.
-
-        Raises:
-            DataError: the limit is too short for that.
-        """
+        """Read the rows up to a number, or to the end. Raises `DataError` if that would exceed the limit."""
         if self.next >= stop or self.end is not None:
             return
         if self.error is not None:
-            raise self.error  # a generator that has failed would seem to have ended
+            raise self.error  # a generator that has failed looks exhausted
         begin, began = self.next, time.monotonic()
         with self._random.in_force(), _as_only_process():
             while self.next < stop:
@@ -247,12 +239,12 @@ class OnePass:
                     began = time.monotonic()  # the first row may take long, as files are opened and buffers filled
 
     def rows(self, start: int, stop: int) -> list[Any]:
-        """Return rows that are kept, for someone who only looks at them."""
+        """Return rows that are kept, for reading only."""
         assert self.first <= start
         return [self._kept[number - self.first] for number in range(start, min(stop, self.next))]
 
     def hand_out(self, start: int, stop: int) -> list[Any]:
-        """Return rows to someone who may change them. Rows that cannot be copied are kept no longer."""
+        """Return rows to a caller who may change them. Rows that cannot be copied are no longer kept."""
         rows = self.rows(start, stop)
         copies = own_copies(rows)
         if copies is None:
@@ -291,25 +283,21 @@ class OnePass:
             self._pending = self.next, _plain_bytes(self._stateful.state_dict()), OwnRandom.in_force_now()
         except transfer.TransferError as error:
             log.warning(
-                "the state of %s is not handed on, because it holds more than plain data (%s): joiners read an epoch from its "
-                "first row. Let state_dict() return numbers, texts, lists, dictionaries and tensors",
-                _pass_kind(self),
+                "the state of %s is not shared, because it holds more than plain data (%s): joiners read an epoch from its "
+                "first row. Let state_dict() return numbers, strings, lists, dictionaries and tensors",
+                _kind(self.dataset),
                 error,
             )
             self._stateful = None
-        except Exception as error:  # the user's code; training goes on without snapshots
-            log.warning("%s.state_dict() has failed, so joiners read from the epoch's beginning: %r", _pass_kind(self), error)
+        except Exception as error:  # the user's code; training continues without snapshots
+            log.warning("%s.state_dict() failed, so joiners read an epoch from its first row: %r", _kind(self.dataset), error)
             self._stateful = None
         self._snapshot_at = time.monotonic()
         self._snapshot_cost_s = self._snapshot_at - now
 
 
 def _plain_bytes(state: Any) -> bytes:
-    """Serialize a state.
-
-    Raises:
-        TransferError: a joiner would refuse it, as it holds objects of the script's classes.
-    """
+    """Serialize a state. Raises `TransferError` for objects of the script's classes, which a joiner would refuse."""
     body = transfer.dumps(state)
     if names := transfer.names_in(transfer.Packed(body, [])):
         raise transfer.TransferError(", ".join(sorted(names)))
@@ -317,19 +305,8 @@ def _plain_bytes(state: Any) -> bytes:
     return body
 
 
-def _pass_kind(pass_: OnePass) -> str:
-    return type(pass_.dataset).__name__
-
-
-# Read any `IterableDataset` as global batches: one process per worker reads all rows and keeps its worker's share.
-#
-# A request names the first row of a global batch and the worker's place in the world, so a resize needs no new iterator.
-# The reader looks one row ahead, so that all workers learn with the same batch that the epoch ends with it. Where a request
-# is for rows that are neither kept nor to come, the reader begins again: from a snapshot of the dataset's state, else from
-# the epoch's first row.
-
 _LEFT_TO_PARENT: list[object] = []
-"""Passes of the process that forked this one. Their destructors might close what both share."""
+"""Iterators of the parent of this forked process. Their destructors might close what both processes share."""
 
 
 @dataclass(frozen=True)
@@ -344,9 +321,9 @@ class BatchShare:
     drop_last: bool
     keep_from: int  # rows before this one are not asked for again
     speeds: tuple[int, ...] = ()  # of each rank, to which its share is proportional; empty: equal shares
-    start: Snapshot | None = None  # where to begin, rather than with the epoch's first row
+    start: Snapshot | None = None  # where to begin instead of the epoch's first row
     limit_s: float | None = None  # time to read up to `first_row`
-    known: tuple[int, Any] | None = None  # number and description of a row that was trained before
+    known: tuple[int, Any] | None = None  # number and description of a trained row
     describes: bool = True  # whether the batch's first row is described; that of an epoch's last batch always is
 
 
@@ -370,9 +347,9 @@ class RowCount:
 
 
 class BatchFacts(NamedTuple):
-    """Facts of a global batch that are alike on all workers, and a snapshot if one was taken meanwhile."""
+    """Batch metadata, identical on all workers, and this worker's newest snapshot, if it took one."""
 
-    num_rows: int  # 0: the epoch has ended before
+    num_rows: int  # 0: the epoch ended before this batch
     is_last: bool
     first: Any  # description of its first row; None: it cannot be compared
     snapshot: Snapshot | None
@@ -401,7 +378,7 @@ class _Collate:
 
 
 class _UsersInit:
-    """The user's start-up function of loader workers, which looks for the user's dataset in the worker's info."""
+    """The user's `worker_init_fn`, which expects the user's dataset in the worker's info."""
 
     def __init__(self, inner: Callable[[int], None]) -> None:
         self._inner = inner
@@ -432,41 +409,34 @@ class IterableReader(Dataset[Any]):
     """A dataset that answers requests for rows of an `IterableDataset`.
 
     Args:
-        describe: returns a description of a row as plain data; None if there is none by which it can be compared.
+        describe: returns a description of a row as plain data; None if it cannot be compared. By default no row can.
         are_alike: whether two descriptions are of the same row.
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        describe: Callable[[Any], Any] = describe_nothing,
-        are_alike: Callable[[Any, Any], bool] = all_alike,
+        self, dataset: Any, describe: Callable[[Any], Any] = describe_nothing, are_alike: Callable[[Any, Any], bool] = all_alike
     ) -> None:
         self.dataset = dataset
         self._describe = describe
         self._are_alike = are_alike
-        self._pass: OnePass | None = None
-        self._initial: Any = None  # the dataset's state before its first pass, if it has one then
+        self._current: EpochIterator | None = None
+        self._initial: Any = None  # the dataset's state before its first epoch, if it has one by then
         self._has_begun = False
-        self._untouched: Any = None  # a copy of the dataset from before a state was loaded
+        self._untouched: Any = None  # a copy of the dataset before a state was loaded
         self._is_touched = False  # whether a state was loaded
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pass": None}
+        return {**self.__dict__, "_current": None}
 
     def __getitem__(self, request: Any) -> Any:
         return self.__getitems__(request)
 
     def __getitems__(self, request: Any) -> list[Any]:
-        """Return the samples of a request.
-
-        Raises:
-            DataError: the dataset has other rows than before, or they cannot be reached in time.
-        """
+        """Return the samples of a request. Raises `DataError` for other rows than before, or if reading takes too long."""
         if self._pid != os.getpid():
-            _LEFT_TO_PARENT.append(self._pass)
-            self._pass, self._pid = None, os.getpid()
+            _LEFT_TO_PARENT.append(self._current)
+            self._current, self._pid = None, os.getpid()
         if isinstance(request, BatchShare):
             return self._share(request)
         if isinstance(request, RowRanges):
@@ -478,7 +448,7 @@ class IterableReader(Dataset[Any]):
 
     def _share(self, request: BatchShare) -> _Share:
         first, stop = request.first_row, request.first_row + request.batch_size
-        current = self._pass_for(request)
+        current = self._iterator_for(request)
         current.keep_from(min(request.keep_from, first))
         current.read_to(stop + (request.batch_size if request.drop_last else 1))
         num_rows = request.batch_size if current.end is None else max(0, min(request.batch_size, current.end - first))
@@ -502,7 +472,7 @@ class IterableReader(Dataset[Any]):
         if not request.ranges:
             return []
         first = request.ranges[0][0]
-        current = self._pass
+        current = self._current
         if current is None or current.place != request.place or current.first > first:
             current = self._begin(request.place, 1)
         current.keep_from(first)
@@ -526,25 +496,25 @@ class IterableReader(Dataset[Any]):
             counting.read_to(request.limit)
         return counting.next
 
-    # --- passes -------------------------------------------------------------------------------------------------------------
+    # --- iterators ------------------------------------------------------------------------------------------------------------
 
-    def _pass_for(self, request: BatchShare) -> OnePass:
-        """Return a pass that has the request's first row, or reads it next."""
-        current, wanted, start, began = self._pass, request.first_row, request.start, time.monotonic()
+    def _iterator_for(self, request: BatchShare) -> EpochIterator:
+        """Return an iterator that has the request's first row, or reads it next."""
+        current, wanted, start, began = self._current, request.first_row, request.start, time.monotonic()
         if start is not None and (
             EpochKey(start.seed, start.epoch) != request.place or start.row > wanted or not isinstance(start.random, dict)
         ):
             start = None
         fits = current is not None and current.place == request.place and current.first <= wanted
         if current is not None and fits and (start is None or start.row <= current.next):
-            self._skip(current, request, began)
-            return current
-        begun = self._resumed(request.place, request.batch_size, start) if start is not None else None
-        begun = begun or self._begin(request.place, request.batch_size)
-        self._skip(begun, request, began)
-        return begun
+            found = current
+        else:
+            resumed = self._resumed(request.place, request.batch_size, start) if start is not None else None
+            found = resumed or self._begin(request.place, request.batch_size)
+        self._skip(found, request, began)
+        return found
 
-    def _skip(self, current: OnePass, request: BatchShare, began: float) -> None:
+    def _skip(self, current: EpochIterator, request: BatchShare, began: float) -> None:
         num_rows = request.first_row - current.next
         if num_rows <= 0:
             return
@@ -559,12 +529,8 @@ class IterableReader(Dataset[Any]):
         current.keep_from(min(request.keep_from, request.first_row))
         current.read_to(request.first_row, limit)
 
-    def _check_known_row(self, current: OnePass, number: int, description: Any, limit: Limit | None) -> None:
-        """Read up to a row that was trained before.
-
-        Raises:
-            DataError: another row has its number now.
-        """
+    def _check_known_row(self, current: EpochIterator, number: int, description: Any, limit: Limit | None) -> None:
+        """Read up to a row that was trained before. Raises `DataError` if another row has its number now."""
         current.read_to(number + 1, limit)
         rows = current.rows(number, number + 1)
         described = self._describe(rows[0]) if rows else None
@@ -572,31 +538,31 @@ class IterableReader(Dataset[Any]):
             return
         raise DataError(
             f"{_kind(self.dataset)} gives other rows than before: row {number} of epoch {current.place.epoch} is another one "
-            "now, so rows would be left out and others trained twice. Its order may depend on how often it was iterated over: "
-            "let it follow from set_epoch(epoch) or from the random numbers of Python, numpy or torch, which are fixed for "
-            "each epoch, and keep no generator or counter of its own. If rows are to differ, use "
+            "now, so some rows would never be trained and others twice. Its order may depend on how often it was iterated "
+            "over: let it follow from set_epoch(epoch) or from the random numbers of Python, numpy or torch, which are seeded "
+            "for each epoch, and keep no generator or counter of its own. If rows are to differ, use "
             "DLRoverStrategy(compare_data=False)"
         )
 
-    def _begin(self, place: EpochKey, batch_size: int) -> OnePass:
-        """Begin a pass with the epoch's first row."""
-        last, self._pass = self._pass, None
+    def _begin(self, place: EpochKey, batch_size: int) -> EpochIterator:
+        """Begin with the epoch's first row."""
+        last, self._current = self._current, None
         if last is None or last.end is None or last.place == place or self._is_touched:
             self._rewind()
-        self._pass = OnePass(self.dataset, place, batch_size, self._describe)
-        return self._pass
+        self._current = EpochIterator(self.dataset, place, batch_size, self._describe)
+        return self._current
 
-    def _resumed(self, place: EpochKey, batch_size: int, start: Snapshot) -> OnePass | None:
-        """Return a pass that begins at a snapshot; None if the dataset then has other rows than it had."""
-        self._pass = None
+    def _resumed(self, place: EpochKey, batch_size: int, start: Snapshot) -> EpochIterator | None:
+        """Return an iterator that begins at a snapshot; None if the dataset then yields other rows than before."""
+        self._current = None
         if not self._has_begun:
             self._rewind()
-        # Numbers drawn at the beginning of a pass, for an order of all rows, need the generators as they were there.
-        for numbers in (start.random, None):
+        # An order of all rows, drawn when iteration begins, needs the generators of the epoch's start.
+        for numbers in (start.random, OwnRandom.of(place).plain):
             self._undo_state()
             self._will_load_state()
             try:
-                resumed = OnePass(self.dataset, place, batch_size, self._describe, start, numbers or OwnRandom.of(place).plain)
+                resumed = EpochIterator(self.dataset, place, batch_size, self._describe, start, numbers)
                 resumed.read_to(start.row + 1)
             except DataError:
                 raise
@@ -606,27 +572,27 @@ class IterableReader(Dataset[Any]):
             rows = resumed.rows(start.row, start.row + 1)
             described = self._describe(rows[0]) if rows else None
             if described is not None and start.first is not None and self._are_alike(described, start.first):
-                self._pass = resumed
+                self._current = resumed
                 return resumed
         log.warning(
-            "%s continues from its state_dict() with another row than it had next%s. This worker reads the epoch from its "
-            "first row instead",
+            "%s continues from its state_dict() with another row than expected%s. This worker reads the epoch from its first "
+            "row instead",
             _kind(self.dataset),
             ": rows in a shuffle buffer, for example, are not part of the state"
             if start.first is not None
-            else ", as far as is known: its rows hold objects that cannot be pickled, and so cannot be recognised",
+            else ", or so it seems: its rows hold objects that cannot be pickled, and so cannot be recognised",
         )
         return None
 
     def _rewind(self) -> None:
-        """Let the next iterator begin with the first row, though the last one may not have ended.
+        """Let the next iterator begin with the first row even if the last one did not end.
 
-        A dataset with a state may otherwise go on where it is, as examples of torchdata's do.
+        A dataset with a state may otherwise continue where it is, as torchdata's examples do.
         """
         if not has_state(self.dataset):
             return
         self._undo_state()
-        if self._initial is not None:  # the copy may be from the middle of a pass
+        if self._initial is not None:  # the copy may be from the middle of an epoch
             self.dataset.load_state_dict(copy.deepcopy(self._initial))
         if not self._has_begun:
             self._has_begun = True
@@ -644,7 +610,7 @@ class IterableReader(Dataset[Any]):
         self._is_touched = True
 
     def _undo_state(self) -> None:
-        """Forget a state that was loaded: the dataset may apply it again to each new iterator."""
+        """Forget a loaded state: the dataset may apply it to each new iterator."""
         if self._is_touched and self._untouched is not None:
             self.dataset, self._untouched, self._is_touched = self._untouched, None, False
 
@@ -656,9 +622,9 @@ def _kind(dataset: object) -> str:
 def advice_for_joiners(dataset: object) -> str:
     """Return what a user can do so that joiners need not read an epoch from its first row."""
     first = (
-        "Its state does not bring back the same rows: leave out its shuffle buffer"
+        "Its state does not restore the same rows: remove its shuffle buffer"
         if has_state(dataset)
-        else f"Give {_kind(dataset)} the methods state_dict() and load_state_dict(), and joiners begin where the others are"
+        else f"Give {_kind(dataset)} the methods state_dict() and load_state_dict(), so that joiners begin where the others are"
     )
     return (
         f"{first}; or use lightning_dlrover.data.stream(...), which reads from any row on; or raise the limit with "

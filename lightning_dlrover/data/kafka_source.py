@@ -1,4 +1,9 @@
-"""Kafka topics as a source: a shard is a range of one partition's offsets, and a row is a message."""
+"""Kafka topics as a source: a shard is a range of one partition's offsets, and a row is a message.
+
+An offset without a message is skipped like a row that cannot be read: compaction leaves such gaps, and so do the ends of
+transactions. Each process has one consumer. It reads from many places of few partitions, some messages at a time: a consumer
+for each place would cost threads and buffers.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +21,23 @@ from lightning_dlrover.data.lane_plan import BLOCK_ROWS, rows_of_block
 from lightning_dlrover.data.locations import patiently
 from lightning_dlrover.data.source import DataError, Ranges, Shard, Skipped
 
-# Messages of Kafka partitions from any offset on: one consumer per process, shared by all that it reads.
-#
-# A process reads many places of few partitions side by side, and a consumer for each of them would cost threads and buffers
-# for each. So the one consumer goes from place to place, and hands out some messages at a time.
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 ATTEMPT_S = 10.0
-"""Seconds after which a request without an answer is made anew, by another consumer."""
+"""Seconds after which a request without an answer is repeated by another consumer."""
 
 MAX_MESSAGES, MAX_BYTES = 1024, 2**20
-"""Messages, and about how many bytes of them, that are handed out at once."""
+"""Messages, and approximately their bytes, that are handed out at once."""
 
 DEFAULTS = {
-    "group.id": "lightning-dlrover",  # librdkafka wants a name. No group is joined and nothing is committed
-    "log_level": 0,  # one line for each connection that fails; `patiently` logs what failed
+    "group.id": "lightning-dlrover",  # required by librdkafka. No group is joined and nothing is committed
+    "log_level": 0,  # it would log each failed connection; `patiently` logs what failed
     "queued.min.messages": 10_000,
-    "queued.max.messages.kbytes": 16_384,  # read ahead, and dropped when the consumer goes to another place
-    "fetch.wait.max.ms": 20,  # default 500: so long a broker holds a request at a partition's end, which delays the next place
-    "fetch.queue.backoff.ms": 5,  # default 1,000: so long a full buffer would rest
+    "queued.max.messages.kbytes": 16_384,  # read ahead, and dropped when the consumer moves to another place
+    "fetch.wait.max.ms": 20,  # default 500: a broker holds a request at a partition's end for so long, which delays the next
+    "fetch.queue.backoff.ms": 5,  # default 1,000: pause after a full buffer
 }
 """Settings of librdkafka that a user's `config` may change."""
 
@@ -45,7 +47,7 @@ OWN_SETTINGS = {
     "auto.offset.reset": "error",  # any other value would skip messages silently
     "enable.partition.eof": True,
 }
-"""Settings that no `config` may change: each row is read exactly once because of them."""
+"""Settings that no `config` may change, because reading each row exactly once depends on them."""
 
 PERMANENT = frozenset(
     {
@@ -53,10 +55,10 @@ PERMANENT = frozenset(
         *("UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC", "_UNKNOWN_PARTITION", "UNSUPPORTED_SASL_MECHANISM", "_INVALID_ARG"),
     }
 )
-"""Errors that another attempt would get as well."""
+"""Errors that another attempt would meet, too."""
 
 OF_GROUPS = frozenset({"GROUP_AUTHORIZATION_FAILED", "_NO_OFFSET"})
-"""Errors that concern groups alone, which are not used."""
+"""Errors of consumer groups, which are not used."""
 
 _connections: weakref.WeakSet[_Connection] = weakref.WeakSet()  # this process's own, and those of its parents
 _has_registered: list[bool] = []  # whether forked processes keep these connections
@@ -70,18 +72,14 @@ def name_of(topic: str, partition: int) -> str:
 
 @dataclass(frozen=True)
 class Fetched:
-    """Messages in the order of their offsets, which are below `upto`. Offsets below it that are left out have no message."""
+    """Messages in the order of their offsets, below `upto`. The other offsets below it have no message."""
 
     messages: list[Any]
     upto: int
 
 
 class KafkaConsumer:
-    """The consumer of this process. It connects with its first request, and once more in each forked process.
-
-    Args:
-        config: librdkafka's settings.
-    """
+    """The consumer of this process. It connects with its first request, and again in each forked process."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = {**DEFAULTS, **config, **OWN_SETTINGS}
@@ -107,11 +105,7 @@ class KafkaConsumer:
     # --- offsets --------------------------------------------------------------------------------------------------------------
 
     def partitions(self, topic: str) -> list[int]:
-        """Return the numbers of a topic's partitions.
-
-        Raises:
-            DataError: there is no such topic, or the brokers are away for too long.
-        """
+        """Return the numbers of a topic's partitions. Requests raise `DataError` if the brokers refuse or fail."""
 
         def ask() -> list[int]:
             found = self._connected().list_topics(topic, timeout=ATTEMPT_S).topics[topic]
@@ -122,7 +116,7 @@ class KafkaConsumer:
         return self._patiently(ask, topic)
 
     def bounds(self, topic: str, partition: int) -> tuple[int, int]:
-        """Return the first offset of a partition, and the one after the last that consumers may read."""
+        """Return the first offset of a partition, and the offset after the last that consumers may read."""
         from confluent_kafka import TopicPartition
 
         where = TopicPartition(topic, partition)
@@ -132,7 +126,7 @@ class KafkaConsumer:
         return int(low), int(high)
 
     def at_time(self, topic: str, partitions: Iterable[int], time_ms: int) -> dict[int, int | None]:
-        """Return the first offset of each partition whose message is not older; None: there is none."""
+        """Return the first offset of each partition whose message is not older than a time; None: there is none."""
         from confluent_kafka import TopicPartition
 
         wanted = [TopicPartition(topic, partition, time_ms) for partition in partitions]
@@ -147,8 +141,7 @@ class KafkaConsumer:
     def fetch(self, topic: str, partition: int, offset: int, stop: int) -> Fetched:
         """Return some messages from an offset on, at least one unless no message is left before `stop`.
 
-        Raises:
-            DataError: the broker has deleted messages from there on, refuses, or is away for too long.
+        Raises `DataError` if the broker has deleted messages from there on, refuses, or fails for too long.
         """
         return self._patiently(lambda: self._fetch_once(topic, partition, offset, stop), name_of(topic, partition))
 
@@ -159,7 +152,7 @@ class KafkaConsumer:
         if self._place != (topic, partition, offset):
             self._place = None
             consumer.assign([TopicPartition(topic, partition, offset)])
-        wanted = min(self._num_at_once, stop - offset)
+        wanted = max(1, min(MAX_MESSAGES, int(MAX_BYTES / max(1.0, self._bytes_per_message)), stop - offset))
         first = consumer.poll(ATTEMPT_S)
         if first is None:
             raise TimeoutError(f"no answer within {ATTEMPT_S:.0f} s to a request for offset {offset} from {self._who()}")
@@ -182,23 +175,16 @@ class KafkaConsumer:
         if not messages and upto < stop:
             # A new leader may not know yet that its last messages are committed.
             raise ConnectionError(f"it ends at offset {upto} now, and rows up to offset {stop} were there before")
-        self._remember_size(messages)
+        if messages:
+            self._bytes_per_message = sum(map(len, messages)) / len(messages)
         if upto < stop:
             self._place = (topic, partition, upto)
         else:
-            consumer.unassign()  # the broker need not be asked for more
+            consumer.unassign()  # ends the requests for more
         return Fetched(messages, min(upto, stop))
 
-    @property
-    def _num_at_once(self) -> int:
-        return max(1, min(MAX_MESSAGES, int(MAX_BYTES / max(1.0, self._bytes_per_message))))
-
-    def _remember_size(self, messages: list[Any]) -> None:
-        sizes = [len(message) for message in messages]
-        self._bytes_per_message = sum(sizes) / len(sizes) if sizes else self._bytes_per_message
-
     def _check_is_there(self, topic: str, partition: int, offset: int) -> None:
-        """Raise `DataError` if a partition's first messages, up to an offset that is to be read, are gone."""
+        """Raise `DataError` if a partition's messages from an offset on are gone."""
         low, _ = self.bounds(topic, partition)
         if offset < low:
             raise DataError(
@@ -232,7 +218,7 @@ class KafkaConsumer:
         return patiently(asked, f"Kafka's {name}", self._drop)
 
     def _raise(self, error: Any, name: str) -> NoReturn:
-        """Raise the exception for an error of librdkafka: one that ends the job, or one that another attempt may not get."""
+        """Raise the exception for an error of librdkafka: `DataError`, or `ConnectionError` if another attempt may succeed."""
         text = f"{error.str()} (at {self._who()})"
         if error.fatal() or error.name() in PERMANENT:
             raise DataError(
@@ -242,22 +228,18 @@ class KafkaConsumer:
         raise ConnectionError(text)
 
     def _drop(self) -> None:
-        """Use another consumer from here on: this one's connection may be half-open."""
+        """Use another consumer from now on: this one's connection may be half-open."""
         self._connection = self._place = None
 
 
 class _Connection:
-    """A consumer of librdkafka.
-
-    Attributes:
-        errors: the last one of the connection, if any.
-    """
+    """A consumer of librdkafka, and the last error of its connection, if any."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         from confluent_kafka import Consumer
 
         self.errors = errors = deque[str](maxlen=1)
-        # No reference to this object: it must be freed with its owner, not by a garbage collection, maybe of another process.
+        # No reference to this object: it must be freed with its owner, not by a garbage collection, perhaps in another process.
         self.consumer = Consumer({**config, "error_cb": lambda error: errors.append(error.str())})
         if not _has_registered:
             os.register_at_fork(after_in_child=lambda: _inherited.extend(_connections))
@@ -265,23 +247,13 @@ class _Connection:
         _connections.add(self)
 
 
-# Kafka topics as a source: a shard is a range of one partition's offsets, and a row is a message.
-#
-# An offset without a message is skipped like a row that cannot be read: compaction leaves such gaps, and so do the ends of
-# transactions.
-
-log = logging.getLogger(__name__)
-
-MESSAGES_WEIGHED = 8
-"""Messages that are weighed at one place of a partition."""
-
-PARTITIONS_WEIGHED, TOPICS_WEIGHED = 2, 8
-"""Partitions of a topic, and topics, whose messages are weighed: those with the most."""
+MESSAGES_WEIGHED, PARTITIONS_WEIGHED, TOPICS_WEIGHED = 8, 2, 8
+"""Messages that are weighed at one place of a partition; the largest partitions of a topic and the largest topics."""
 
 NO_MESSAGE = "these offsets have no message: the topic is compacted, or they ended or aborted a transaction"
 
 TopicPosition = str | datetime | Mapping[int, int] | Mapping[str, int]
-"""Where reading starts or stops: a word, a time, or offsets by partition."""
+"""Where reading starts or stops: "earliest", "latest", a time, or offsets by partition."""
 
 
 @dataclass(frozen=True)
@@ -300,35 +272,79 @@ class Partition(Shard):
 
 
 class Kafka:
-    """Topics of Kafka. `kafka` makes one.
+    """Kafka topics as a source of a stream, see `WindowedSource`. Rows are messages.
 
-    Attributes:
-        grows: whether each epoch is a window of its own, with the messages that came after those of the window before.
-        dry_s: seconds without a new message after which a growing source counts as ended.
+    Args:
+        topics: name of a topic, or several.
+        servers: bootstrap servers, such as ``"host:9092,other:9092"``.
+        start: ``"earliest"``, ``"latest"``, a time with its time zone, or offsets by partition: ``{0: 1000}``, with several
+            topics ``{"topic/0": 1000}``. Partitions that are not named are read from their beginning.
+        stop: the same; the row at this place is not read. Partitions that are not named are read to their end, which a job
+            looks up once. None: each epoch is a window of the messages since the epoch before.
+        config: further settings of librdkafka, such as ``{"security.protocol": "SASL_SSL", ...}``.
+        value: makes a row of a message's value, such as `json.loads`. None: a row is a dictionary with ``value`` and ``key``
+            as bytes, ``timestamp`` in milliseconds, ``topic``, ``partition`` and ``offset``.
+        on_error: treatment of a message for which `value` raises an exception: ``"raise"``, or ``"skip"`` it and count it.
+        window_rows: with ``stop=None``, maximum number of offsets in one epoch.
+        dry_s: with ``stop=None``, seconds to wait for a new message before training ends.
+
+    Raises:
+        TypeError: `topics`, `servers`, `start` or `stop` is of another kind.
+        ValueError: an argument is out of range, or `config` sets what this source needs otherwise.
+        ModuleNotFoundError: confluent-kafka is missing.
+
+    Example:
+        >>> import json
+        >>> clicks = kafka("clicks", servers="broker:9092", value=json.loads)  # connects when a job first reads it
     """
 
     def __init__(
         self,
-        topics: Sequence[str],
+        topics: str | Sequence[str],
         servers: str,
-        start: TopicPosition,
-        stop: TopicPosition | None,
-        config: Mapping[str, Any],
-        value: Callable[[bytes], Any] | None,
-        on_error: str,
-        window_rows: int,
-        dry_s: float,
+        start: TopicPosition = "earliest",
+        stop: TopicPosition | None = "latest",
+        config: Mapping[str, Any] | None = None,
+        value: Callable[[bytes], Any] | None = None,
+        on_error: str = "raise",
+        window_rows: int = 1_000_000,
+        dry_s: float = 60.0,
     ) -> None:
+        if find_spec("confluent_kafka") is None:
+            raise ModuleNotFoundError(
+                "streams of Kafka topics need confluent-kafka: pip install 'lightning-dlrover[kafka]'", name="confluent_kafka"
+            )
+        names = [topics] if isinstance(topics, str) else list(topics)
+        if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
+            raise ValueError(f"topics={topics!r}: give the name of a topic, or a list of different ones")
+        if not isinstance(servers, str) or not servers:
+            raise TypeError(f"servers={servers!r}: give Kafka's bootstrap servers, such as 'host:9092'")
+        _check_place("start", start, len(names))
+        if stop is not None:
+            _check_place("stop", stop, len(names))
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error={on_error!r}: give 'raise' or 'skip'")
+        if isinstance(window_rows, bool) or not isinstance(window_rows, int) or window_rows < 1:
+            raise ValueError(f"window_rows={window_rows!r} is not a positive number of rows")
+        if not 0 <= dry_s < float("inf"):
+            raise ValueError(f"dry_s={dry_s!r}: give the seconds to wait for new messages, 0 or more")
+        config = dict(config or {})
+        fixed = [key for key in config if key in OWN_SETTINGS and config[key] != OWN_SETTINGS[key]]
+        if fixed:
+            raise ValueError(
+                f"config sets {fixed[0]}={config[fixed[0]]!r}, and each message is read exactly once only with "
+                f"{OWN_SETTINGS[fixed[0]]!r}: leave it out. Offsets are kept in the job's own records and checkpoints"
+            )
         self.grows = stop is None
         self.dry_s = dry_s
-        self.topics = list(topics)
+        self.topics = names
         self._start, self._stop = start, stop
         self._value = value
         self._on_error = on_error
         self._window_rows = window_rows
         self._servers = servers
         self._consumer = KafkaConsumer({**config, "bootstrap.servers": servers})
-        self._newest: Ranges = {}  # the window whose shards were asked for last
+        self._newest: Ranges = {}  # the last window whose shards were requested
         self._block_rows: int | None = None  # once messages were weighed
 
     def __repr__(self) -> str:
@@ -336,14 +352,14 @@ class Kafka:
 
     @property
     def text_without_times(self) -> str:
-        """The same on workers that begin one after the other at a time that depends on now."""
+        """The same on workers that begin one after another, if a time depends on now."""
         return self._text(lambda _: "a time")
 
     def _text(self, of_time: Callable[[datetime], str]) -> str:
         def said(place: TopicPosition | None) -> str:
             return repr(of_time(place) if isinstance(place, datetime) else dict(place) if isinstance(place, Mapping) else place)
 
-        # Without `config`, which may hold passwords: this text goes on record.
+        # Without `config`, which may hold passwords: this text is recorded.
         return f"kafka({self.topics!r}, {self._servers!r}, start={said(self._start)}, stop={said(self._stop)})"
 
     # --- shards ---------------------------------------------------------------------------------------------------------------
@@ -352,20 +368,19 @@ class Kafka:
         return self.shards_in(self.window(None))
 
     def shards_in(self, ranges: Ranges) -> Sequence[Shard]:
-        """Return the shards of a window."""
         self._newest = ranges
         return [Partition(key, stop - first, first=first) for key, (first, stop) in ranges.items()]
 
     @property
     def block_rows(self) -> int:
-        """Rows of a lane to keep in memory, by the weight of some messages of the first window that has any."""
-        # With less the lanes of a partition would take turns more often, and lose what was read ahead.
+        """Rows of a lane to keep in memory, by the size of some messages of the first window that has any."""
+        # With fewer, the lanes of a partition would take turns more often, and lose what was read ahead.
         if self._block_rows is None and (weights := self._bytes_by_topic()):
             self._block_rows = rows_of_block(1, int(max(weights)))
         return BLOCK_ROWS if self._block_rows is None else self._block_rows
 
     def _bytes_by_topic(self) -> list[float]:
-        """Return the mean weight of a few messages of each of the largest topics, the same ones in each process."""
+        """Return the mean size of a few messages, the same in each process, for each of the largest topics."""
         by_topic: dict[str, list[tuple[int, int, int]]] = {}  # rows, partition, first offset
         for key, (first, stop) in self._newest.items():
             topic, _, number = key.rpartition("/")
@@ -380,20 +395,20 @@ class Kafka:
                     stop = min(offset + MESSAGES_WEIGHED, first + rows)
                     try:
                         sizes += [len(message) for message in self._consumer.fetch(topic, partition, offset, stop).messages]
-                    except DataError as error:  # these may be gone by now; whoever wants them raises it again
+                    except DataError as error:  # they may be gone by now; reading them raises it again
                         log.debug("some messages could not be weighed: %s", error)
             if sizes:
                 weights.append(sum(sizes) / len(sizes))
         return weights
 
     def window(self, after: Mapping[str, int] | None) -> Ranges:
-        """Return the ranges of offsets, by partition, that are there now; at most `window_rows` of them if the source grows.
+        """Return the present ranges of offsets by partition; at most `window_rows` offsets if the source grows.
 
         Args:
-            after: offset at which each partition goes on; None: where the source starts.
+            after: offset at which each partition continues; None: where the source starts.
 
         Raises:
-            DataError: a topic or offset is not there, or the brokers are away for too long.
+            DataError: a topic or offset does not exist, or the brokers fail for too long.
         """
         found: Ranges = {}
         for topic in self.topics:
@@ -411,7 +426,7 @@ class Kafka:
         stops = highs if self._stop is None else self._placed(topic, self._stop, "stop", lows, highs)
         if after is None:
             starts = self._placed(topic, self._start, "start", lows, highs)
-        else:  # a partition that was added meanwhile is read from its beginning
+        else:  # a new partition is read from its beginning
             starts = {partition: after.get(name_of(topic, partition), low) for partition, low in lows.items()}
         for partition, start in starts.items():
             if start < lows[partition] and stops[partition] > start:
@@ -450,11 +465,7 @@ class Kafka:
     # --- rows -----------------------------------------------------------------------------------------------------------------
 
     def read(self, shard: Shard, row: int) -> Iterator[Any]:
-        """Yield the messages from a row on.
-
-        Raises:
-            DataError: messages were deleted before they were read, or cannot be decoded, or the brokers are away for too long.
-        """
+        """Yield the messages from a row on. Raises `DataError` if some are deleted or malformed, or the brokers fail."""
         assert isinstance(shard, Partition)
         topic, _, number = shard.key.rpartition("/")
         offset, stop = shard.first + row, shard.first + shard.rows
@@ -482,7 +493,7 @@ class Kafka:
             }
         try:
             return self._value(message.value())
-        except Exception as error:  # a decoder of the user's may raise anything
+        except Exception as error:  # the user's decoder may raise anything
             if self._on_error == "skip":
                 return Skipped(1, f"value= cannot decode such messages: {type(error).__name__}: {error}")
             where = f"the message at offset {message.offset()} of {name_of(message.topic(), message.partition())}"
@@ -493,76 +504,15 @@ class Kafka:
             ) from error
 
 
-def kafka(
-    topics: str | Sequence[str],
-    servers: str,
-    start: TopicPosition = "earliest",
-    stop: TopicPosition | None = "latest",
-    config: Mapping[str, Any] | None = None,
-    value: Callable[[bytes], Any] | None = None,
-    on_error: str = "raise",
-    window_rows: int = 1_000_000,
-    dry_s: float = 60.0,
-) -> Kafka:
-    """Return Kafka topics as a source of a stream. Rows are messages.
-
-    Args:
-        topics: name of a topic, or several.
-        servers: bootstrap servers, such as ``"host:9092,other:9092"``.
-        start: ``"earliest"``, ``"latest"``, a time with its time zone, or offsets by partition: ``{0: 1000}``, with several
-            topics ``{"topic/0": 1000}``. Partitions that are not named are read from their beginning.
-        stop: the same; the row at this place is not read. Partitions that are not named are read to their end. A job finds out
-            once where its topics end. None: never, each epoch is a window of the messages that came meanwhile.
-        config: further settings of librdkafka, such as ``{"security.protocol": "SASL_SSL", ...}``.
-        value: makes a row of a message's value, such as `json.loads`. None: a row is a dictionary with ``value`` and ``key``
-            as bytes, ``timestamp`` in milliseconds, ``topic``, ``partition`` and ``offset``.
-        on_error: treatment of a message that `value` raises an exception for: ``"raise"``, or ``"skip"`` it and count it.
-        window_rows: with ``stop=None``, maximum number of offsets in one epoch.
-        dry_s: with ``stop=None``, seconds to wait for a new message before training ends.
-
-    Raises:
-        TypeError: `topics`, `servers`, `start` or `stop` is of another kind.
-        ValueError: an argument is out of range, or `config` sets what this source needs otherwise.
-        ModuleNotFoundError: confluent-kafka is missing.
-
-    Example:
-        >>> import json
-        >>> clicks = kafka("clicks", servers="broker:9092", value=json.loads)  # connects when a job first reads it
-    """
-    if find_spec("confluent_kafka") is None:
-        raise ModuleNotFoundError(
-            "streams of Kafka topics need confluent-kafka: pip install 'lightning-dlrover[kafka]'", name="confluent_kafka"
-        )
-    names = [topics] if isinstance(topics, str) else list(topics)
-    if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
-        raise ValueError(f"topics={topics!r}: give the name of a topic, or a list of different ones")
-    if not isinstance(servers, str) or not servers:
-        raise TypeError(f"servers={servers!r}: give Kafka's bootstrap servers, such as 'host:9092'")
-    _check_place("start", start, len(names))
-    if stop is not None:
-        _check_place("stop", stop, len(names))
-    if on_error not in ("raise", "skip"):
-        raise ValueError(f"on_error={on_error!r}: give 'raise' or 'skip'")
-    if isinstance(window_rows, bool) or not isinstance(window_rows, int) or window_rows < 1:
-        raise ValueError(f"window_rows={window_rows!r} is not a positive number of rows")
-    if not 0 <= dry_s < float("inf"):
-        raise ValueError(f"dry_s={dry_s!r}: give the seconds to wait for new messages, 0 or more")
-    config = dict(config or {})
-    fixed = [key for key in config if key in OWN_SETTINGS and config[key] != OWN_SETTINGS[key]]
-    if fixed:
-        raise ValueError(
-            f"config sets {fixed[0]}={config[fixed[0]]!r}, and each message is read exactly once only with "
-            f"{OWN_SETTINGS[fixed[0]]!r}: leave it out. Offsets are kept in the job's own records and checkpoints"
-        )
-    return Kafka(names, servers, start, stop, config, value, on_error, window_rows, dry_s)
+kafka = Kafka
+"""Name of `Kafka` in scripts."""
 
 
 def _check_place(name: str, place: object, num_topics: int) -> None:
+    ways = "give 'earliest', 'latest', a time, or offsets by partition such as {0: 1000}"
     if isinstance(place, str):
         if place not in ("earliest", "latest"):
-            raise ValueError(
-                f"{name}={place!r}: give 'earliest', 'latest', a time, or offsets by partition such as {{0: 1000}}"
-            )
+            raise ValueError(f"{name}={place!r}: {ways}")
     elif isinstance(place, datetime):
         if place.tzinfo is None:
             raise ValueError(
@@ -573,7 +523,7 @@ def _check_place(name: str, place: object, num_topics: int) -> None:
         for key, offset in place.items():
             _check_offset(name, key, offset, num_topics)
     else:
-        raise TypeError(f"{name}={place!r}: give 'earliest', 'latest', a time, or offsets by partition such as {{0: 1000}}")
+        raise TypeError(f"{name}={place!r}: {ways}")
 
 
 def _check_offset(name: str, key: object, offset: object, num_topics: int) -> None:
@@ -590,13 +540,13 @@ def _check_offset(name: str, key: object, offset: object, num_topics: int) -> No
 
 
 def _at_most(ranges: Ranges, num_rows: int) -> Ranges:
-    """Return the beginnings of ranges, with at most so many rows in all, each in proportion to what it has."""
+    """Return the beginnings of ranges, with at most `num_rows` rows in all, in proportion to their lengths."""
     lengths = {key: stop - first for key, (first, stop) in ranges.items()}
     total = sum(lengths.values())
     if total <= num_rows:
         return ranges
     taken = {key: length * num_rows // total for key, length in lengths.items()}
-    for key in sorted(taken, key=lambda key: taken[key] - lengths[key]):  # the longest rests first
+    for key in sorted(taken, key=lambda key: taken[key] - lengths[key]):  # the longest remainders first
         more = min(num_rows - sum(taken.values()), 1, lengths[key] - taken[key])
         taken[key] += max(0, more)
     return {key: (first, first + taken[key]) for key, (first, _) in ranges.items()}

@@ -1,8 +1,8 @@
-"""Decide which rows are in each global batch of an epoch, at a cost that no number of rows raises. Pure.
+"""Decide which rows are in each global batch of an epoch, at a cost independent of the number of rows. Pure.
 
 The rows of all shards, in the epoch's order of shards, are cut into *lanes*: intervals that are read side by side.
 A global batch takes rows from a few lanes, its *slots*. The next batch takes them from the next few, and after a *cycle* of
-batches it is the turn of the first lanes again. So a batch depends neither on workers nor on loader workers. Yet each has lanes
+batches the first lanes are used again. So a batch depends neither on workers nor on loader workers. Yet each of them has lanes
 of its own: a worker's share lies in the same slots of every batch, and one of n loader workers prepares every n-th batch. If n
 divides the cycle, no two of them read the same lane.
 """
@@ -18,32 +18,32 @@ import numpy as np
 import numpy.typing as npt
 
 CYCLE = 12
-"""Batches until a lane's next turn. 1, 2, 3, 4, 6 and 12 loader workers divide it."""
+"""Batches until a lane is used again. 1, 2, 3, 4, 6 and 12 loader workers divide it."""
 
 CYCLES = (CYCLE, 6, 4, 2, 1)
-"""Cycles for less and less data."""
+"""Cycles for ever smaller data."""
 
 MIN_SLOTS = 4
 """Minimum number of lanes that a batch takes rows from."""
 
 BLOCK_ROWS = 8192
-"""Rows of a lane that are read together, if they are columns of numbers or short texts."""
+"""Rows of a lane that are read together, if they are columns of numbers or short strings."""
 
 BLOCK_BYTES = 16 * 2**20
-"""Bytes of a lane, as stored, that are read together. 48 lanes of a worker hold 768 MiB."""
+"""Stored bytes of a lane that are read together. 48 lanes of a worker hold 768 MiB."""
 
 MIN_BLOCK_ROWS = 8
-"""Rows that are read together, however large they are."""
+"""Minimum number of rows that are read together, however large they are."""
 
 STRIDE_OF_LAPS = 1_000_003
-"""Step added to an order's seed whenever a loader begins again within an epoch."""
+"""Added to an order's seed whenever a loader begins again within an epoch."""
 
 Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How rows are laid over batches. A job keeps its layout: with another one the same position is another row."""
+    """Assignment of rows to batches. A job keeps its layout, since in another one the same position is another row."""
 
     batch_size: int  # rows of a global batch
     slots: int = MIN_SLOTS  # lanes in one batch
@@ -62,11 +62,9 @@ class Layout:
 
 
 def rows_of_block(num_rows: int, num_bytes: int, most: int = BLOCK_ROWS) -> int:
-    """Return how many rows of files are read together: a power of two within `BLOCK_BYTES`, so that workers agree on it.
+    """Return how many rows of files of this size are read together: a power of two within `BLOCK_BYTES` and `most`.
 
-    Args:
-        num_rows, num_bytes: of all files, as stored.
-        most: maximum, whatever a row weighs.
+    It does not change with a few more rows, so workers agree on it.
     """
     fit = BLOCK_BYTES * num_rows // max(1, num_bytes)
     return most if fit >= most else max(MIN_BLOCK_ROWS, 1 << max(1, fit).bit_length() - 1)
@@ -74,7 +72,7 @@ def rows_of_block(num_rows: int, num_bytes: int, most: int = BLOCK_ROWS) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive rows of a lane: ``first`` to ``stop`` in the lane's shuffled order."""
+    """Consecutive rows of a lane, ``first`` to ``stop`` in its shuffled order."""
 
     lane: int
     first: int
@@ -135,7 +133,7 @@ class LanePlan:
 
     @cached_property
     def _slot_bounds(self) -> list[int]:
-        bounds: list[int] = self._slot_starts.tolist()  # quicker to search than an array
+        bounds: list[int] = self._slot_starts.tolist()  # faster to search than an array
         return bounds
 
     @cached_property
@@ -159,11 +157,7 @@ class LanePlan:
         return int(self._lane_starts[lane + 1] - self._lane_starts[lane])
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """Yield the pieces of lanes that form the epoch's positions from `start` to `stop`, in their order.
-
-        Raises:
-            IndexError: the epoch has no such positions.
-        """
+        """Yield, in order, the pieces of lanes at the epoch's positions from `start` to `stop`, or raise `IndexError`."""
         if not 0 <= start <= stop <= self.num_rows:
             raise IndexError(f"rows {start} to {stop} of an epoch with {self.num_rows} rows")
         layout, bounds = self.layout, self._slot_bounds
@@ -182,10 +176,10 @@ class LanePlan:
                 slot += 1
             start = batch * layout.batch_size + end
 
-    # --- blocks: the unit in which a lane is read and shuffled ---
+    # --- blocks: the unit in which a lane is read and shuffled ----------------------------------------------------------------
 
     def _head_start(self, lane: int) -> int:
-        """Rows by which a lane's first block is shorter. Lanes would otherwise all begin a block in the same few batches."""
+        """Rows by which a lane's first block is shorter, lest all lanes begin a block in the same few batches."""
         phase, slot = divmod(lane, self.layout.slots)
         return (slot * self.layout.cycle + phase) * self.layout.block_rows // self.layout.num_lanes
 
@@ -193,7 +187,7 @@ class LanePlan:
         return (row + self._head_start(lane)) // self.layout.block_rows
 
     def block(self, lane: int, number: int) -> tuple[int, int]:
-        """Return the rows of the lane in a block: the first one, and the one after the last."""
+        """Return the first row of the lane in a block, and the row after the last."""
         first = number * self.layout.block_rows - self._head_start(lane)
         return max(0, first), min(first + self.layout.block_rows, self.lane_length(lane))
 
@@ -207,7 +201,7 @@ class LanePlan:
     # --- rows of shards ------------------------------------------------------------------------------------------------------
 
     def intervals(self, lane: int, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield where unshuffled rows of a lane are: number of the shard, its first row, and the row after the last."""
+        """Yield the places of unshuffled rows of a lane: number of the shard, first row, and the row after the last."""
         row, end = int(self._lane_starts[lane]) + first, int(self._lane_starts[lane]) + stop
         place = int(np.searchsorted(self._shard_starts, row, side="right")) - 1
         while row < end:
@@ -237,7 +231,7 @@ class LanePlan:
     def rows_used(self, num_batches: int) -> tuple[Integers, Integers]:
         """Return how many rows of each shard the epoch's first batches have used for certain, and at most, shape ``(shards,)``.
 
-        Of a shuffled block that is in use, only the number of used rows is certain, so none of its rows is.
+        In a shuffled block that is in use, no single row is certain, only their number.
         """
         lengths = self._lengths(self.num_rows)
         used = self._lengths(min(num_batches * self.layout.batch_size, self.num_rows))

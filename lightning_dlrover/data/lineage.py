@@ -1,8 +1,8 @@
-"""Find which rows a job has trained in which step, and how far it is with each file: arithmetic on the record of a stream.
+"""Find the rows that a job has trained in each step, and its progress in each file, from the record of a stream.
 
-Nothing is written while a job trains: its order follows from what `StreamOpened` holds and from the rows of each file. The
-files are listed again. A list of a hundred thousand is too large for etcd, and nodes need not share a folder with the command.
-A digest in the record shows whether they are still the files of the job.
+Nothing is written while a job trains: its order follows from `StreamOpened` and the number of rows of each file. The files are
+listed again, since a list of a hundred thousand is too large for etcd. A digest in the record shows whether they are still the
+files of the job.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ast
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ from lightning_dlrover.report.streams import steps_per_epoch
 
 @dataclass(frozen=True)
 class FileRows:
-    """Rows of one file, as ranges with both ends included. The first row has number 0."""
+    """Rows of one file, as ranges with both ends included, counted from 0."""
 
     file: str
     ranges: list[tuple[int, int]]
@@ -35,16 +36,16 @@ class FileRows:
 
 @dataclass(frozen=True)
 class RowPlace:
-    """Where a row is trained: number of the epoch, of its global batch from 0, and of the job's optimizer update from 1."""
+    """Where a row is trained: the epoch, its global batch from 0, and the job's optimizer update from 1."""
 
     epoch: int
     batch: int
-    step: int | None  # None: updates are not made of a fixed number of batches
+    step: int | None  # None: the number of batches of an update varies
 
 
 @dataclass(frozen=True)
 class FilesProgress:
-    """Files by how many of their rows an epoch has used: all, some, none."""
+    """Numbers of files of which an epoch has used all rows, some, and none."""
 
     done: int
     in_work: int
@@ -52,24 +53,18 @@ class FilesProgress:
 
 
 class Lineage:
-    """A stream's rows by step.
-
-    Args:
-        shards: None where they could not be listed: only numbers of rows are known then.
-    """
+    """A stream's rows by step. If the shards could not be listed (None), only numbers of rows are known."""
 
     def __init__(self, opened: StreamOpened, shards: Sequence[Shard] | None = None) -> None:
         self.opened = opened
         self._shards = shards
         self._layout = Layout(opened.batch_size, opened.slots, opened.cycle, opened.block_rows)
 
-    # --- counting -----------------------------------------------------------------------------------------------------------
-
     def place_in_epoch(self, batches: int, is_over: bool = False) -> tuple[int, int]:
         """Return the epoch, and how many of its batches are done.
 
         Args:
-            batches: done since the beginning of the epoch in which the fit began.
+            batches: done since the start of the epoch in which the fit began.
             is_over: whether no epoch follows a complete one.
         """
         size = max(1, self.opened.epoch_batches)
@@ -86,7 +81,7 @@ class Lineage:
         return min(used, self.opened.num_rows)
 
     def files_progress(self, epoch: int, batches_of_epoch: int) -> FilesProgress | None:
-        """Return how many files are done; None where they are not known."""
+        """Return the progress of the files; None if they are not known."""
         if self._shards is None:
             return None
         certain, possible = self._plan(epoch).rows_used(min(batches_of_epoch, self.opened.own_batches))
@@ -95,23 +90,18 @@ class Lineage:
         left = int(((possible == 0) & (certain < lengths)).sum())
         return FilesProgress(done, len(lengths) - done - left, left)
 
-    # --- rows ---------------------------------------------------------------------------------------------------------------
-
     def batches_of_step(self, step: int) -> tuple[int, range]:
-        """Return an optimizer update's epoch and the global batches in it; without fixed updates, `step` counts batches.
+        """Return an optimizer update's epoch and global batches, or `DataError` if this fit has no such update.
 
         Args:
-            step: from 1, counted over the whole job.
-
-        Raises:
-            DataError: this fit has no such step.
+            step: from 1, counted over the whole job. It counts batches if the number of batches of an update varies.
         """
         opened = self.opened
         before = opened.steps_before if opened.accumulate else opened.batches_before
         if step <= before:
             wrong = "steps are counted from 1" if step < 1 else f"the newest fit's record begins with step {before + 1}"
             raise DataError(f"there is no step {step}: {wrong}")
-        epochs, number = divmod(step - 1 - before, steps_per_epoch(self.opened))
+        epochs, number = divmod(step - 1 - before, steps_per_epoch(opened))
         if epochs and opened.grows:
             raise DataError(f"step {step} is in an epoch whose rows are not fixed yet: the newest one is {opened.epoch}")
         first = number * max(1, opened.accumulate)
@@ -136,10 +126,10 @@ class Lineage:
         ]
 
     def places_of(self, file: str, row: int, epochs: range) -> list[RowPlace]:
-        """Return where a row is trained in each of these epochs, if it is.
+        """Return where a row is trained in each of these epochs that train it.
 
         Args:
-            file: a file's path or URL, or the end of it; a partition as ``topic/0``, whose rows are numbered by offset.
+            file: a file's path or URL, or its end; a partition as ``topic/0``, whose rows are numbered by offset.
 
         Raises:
             DataError: there is no such file or row, or several files have this name.
@@ -162,7 +152,7 @@ class Lineage:
         return found
 
     def is_done(self, epoch: int, batch: int, batches: int) -> bool:
-        """Return whether a batch is among the `batches` done since the beginning of the epoch in which the fit began."""
+        """Return whether a batch is among the `batches` done since the start of the epoch in which the fit began."""
         return (epoch - self.opened.epoch) * self.opened.epoch_batches + batch < batches
 
     def _step_of(self, epoch: int, batch: int) -> int | None:
@@ -197,7 +187,7 @@ def listed_shards(opened: StreamOpened, given: Sequence[str] = ()) -> Sequence[S
     """List a stream's files again.
 
     Args:
-        given: paths to use instead of those on record, for a host that has the files elsewhere.
+        given: paths in place of the recorded ones, for a host that has the files elsewhere.
 
     Raises:
         DataError: they cannot be listed here, or are not the files of the job.
@@ -209,8 +199,8 @@ def listed_shards(opened: StreamOpened, given: Sequence[str] = ()) -> Sequence[S
     if found.fingerprint != opened.digest:
         raise DataError(
             f"{source!r:.200} has {len(found.shards)} files with {len(found)} rows here, and not the {opened.num_shards} files "
-            f"with {opened.num_rows} rows that the job reads, by their names and lengths. Put the old files back, or name "
-            "their place on this host with --files"
+            f"with {opened.num_rows} rows that the job reads, by their names and lengths. Restore the old files, or give their "
+            "path on this host with --files"
         )
     return found.shards
 
@@ -219,26 +209,19 @@ def _source(opened: StreamOpened, given: Sequence[str]) -> Source:
     name, arguments, options = _call(opened.source)
     maker = {"parquet": parquet, "files": files}.get(name.lower())
     if maker is None:
-        raise DataError(f"{opened.source:.200} is a source of the script's own, whose rows are not listed outside of the job")
+        raise DataError(f"{opened.source:.200} is the script's own source, whose rows cannot be listed outside the job")
     if not (given or arguments):
-        raise DataError(
-            f"{opened.source:.200} has too long a list of paths for the record: name patterns for them with --files"
-        )
-    paths = list(given) or [_absolute(path, opened.folder) for path in _paths(arguments[0])]
-    source: Source = maker(paths, *arguments[1:], **options)  # type: ignore[operator]
+        raise DataError(f"{opened.source:.200} has too many paths for the record: give patterns for them with --files")
+    paths = list(given)
+    if not paths:
+        recorded = [arguments[0]] if isinstance(arguments[0], str) else map(str, arguments[0])
+        paths = [path if "://" in path or path.startswith("~") else os.path.join(opened.folder, path) for path in recorded]
+    source: Source = maker(paths, *arguments[1:], **options)
     return source
 
 
-def _paths(argument: object) -> list[str]:
-    return [argument] if isinstance(argument, str) else [str(path) for path in argument]  # type: ignore[attr-defined]
-
-
-def _absolute(path: str, folder: str) -> str:
-    return path if "://" in path or path.startswith("~") else os.path.join(folder, path)
-
-
-def _call(source: str) -> tuple[str, list[object], dict[str, object]]:
-    """Return name and arguments of a call that is written with literals, or a name alone; else an empty name."""
+def _call(source: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Return the name and arguments of a call with literal arguments, or a name alone; else an empty name."""
     try:
         call = ast.parse(source, mode="eval").body
         if isinstance(call, ast.Name):

@@ -1,7 +1,7 @@
-"""Find files by paths, folders and patterns, here or at URLs, and open them such that failures of an object store pass.
+"""Find files by paths, folders and patterns, here or at URLs, and retry transient errors of object stores.
 
-A store that throttles, hangs, or is away for a moment, delays a read. The read fails once the store has failed for `GIVE_UP_S`,
-and at once if the store refuses it: a file is gone, or may not be read.
+A store that throttles, hangs or is briefly unavailable delays a read. The read fails once the store has failed for `GIVE_UP_S`,
+or at once if the file is gone or may not be read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -28,37 +28,37 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GIVE_UP_S = 300.0
-"""Seconds for which a store may fail before a read of it does."""
+"""Seconds for which a store may fail before a read fails."""
 
 REQUEST_TIMEOUT_S = 60.0
-"""Seconds after which a request without an answer is made anew."""
+"""Seconds after which a request without an answer is repeated."""
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 20.0
-"""Seconds between two attempts: the first, doubled up to the maximum, each shortened at random by up to a half."""
+"""Seconds between two attempts: doubled from the first to the maximum, and shortened at random by up to a half."""
 
 READ_AHEAD_BYTES = 4 * 2**20
-"""Bytes that one request to a store asks for at least."""
+"""Minimum bytes of one request to a store."""
 
 MAX_REQUEST_BYTES = 4 * READ_AHEAD_BYTES
-"""Bytes that one request asks for at most, so that it ends within `REQUEST_TIMEOUT_S` on a slow line."""
+"""Maximum bytes of one request, so that it ends within `REQUEST_TIMEOUT_S` on a slow connection."""
 
 NUM_THREADS = 32
-"""Sizes of files that are requested at once, where a store lists none."""
+"""Parallel requests for the sizes of files, where a store lists none."""
 
 HIDDEN = ("_", ".")
-"""First letters of names that Spark, Hive and others give to files which are no data."""
+"""First letters of files that Spark, Hive and others write next to the data."""
 
 TABLES = {"_delta_log": "Delta Lake", ".hoodie": "Apache Hudi", "metadata/*.metadata.json": "Apache Iceberg"}
-"""Where tables whose folders hold more than the rows of one version keep the lists of their files."""
+"""Where tables keep the lists of their files. Their folders hold more than the rows of one version."""
 
 TRANSIENT_STATUSES = (408, 425, 429)
-"""HTTP statuses below 500 that another attempt may not get: timeout, too early, too many requests."""
+"""HTTP statuses below 500 that may pass: timeout, too early, too many requests."""
 
-CHANGED = "which rows were trained is no longer certain. Put the old file back, or start a new job on the new data"
+CHANGED = "which rows were trained is no longer certain. Restore the old file, or start a new job on the new data"
 
 
 class Store:
-    """A file system of fsspec, made anew in each process: neither event loops nor connections survive a fork."""
+    """A file system of fsspec, recreated in each process: neither event loops nor connections survive a fork."""
 
     def __init__(self, filesystem: Any) -> None:
         self._filesystem = filesystem
@@ -77,73 +77,55 @@ class Store:
 
 @dataclass(frozen=True)
 class Location:
-    """One file.
+    """One file."""
 
-    Args:
-        key: its path or URL.
-        version: size and time of modification, or ETag.
-        store: where a URL leads to; None: a local file.
-        conditions: headers with which an HTTP server refuses to send another version.
-    """
-
-    key: str
+    key: str  # its path or URL
     path: str
-    version: str
+    version: str  # size and time of modification, or ETag
     size: int
-    store: Store | None = field(default=None, repr=False, compare=False)
+    store: Store | None = field(default=None, repr=False, compare=False)  # file system of a URL; None: a local file
+    # Headers that make an HTTP server refuse to send another version.
     conditions: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def open(self, version: str | None = None, ahead_bytes: int = 0) -> Any:
-        """Open the file for reading at any place, as `pyarrow` reads it.
+        """Open the file for random access by `pyarrow`.
 
         Args:
             version: the version that was counted; another one is refused.
-            ahead_bytes: bytes that one request to a store asks for at least; 0: `READ_AHEAD_BYTES`.
+            ahead_bytes: minimum bytes of one request to a store; 0: `READ_AHEAD_BYTES`.
 
         Raises:
-            DataError: the file is gone, is another one, or its store has failed for too long.
+            DataError: the file is gone or has changed, or its store has failed for too long.
         """
-        if self.store is None:
-            now = self._local_version_now()
-            self.check_version(now, now if version is None else version)
-            import pyarrow as pa
+        if (store := self.store) is not None:
+            if version is not None:
+                patiently(lambda: self.check_store(store, version), self.key)
+            return io.BufferedReader(_PatientFile(self, store), ahead_bytes or READ_AHEAD_BYTES)
+        try:
+            now = _local_version(os.stat(self.path))
+        except OSError as error:
+            raise DataError(f"{self.key} is gone or cannot be read: {error}. It was there when the job began") from error
+        self.check_version(now, now if version is None else version)
+        import pyarrow as pa
 
-            return pa.OSFile(self.path)
-        if version is not None:
-            store = self.store
-            patiently(lambda: self.check_store(store, version), self.key)
-        return io.BufferedReader(_PatientFile(self, self.store), ahead_bytes or READ_AHEAD_BYTES)
+        return pa.OSFile(self.path)
 
     def check_store(self, store: Store, version: str | None = None) -> None:
-        """Ask the store once whether it still has this version.
-
-        Raises:
-            DataError: it has another one.
-        """
+        """Ask the store once whether it still has this version. Raises `DataError` if not."""
         store.filesystem.invalidate_cache(self.path)
         self.check_version(_remote_version(store.filesystem.info(self.path)), version)
 
     def check_version(self, now: str, version: str | None = None) -> None:
-        """Compare with the version that was counted.
-
-        Raises:
-            DataError: it is another one.
-        """
+        """Raise `DataError` unless this is the version that was counted."""
         counted = self.version if version is None else version
         if now != counted:
             raise DataError(
                 f"{self.key} has changed since the job counted its rows (size and time were {counted}, now {now}): {CHANGED}"
             )
 
-    def _local_version_now(self) -> str:
-        try:
-            return _local_version(os.stat(self.path))
-        except OSError as error:
-            raise DataError(f"{self.key} is gone or cannot be read: {error}. It was there when the job began") from error
-
 
 class _PatientFile(io.RawIOBase):
-    """A file at a URL. A read that fails is repeated on a new connection."""
+    """A file at a URL. A failed read is repeated on a new connection."""
 
     def __init__(self, location: Location, store: Store) -> None:
         self._location = location
@@ -177,7 +159,7 @@ class _PatientFile(io.RawIOBase):
         return len(data)
 
     def _read(self, file: Any, start: int, wanted: int) -> tuple[Any, bytes]:
-        """Return the file, opened, and its bytes. An attempt that was given up may still end, so none shares a file with it."""
+        """Return the file, opened, and its bytes. An abandoned attempt may still be running, so it keeps its own file."""
         if file is None:
             if self._has_failed:
                 self._location.check_store(self._store)
@@ -192,7 +174,7 @@ class _PatientFile(io.RawIOBase):
         filesystem, location = self._store.filesystem, self._location
         if _is_http(filesystem):
             headers = {**filesystem.kwargs.get("headers", {}), **location.conditions}
-            # fsspec asks for the size of a file that is opened without one.
+            # Without a size, fsspec would request it.
             return filesystem.open(location.path, "rb", cache_type="none", size=location.size, headers=headers)
         file = filesystem.open(location.path, "rb", cache_type="none")
         details = getattr(file, "details", None)
@@ -201,7 +183,7 @@ class _PatientFile(io.RawIOBase):
         return file
 
     def _drop(self) -> None:
-        self._file = None  # not closed: a thread may still wait in it for an answer
+        self._file = None  # not closed: an abandoned thread may still be waiting in it
         self._has_failed = True
 
     def close(self) -> None:
@@ -225,7 +207,7 @@ def patiently(
         at_start: whether the file was never seen before.
 
     Raises:
-        DataError: the file is gone, is another one, may not be read, or the store has failed for `GIVE_UP_S`.
+        DataError: the file is gone, has changed or may not be read, or the store has failed for `GIVE_UP_S`.
     """
     began, pause_s = time.monotonic(), FIRST_PAUSE_S
     while True:
@@ -251,31 +233,23 @@ def patiently(
 
 
 def _limited(call: Callable[[], T], timeout_s: float) -> T:
-    """Return what a call returns, unless it takes too long: its thread is then left to itself.
-
-    File systems have timeouts of their own, or none, and no common way to set them.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
+    """Return the result of a call, or abandon its thread after a time: file systems have no common way to set timeouts."""
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(call())
+            result.set_result(call())
         except BaseException as error:
-            errors.append(error)
+            result.set_exception(error)
 
-    thread = threading.Thread(target=run, name="request to a store", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
+    threading.Thread(target=run, name="request to a store", daemon=True).start()
+    if not wait([result], timeout_s).done:
         raise TimeoutError(f"no answer within {timeout_s:.0f} s")
-    if errors:
-        raise errors[0]
-    return results[0]
+    return result.result()
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Return whether another attempt would fail as well."""
+    """Return whether another attempt would fail, too."""
     if isinstance(error, TypeError | AttributeError | NotImplementedError | ImportError) or type(error) is ValueError:
         return True
     if "Credentials" in type(error).__name__:  # botocore has none
@@ -290,7 +264,7 @@ def _is_permanent(error: Exception) -> bool:
 
 
 def _is_other_version(error: Exception) -> bool:
-    return _status(error) == 412 or type(error).__name__ == "FileExpired"  # s3fs has a name for it
+    return _status(error) == 412 or type(error).__name__ == "FileExpired"  # of s3fs
 
 
 def _status(error: BaseException) -> int | None:
@@ -305,7 +279,7 @@ def _status(error: BaseException) -> int | None:
             value = getattr(seen, name, None)
         if isinstance(value, int) and 400 <= value < 600:
             return value
-        # Libraries translate statuses into errors of Python. The causes of their own errors have codes that no server has sent.
+        # Libraries translate statuses into built-in errors. The causes of their own errors have codes that no server has sent.
         seen = seen.__cause__ if type(seen).__module__ == "builtins" else None
     return None
 
@@ -317,30 +291,17 @@ def _text(error: Exception) -> str:
 
 
 def as_paths(paths: object) -> list[str]:
-    """Return the paths that a user gave as one path or as several.
-
-    Raises:
-        TypeError: they are neither.
-        ValueError: there are none.
-    """
-    return [
-        os.fspath(path)
-        for path in _several("paths", paths, (str, os.PathLike), "a file, a folder, a pattern, or a list of them")
-    ]
+    """Return the paths that a user gave as one path or as several. Raises `TypeError`, or `ValueError` if there are none."""
+    wanted = "a file, a folder, a pattern, or a list of them"
+    return [os.fspath(path) for path in _several("paths", paths, (str, os.PathLike), wanted)]
 
 
 def as_columns(columns: object) -> list[str] | None:
-    """Return the names of columns that a user gave as one name or as several; None: all columns.
-
-    Raises:
-        TypeError: they are no names.
-        ValueError: there are none.
-    """
+    """Return the names of columns that a user gave as one name or as several; None: all columns. Raises as `as_paths` does."""
     return None if columns is None else _several("columns", columns, (str,), "a list of names, or None for all columns")
 
 
 def _several(name: str, given: object, types: tuple[type, ...], wanted: str) -> list[Any]:
-    """Return what a user gave as one value of these types or as several."""
     several = [given] if isinstance(given, types) else given
     if not isinstance(several, Sequence) or not all(isinstance(each, types) for each in several):
         raise TypeError(f"{name}={given!r:.200}: give {wanted}")
@@ -350,18 +311,14 @@ def _several(name: str, given: object, types: tuple[type, ...], wanted: str) -> 
 
 
 def paths_text(paths: Sequence[str]) -> str:
-    """Return paths as a user would give them."""
+    """Return paths as a user would write them."""
     return repr(paths[0] if len(paths) == 1 else paths)
 
 
 def located(paths: Sequence[str], suffix: str = "") -> list[Location]:
-    """Return the files at these paths, in the order of their names.
+    """Return the files at these paths, in the order of their names; of folders, files of any depth with the suffix.
 
-    Args:
-        paths: files, folders and patterns. Of a folder, files of any depth with the suffix are taken.
-
-    Raises:
-        DataError: a path has no files.
+    Raises `DataError` if a path has no files.
     """
     found: dict[str, Location] = {}
     for path in paths:
@@ -399,7 +356,7 @@ def _remote(url: str, suffix: str) -> list[Location]:
     def has_mark(folder: str, mark: str) -> bool:
         try:
             return bool(filesystem.glob(f"{folder}/{mark}"))
-        except Exception as error:  # each store has errors of its own, and a folder above may be closed to us
+        except Exception as error:  # each store has errors of its own, and a parent folder may be inaccessible
             log.debug("%s cannot be listed: %s", folder, error)
             return False
 
@@ -422,28 +379,20 @@ def _remote(url: str, suffix: str) -> list[Location]:
             _refuse_tables(_parents(f"{path}/"), has_mark)
         return {name: info for name, info in below.items() if name.endswith(suffix) and _is_data(name[len(path) :].lstrip("/"))}
 
-    # A listing of many files consists of many requests.
-    infos = patiently(listed, url, timeout_s=GIVE_UP_S, at_start=True)
+    infos = patiently(listed, url, timeout_s=GIVE_UP_S, at_start=True)  # many files need many requests
     store = Store(filesystem)
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         return list(threads.map(lambda name: _found(store, name, infos[name]), infos))
 
 
 def _parents(path: str) -> list[str]:
-    """Return all folders that a path is in; the path itself, if it ends with a slash."""
+    """Return all parent folders of a path, and the path itself if it ends with a slash."""
     parts = path.split("/")[:-1]
     return ["/".join(parts[:number]) for number in range(len(parts), 0, -1) if parts[number - 1]]
 
 
 def _refuse_tables(folders: Iterable[str], has_mark: Callable[[str, str], bool]) -> None:
-    """Check that no folder belongs to a table that keeps a list of its files.
-
-    Args:
-        has_mark: whether a folder has something that fits a pattern.
-
-    Raises:
-        DataError: one does.
-    """
+    """Raise `DataError` if a folder belongs to a table that keeps a list of its files: `has_mark` finds a pattern in it."""
     for folder in folders:
         for mark, kind in TABLES.items():
             if has_mark(folder, mark):
@@ -452,7 +401,7 @@ def _refuse_tables(folders: Iterable[str], has_mark: Callable[[str, str], bool])
 
 def _is_table(found: str, kind: str) -> str:
     return (
-        f"{found}, so this is a table of {kind}, whose folder also holds deleted rows and those of former versions. "
+        f"{found}, so this is a table of {kind}, whose folder also holds rows that were deleted or replaced. "
         "Give the files of one version as a list: DeltaTable(...).file_uris() of deltalake, or the files of a scan's "
         "plan_files() of pyiceberg; or write that version to plain Parquet files"
     )
@@ -461,7 +410,7 @@ def _is_table(found: str, kind: str) -> str:
 def _found(store: Store, name: str, info: dict[str, Any]) -> Location:
     filesystem = store.filesystem
     key = filesystem.unstrip_protocol(name)
-    if info.get("size") is None:  # an HTTP server's page of links
+    if info.get("size") is None:  # from an HTTP server's page of links
         info = patiently(lambda: filesystem.info(name), key, at_start=True)
     if info.get("size") is None:
         raise DataError(f"{key}: its server gives no size (Content-Length), so it cannot be read from any row on")
@@ -492,13 +441,7 @@ def _local_version(status: os.stat_result) -> str:
 
 
 def _remote_version(info: dict[str, Any]) -> str:
-    when = next(
-        (
-            info[name]
-            for name in ("ETag", "etag", "LastModified", "Last-Modified", "last_modified", "mtime", "created")
-            if info.get(name)
-        ),
-        "",
-    )
-    # Azure gives an ETag with quotes in some of its answers, and without in others.
+    names = ("ETag", "etag", "LastModified", "Last-Modified", "last_modified", "mtime", "created")
+    when = next((info[name] for name in names if info.get(name)), "")
+    # Some of Azure's answers have the ETag in quotes, others do not.
     return f"{info['size']} {str(when).removeprefix('W/').strip(chr(34))}"

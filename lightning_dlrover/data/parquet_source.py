@@ -1,4 +1,4 @@
-"""Parquet files as a source: row groups are read by column, and all files agree on their columns."""
+"""Parquet files as a source, local or at a URL that fsspec opens, all read with the same columns."""
 
 from __future__ import annotations
 
@@ -20,31 +20,22 @@ from lightning_dlrover.data.source import DataError, Shard, Skipped, check_extra
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Decide which columns and types the Parquet files of a stream have in common, before a row is read.
+# Agree on the columns and types of all files before a row is read.
 #
-# A column may have a wider type in some of the files: an integer column that had missing values becomes one of float64 in
-# pandas. All files are then read with the widest type. Columns without a common type are refused, and the error names both
-# files.
+# A column may have a wider type in some files: pandas turns an integer column with missing values into float64. All files are
+# then read with the widest type. Columns without a common type are refused, and the error names both files.
 
 
 @dataclass(frozen=True)
 class AgreedColumns:
-    """The columns of all files.
-
-    Args:
-        names: in their order; those of a file in `casts` alone are brought into it.
-        casts: by file, types of columns that have another one there. A file with the columns of all is not in it.
-    """
+    """The columns of all files, in their order."""
 
     names: list[str] = field(default_factory=list)
+    # By file, types of the columns that differ there. A file with the common columns in their order is not in it.
     casts: Mapping[str, Mapping[str, pa.DataType]] = field(default_factory=dict)
 
     def batch(self, batch: pa.RecordBatch, key: str) -> pa.RecordBatch:
-        """Return rows of a file with the columns of all.
-
-        Raises:
-            DataError: a value has no place in the common type.
-        """
+        """Return rows of a file with the common columns. Raises `DataError` if a value does not fit the common type."""
         import pyarrow as pa
 
         casts = self.casts.get(key)
@@ -58,8 +49,8 @@ class AgreedColumns:
                     column = column.cast(casts[name])
                 except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
                     raise DataError(
-                        f"{key}: column {name!r} is {column.type} there and cannot be read as {casts[name]}, its type for all "
-                        f"files: {error}. Write the file again, or give a type with parquet(..., types={{{name!r}: ...}})"
+                        f"{key}: column {name!r} is {column.type} and cannot be read as {casts[name]}, its type for all files: "
+                        f"{error}. Rewrite the file, or give a type with parquet(..., types={{{name!r}: ...}})"
                     ) from error
             columns.append(column)
         return pa.RecordBatch.from_arrays(columns, names=self.names)
@@ -76,8 +67,8 @@ def agreed_columns(
         given: Arrow's names of types by column.
 
     Raises:
-        DataError: a file lacks a column, or a column has types that have none in common.
-        ValueError: there is no such type.
+        DataError: a file lacks a column, or the types of a column have no common type.
+        ValueError: a type in `given` does not exist.
     """
     import pyarrow as pa
 
@@ -114,14 +105,7 @@ def agreed_columns(
 
 
 def _check_name(name: str, first: tuple[str, Sequence[str]], file: tuple[str, Sequence[str]]) -> None:
-    """Check that a file and the first one have a column.
-
-    Args:
-        first: the first file, and the names of its columns.
-
-    Raises:
-        DataError: one of them lacks it, or has it twice.
-    """
+    """Raise `DataError` if a file or the first one lacks a column, or has it twice. Each comes with its columns' names."""
     (key, names), (other, others) = file, first
     if (times := names.count(name)) > 1:
         raise DataError(f"{key} has {times} columns with the name {name!r}: a row can only hold one of them")
@@ -138,10 +122,10 @@ def _check_name(name: str, first: tuple[str, Sequence[str]], file: tuple[str, Se
 
 
 def _wider(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return the narrowest type that has the values of both; None: there is none."""
+    """Return the narrowest type that holds the values of both; None: there is none."""
     import pyarrow as pa
 
-    # A column without any value would make batches of nulls, and fields of structs that a file lacks would become nulls.
+    # A column without values would make batches of nulls, and missing fields of structs would become nulls.
     if any(pa.types.is_null(kind) or pa.types.is_struct(kind) for kind in (one, other)):
         return None
     schemas = [pa.schema([("column", kind)]) for kind in (one, other)]
@@ -158,60 +142,79 @@ def _differ(name: str, one: tuple[pa.DataType, str], other: tuple[pa.DataType, s
     if pa.types.is_null(kind):
         return (
             f"{key}: column {name!r} has no values, so its type is null, and in {other_key} it is {other_kind}. A batch "
-            f"of nulls is not a tensor. Leave the file or the column out; or give "
+            f"of nulls is not a tensor. Leave out the file or the column; or give "
             f"parquet(..., types={{{name!r}: '{other_kind}'}}) and fill the nulls in a collate_fn"
         )
     return (
-        f"{key}: column {name!r} is {kind}, and in {other_key} it is {other_kind}, and no type has the values of both. Write "
-        f"one of them again, leave the column out, or give a type with parquet(..., types={{{name!r}: '{kind}'}})"
+        f"{key}: column {name!r} is {kind}, and in {other_key} it is {other_kind}, and no type holds the values of both. "
+        f"Rewrite one of them, leave out the column, or give a type with parquet(..., types={{{name!r}: '{kind}'}})"
     )
 
-
-# Parquet files as a source: local, or at a URL that fsspec knows.
 
 log = logging.getLogger(__name__)
 
 ROWS_AT_ONCE = 8192
-"""Rows that are decoded at once. A lane holds them decoded, not its whole row group."""
+"""Rows that are decoded at once. A lane holds these, not its whole row group."""
 
 BUFFER_BYTES = 64 * 2**10
-"""Bytes of each column of a local file that are read at once, the least also at a URL, where small row groups come whole."""
+"""Bytes of each column that are read at once from a local file. At a URL this is the minimum; small row groups come whole."""
 
 HEAVY_BYTES = 20 * 2**20
-"""Bytes that a lane holds of a row group at a URL. 48 lanes of a worker hold 1 GB. Larger ones are asked for in pieces."""
+"""Maximum bytes of a row group at a URL that a lane reads as a whole: 48 lanes of a worker hold 1 GB."""
 
 PIECES_BYTES = 4 * 2**20
-"""Bytes of the pieces of all columns that a lane holds of such a row group, beside what it decodes."""
+"""Bytes of the pieces of all columns that a lane holds of a larger row group, in addition to its decoded rows."""
 
 PAGE_BYTES, PAGE_ROWS = 2**20, 1024
-"""Bytes of a page after which writers begin another; values between two looks at its bytes, so large ones make large pages."""
+"""Bytes after which writers end a page. They check after so many values, so large values make large pages."""
 
 MAX_REREAD_BYTES = 32 * BLOCK_BYTES
-"""Bytes of a row group, as stored, that may be read again for each block of its rows."""
+"""Maximum stored bytes of a row group that may be read again for each block of its rows."""
 
 NUM_METADATA = 64
-"""Files of which a process keeps the metadata. Several lanes read one file, and parsing takes as long as hundreds of rows."""
+"""Files whose metadata a process keeps. Several lanes read one file, and parsing takes as long as hundreds of rows."""
 
 
 class _Opened(NamedTuple):
-    """What is known of a file once it was opened."""
-
     metadata: Any
     held_bytes: int  # see `Parquet.held_bytes`
 
 
 class Parquet:
-    """Parquet files. `parquet` makes one."""
+    """Parquet files as a source of a stream. Rows are dictionaries by column; batches are made from columns.
+
+    Args:
+        paths: a file, a folder, a pattern such as ``"s3://bucket/day=*/*.parquet"``, or several of them.
+        columns: names of the columns to read, or the name of one; None: all.
+        on_error: treatment of a row group that cannot be read: ``"raise"``, or ``"skip"`` its rows and count them.
+        types: Arrow's names of types by column, such as ``"float64"``, where those of the files differ or do not fit.
+
+    Raises:
+        TypeError: `paths` or `columns` is of another type.
+        ValueError: `on_error` is neither, there is no such type, or no path or column is given.
+        ModuleNotFoundError: pyarrow is missing.
+
+    Example:
+        >>> import tempfile
+        >>> import pyarrow as pa, pyarrow.parquet as pq
+        >>> from lightning_dlrover.data import stream
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pq.write_table(pa.table({"item": [7, 9], "price": [2.5, 4.0]}), f"{folder}/part-0.parquet")
+        ...     rows = stream(parquet(folder, columns=["price"]), keep_order=True)
+        ...     len(rows), rows[1]
+        (2, {'price': 4.0})
+    """
 
     reads_in_threads = True
 
     def __init__(
         self,
         paths: str | Sequence[str],
-        columns: Sequence[str] | None,
-        on_error: str,
-        types: Mapping[str, str] | None,
+        columns: Sequence[str] | None = None,
+        on_error: str = "raise",
+        types: Mapping[str, str] | None = None,
     ) -> None:
+        check_extra()
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error={on_error!r}: give 'raise' or 'skip'")
         self._paths = as_paths(paths)
@@ -226,7 +229,7 @@ class Parquet:
         self._begin_in_process()
 
     def _begin_in_process(self) -> None:
-        self._opened: OrderedDict[Shard, _Opened] = OrderedDict()  # what is known of the files that were opened last
+        self._opened: OrderedDict[Shard, _Opened] = OrderedDict()  # files that were opened last
         self._lock = threading.Lock()  # held while `_opened` is changed
 
     def __getstate__(self) -> dict[str, Any]:
@@ -260,11 +263,7 @@ class Parquet:
         return min(ROWS_AT_ONCE, self.block_rows)
 
     def read(self, shard: Shard, row: int) -> Iterator[Any]:
-        """Yield record batches from a row on.
-
-        Raises:
-            DataError: the file is another than the one that was counted, or rows of it cannot be read.
-        """
+        """Yield record batches from a row on. Raises `DataError` if the file has changed or rows cannot be read."""
         for item in self._read(shard, row):
             yield item if isinstance(item, Skipped) else self._agreed.batch(item, shard.key)
 
@@ -275,7 +274,7 @@ class Parquet:
         with ExitStack() as opened:
             file = opened.enter_context(self._locations[shard.key].open(shard.version))
             try:
-                # Every lane holds its file open. It is read in pieces then, so that no lane holds a whole row group's bytes.
+                # Every lane holds its file open, so local files are read in pieces: no lane holds a whole row group's bytes.
                 buffer_size = 0 if self._locations[shard.key].store is not None else BUFFER_BYTES
                 before = self._opened.get(shard)
                 parquet_file = pq.ParquetFile(
@@ -288,18 +287,22 @@ class Parquet:
                 raise DataError(f"{shard.key} cannot be read as Parquet: {error}") from error
             metadata = parquet_file.metadata
             held = before.held_bytes if before is not None else self._bytes_of_pages(shard, metadata)
-            self._remember(shard, _Opened(metadata, held))
-            if held:  # else pages that are held no longer count for the process, which others may need
+            with self._lock:
+                self._opened[shard] = _Opened(metadata, held)
+                self._opened.move_to_end(shard)
+                if len(self._opened) > NUM_METADATA:
+                    self._opened.popitem(last=False)
+            if held:  # else freed pages would stay with the process
                 opened.callback(pa.default_memory_pool().release_unused)
             if not buffer_size and (piece := self._bytes_of_piece(shard, metadata)):
-                file.close()  # it reads ahead by more than a piece, which the next column's piece would throw away
+                file.close()  # it reads ahead by more than a piece, and the next column's piece would discard the rest
                 file = opened.enter_context(self._locations[shard.key].open(ahead_bytes=piece))
                 parquet_file = pq.ParquetFile(file, metadata=metadata, pre_buffer=False, buffer_size=piece)
             sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
             ends = np.cumsum(sizes)
             group = int(np.searchsorted(ends, row, side="right"))
             skip = row - int(ends[group] - sizes[group]) if group < len(sizes) else 0
-            # A pass decodes so many rows at once. One that has just been opened may be waited for, and may need but a few.
+            # A pass over several groups decodes many rows at once, but the first rows may be awaited, and may be few.
             rows_at_once = self._rows_at_once
             enough = min(int(np.searchsorted(ends, row + rows_at_once)) + 1, len(sizes))
             together = next((i for i in range(group, enough) if sizes[i] >= rows_at_once), enough)
@@ -307,8 +310,8 @@ class Parquet:
                 yield from self._row_group(parquet_file, shard, number, skip, sizes[number])
                 skip = 0
             if buffer_size and self._on_error == "raise":
-                # One pass over many row groups takes three quarters of the time of one pass each. From a store it would fetch
-                # them all at once, and where rows are skipped, their number must not depend on where the pass began.
+                # One pass over many row groups takes three quarters of the time of one pass each. But from a store it would
+                # fetch them all at once, and the number of skipped rows must not depend on where the pass began.
                 done = 0
                 for batch in self._in_one_pass(parquet_file, range(together, len(sizes))):
                     done += batch.num_rows
@@ -321,10 +324,7 @@ class Parquet:
                 skip = max(0, skip - sizes[number])
 
     def _bytes_of_piece(self, shard: Shard, metadata: Any) -> int:
-        """Return the bytes of each column to ask a store for at once; 0: whole columns of a row group, which are small enough.
-
-        Each lane holds what it has asked for. So pieces bound its memory, for the price of more requests.
-        """
+        """Return the bytes of each column to request at once from a store, to bound a lane's memory; 0: whole row groups."""
         stored = [chunk.total_compressed_size for chunk in self._largest_chunks(metadata)]
         if sum(stored) <= HEAVY_BYTES:
             return 0
@@ -332,15 +332,15 @@ class Parquet:
         if not self._has_looked:
             self._has_looked = True
             log.warning(
-                "row groups of %s have up to %.0f MB as stored, and the file is at a URL: each column is asked for in pieces "
-                "of %.2f MB, as each lane that a process reads holds what it has asked for. Row groups of at most %.0f MB, or "
-                "fewer columns=, need fewer requests",
+                "row groups of %s have up to %.0f MB as stored, and the file is at a URL: each column is read in pieces of "
+                "%.2f MB, as each lane of a process holds what it has requested. Row groups of at most %.0f MB, or fewer "
+                "columns=, need fewer requests",
                 *(shard.key, sum(stored) / 1e6, piece / 1e6, HEAVY_BYTES / 1e6),
             )
         return piece
 
     def held_bytes(self, shard: Shard) -> int:
-        """Return the bytes that a reader of a shard holds between two rows, if they are many and can be read again instead."""
+        """Return the bytes that a reader of a shard holds between two rows, if many and better read again; else 0."""
         opened = self._opened.get(shard)
         return opened.held_bytes if opened is not None else 0
 
@@ -355,8 +355,8 @@ class Parquet:
         if held and not self._has_seen_pages:
             self._has_seen_pages = True
             log.warning(
-                "%s has rows so large that pages may have %.0f MB, and a page is decoded as a whole. %s. Smaller pages come of "
-                "pyarrow's write_table(..., write_batch_size=16), or of row groups with fewer rows",
+                "%s has rows so large that pages may have %.0f MB, and a page is decoded as a whole. %s. For smaller pages, "
+                "use pyarrow's write_table(..., write_batch_size=16), or row groups with fewer rows",
                 *(shard.key, held / 2e6),
                 "Where the lanes of a process would hold more than 1 GB, they decode a page again for each block of rows"
                 if may_close
@@ -375,20 +375,13 @@ class Parquet:
         return [each for each in columns if wanted is None or each.path_in_schema.partition(".")[0] in wanted]
 
     def _in_one_pass(self, file: Any, numbers: Sequence[int]) -> Iterator[Any]:
-        """Yield the rows of these row groups up to an error, which reading them one by one has to attribute."""
+        """Yield the rows of these row groups up to an error, which reading them one by one then attributes."""
         if not numbers:
             return
         try:
             yield from file.iter_batches(self._rows_at_once, row_groups=numbers, columns=self._columns, use_threads=False)
         except (OSError, ValueError) as error:
             log.debug("reading row groups %s one by one, since reading them together failed: %s", numbers, error)
-
-    def _remember(self, shard: Shard, opened: _Opened) -> None:
-        with self._lock:
-            self._opened[shard] = opened
-            self._opened.move_to_end(shard)
-            if len(self._opened) > NUM_METADATA:
-                self._opened.popitem(last=False)
 
     def _row_group(self, file: Any, shard: Shard, number: int, skip: int, num_rows: int) -> Iterator[Any]:
         done = 0
@@ -402,48 +395,19 @@ class Parquet:
             where = f"row group {number} of {shard.key} (rows from {max(done, skip)} of its {num_rows})"
             if self._on_error == "raise":
                 raise DataError(
-                    f"{where} cannot be read: {str(error).splitlines()[0]}. Write the file again, or skip such rows with "
+                    f"{where} cannot be read: {str(error).splitlines()[0]}. Rewrite the file, or skip such rows with "
                     "parquet(..., on_error='skip'), which counts them"
                 ) from error
             yield Skipped(left, f"{where}: {str(error).splitlines()[0]}")
 
 
+parquet = Parquet
+"""Name of `Parquet` in scripts."""
+
+
 def _last(batch: Any, num_rows: int) -> Any:
     """Return the last `num_rows` rows of a batch, or all if it has fewer."""
     return batch if num_rows >= batch.num_rows else batch.slice(batch.num_rows - num_rows)
-
-
-def parquet(
-    paths: str | Sequence[str],
-    columns: Sequence[str] | None = None,
-    on_error: str = "raise",
-    types: Mapping[str, str] | None = None,
-) -> Parquet:
-    """Return Parquet files as a source of a stream. Rows are dictionaries by column; batches are made from columns.
-
-    Args:
-        paths: a file, a folder, a pattern such as ``"s3://bucket/day=*/*.parquet"``, or several of them.
-        columns: names of the columns to read, or the name of one; None: all.
-        on_error: treatment of a row group that cannot be read: ``"raise"``, or ``"skip"`` its rows and count them.
-        types: Arrow's names of types by column, such as ``"float64"``, where those of the files differ or do not fit.
-
-    Raises:
-        TypeError: `paths` or `columns` is of another type.
-        ValueError: `on_error` is neither, there is no such type, or no path or column is given.
-        ModuleNotFoundError: pyarrow is missing.
-
-    Example:
-        >>> import tempfile
-        >>> import pyarrow as pa, pyarrow.parquet as pq
-        >>> from lightning_dlrover.data import stream
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     pq.write_table(pa.table({"item": [7, 9], "price": [2.5, 4.0]}), f"{folder}/part-0.parquet")
-        ...     rows = stream(parquet(folder, columns=["price"]), keep_order=True)
-        ...     len(rows), rows[1]
-        (2, {'price': 4.0})
-    """
-    check_extra()
-    return Parquet(paths, columns, on_error, types)
 
 
 def _counted(location: Location) -> Count:

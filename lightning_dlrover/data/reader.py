@@ -19,23 +19,19 @@ from lightning_dlrover.data.lane_plan import BLOCK_BYTES, LanePlan, Piece
 from lightning_dlrover.data.rows import Block, Rows, own_copies
 from lightning_dlrover.data.source import DataError, Shard, Skipped, SkippedRange, Source
 
-# Threads that read blocks of lanes before they are asked for, and when a lane's next block is due.
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 BLOCKS_PER_THREAD = 2
-"""Blocks that are read ahead for each thread, approximately. One may be waited for while another is not yet needed."""
+"""Approximate number of blocks that are read ahead for each thread: one may be awaited while another is not needed yet."""
 
 MAX_WAIT_BEFORE_FORK_S = 1.0
 """Seconds that a fork waits for reads to end, so that the new process finds no lock held by a thread that it lacks."""
 
 
 class ReadingThreads:
-    """Threads of one process. They start with the first read.
-
-    Args:
-        number: number of threads.
-    """
+    """Threads of one process that read blocks of lanes ahead. They start with the first read."""
 
     def __init__(self, number: int) -> None:
         self._pool = ThreadPoolExecutor(number, thread_name_prefix="stream")
@@ -46,50 +42,43 @@ class ReadingThreads:
     def is_due(self, rows_left: int, block_rows: int, num_lanes: int) -> bool:
         """Return whether a lane's next block should be read now.
 
-        Lanes that are read in turn end their blocks in turn, too. So the blocks that are needed next, as many as are read
-        ahead, are those of the lanes with the smallest rest of a block.
-
-        Args:
-            rows_left: rows of the lane's block that are still to be used.
-            block_rows: rows of a whole block.
-            num_lanes: lanes that are read in turn.
+        `num_lanes` are read in turn, so they also end their blocks in turn, and the next blocks belong to the lanes with the
+        fewest rows left.
         """
         return rows_left * num_lanes <= self._max_ahead * block_rows
 
     def submit(self, read: Callable[[], T]) -> Future[T]:
-        """Read in a thread."""
         future = self._pool.submit(read)
         self._reads.add(future)  # type: ignore[arg-type]  # its result is never looked at here
         return future
 
-    def let_reads_end(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the reads under way."""
         wait(list(self._reads), timeout_s)
 
 
 @cache
 def _all_threads() -> weakref.WeakSet[ReadingThreads]:
-    os.register_at_fork(before=_before_fork)
-    return weakref.WeakSet()
+    threads: weakref.WeakSet[ReadingThreads] = weakref.WeakSet()
+
+    def before_fork() -> None:
+        for each in list(threads):
+            each.wait(MAX_WAIT_BEFORE_FORK_S)
+
+    os.register_at_fork(before=before_fork)
+    return threads
 
 
-def _before_fork() -> None:
-    for threads in list(_all_threads()):
-        threads.let_reads_end(MAX_WAIT_BEFORE_FORK_S)
-
-
-# Read the rows of lanes in one process: each lane by blocks, from the place where it was left.
+# Read the rows of lanes in one process: each lane by blocks, from where its last read ended.
 #
 # A process holds one block of each lane that it reads, and a cursor of the source behind that block. At most `max_open`
-# lanes are held; the one that was not used for the longest time is closed for another. With threads, the blocks that are
-# needed next are there as well (`LaneReader`).
-
-log = logging.getLogger(__name__)
+# lanes are held; the least recently used one is closed for another. With threads, the next blocks are in memory as well.
 
 MAX_NAMED = 100
-"""Ranges of rows of one block that are named as skipped. They travel with each batch."""
+"""Maximum number of skipped ranges that are named for one block. They travel with each batch."""
 
 MAX_BYTES = 2**30
-"""Bytes of all lanes of a process beyond which those close their cursors that hold much, and open them for the next block."""
+"""Bytes of all lanes of a process beyond which cursors that hold much are closed, and opened for the next block."""
 
 MAX_OPEN_LANES = 256
 """Maximum number of lanes that a process holds open."""
@@ -107,12 +96,9 @@ class _Cursor:
     def take(self, num_rows: int) -> Iterator[Any]:
         """Yield items with exactly `num_rows` rows in all."""
         while num_rows:
-            item = self._left if self._left is not None else self._next()
-            self._left = None
-            length = _length(item)
-            if length > num_rows:
-                self._left = _after(item, num_rows)
-                item, length = _before(item, num_rows), num_rows
+            item, self._left = (self._left if self._left is not None else self._next()), None
+            if (length := _length(item)) > num_rows:
+                (item, self._left), length = _split(item, num_rows), num_rows
             num_rows -= length
             self.row += length
             if length:
@@ -123,9 +109,9 @@ class _Cursor:
             return next(self._items)
         except StopIteration:
             raise DataError(
-                f"{self.shard.key} ended after {self.row} rows, but had {self.shard.rows} when the job counted them: it was "
-                "changed since, or its source's read() leaves rows out. A transform cannot leave rows out either: they are "
-                "counted before they are read, so give them weight 0 instead"
+                f"{self.shard.key} ended after {self.row} rows, but had {self.shard.rows} when the job counted them: it has "
+                "changed since, or its source's read() drops rows. A transform cannot drop rows either: they are counted "
+                "before they are read, so give them weight 0 instead"
             ) from None
 
     def close(self) -> None:
@@ -146,13 +132,13 @@ class _Lane:
     def __init__(self) -> None:
         self.number = -1  # number of the block
         self.loaded = _Loaded([])
-        self.num_given = 0  # rows of the block up to the last one that was handed out itself, as it could not be copied
-        self.ahead: tuple[int, Future[_Loaded]] | None = None  # number of a block that a thread reads, with the cursor
-        self.turn = 0  # count of the reader's pieces when this lane was last used
+        self.num_given = 0  # rows of the block up to the last one that was handed out without a copy
+        self.ahead: tuple[int, Future[_Loaded]] | None = None  # number of a block that a thread reads with the cursor
+        self.turn = 0  # the reader's count of pieces when this lane was last used
         self.cursor: _Cursor | None = None
 
     def take_ahead(self, number: int) -> _Loaded | None:
-        """Return a block that a thread reads, once it is there; None: none reads this block, nor has the cursor any longer."""
+        """Return a block that a thread reads, once it is there; None: no thread reads it, nor uses the cursor any longer."""
         if self.ahead is None:
             return None
         (read, future), self.ahead = self.ahead, None
@@ -176,10 +162,10 @@ class LaneReader:
     """The lanes of one epoch that a process reads.
 
     Args:
-        threads: threads that read blocks ahead; None: a block is read when its first row is asked for.
+        threads: read blocks ahead; None: a block is read when its first row is asked for.
 
     Attributes:
-        skipped: rows that could not be read, of the blocks that `read` has taken rows from. Its user clears it.
+        skipped: skipped rows of the blocks that `read` has taken rows from. The caller clears it.
     """
 
     def __init__(
@@ -194,7 +180,7 @@ class LaneReader:
         self._threads = threads
         self._turn = 0  # pieces that were read so far
         self._num_lanes = 0  # about how many lanes this process reads
-        # Bytes that a cursor holds behind its block, of sources that can read them again.
+        # Bytes that a cursor holds behind its block, for sources that can read them again.
         self._held_bytes: Callable[[Shard], int] = getattr(source, "held_bytes", lambda _: 0)
         self.skipped: dict[SkippedRange, None] = {}
         self._num_skipped: Counter[tuple[str, bool]] = Counter()  # by shard and whether these numbers have rows
@@ -206,8 +192,7 @@ class LaneReader:
     def read(self, pieces: Sequence[Piece]) -> Rows | list[Any]:
         """Return the rows of these pieces: columns if the source yields record batches, else a list of its items.
 
-        Raises:
-            DataError: a shard has changed since it was counted.
+        Raises `DataError` if a shard has changed since it was counted, as `open` does.
         """
         parts: list[tuple[Block, int, int]] = []
         rows: list[Any] = []
@@ -234,7 +219,7 @@ class LaneReader:
         return rows if rows else Rows(parts)
 
     def _handed_out(self, number: int, block: int, a: int, b: int) -> list[Any]:
-        """Return some of the rows of a lane's block, which may be asked for again, to someone who may change them."""
+        """Return rows of a lane's block to a caller who may change them. They may be asked for again."""
         lane = self._lanes[number]
         if a < lane.num_given:
             lane.number = -1
@@ -248,7 +233,7 @@ class LaneReader:
         return copies
 
     def _read_ahead(self, threads: ReadingThreads, number: int, lane: _Lane, rows_left: int) -> None:
-        """Let a thread read the lane's next block if it is among those that are needed next."""
+        """Let a thread read the lane's next block if it is due."""
         self._turn += 1
         num_lanes, lane.turn = self._turn - lane.turn, self._turn  # lanes are read in turn
         first, _ = self.plan.block(number, lane.number + 1)
@@ -259,11 +244,7 @@ class LaneReader:
             lane.ahead = lane.number + 1, threads.submit(read)
 
     def open(self, pieces: Sequence[Piece]) -> None:
-        """Read the blocks in which these pieces begin, as far as no other lane has to be closed.
-
-        Raises:
-            DataError: a shard has changed since it was counted.
-        """
+        """Read the blocks in which these pieces begin, unless another lane would have to be closed."""
         for piece in pieces:
             if piece.lane in self._lanes or len(self._lanes) < self._max_open:
                 self._at(piece.lane, self.plan.block_of(piece.lane, piece.first))
@@ -355,11 +336,7 @@ def _without_skipped(
 
 
 class _Parts:
-    """What a source yields for a block: all record batches, or all single rows.
-
-    Args:
-        num_rows: rows of the block.
-    """
+    """The items of a block of `num_rows` rows: all of them record batches, or all single rows."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
@@ -368,40 +345,30 @@ class _Parts:
         self._first: tuple[Shard, Any] | None = None  # shard and columns of the first record batch
 
     def add(self, shard: Shard, item: Any) -> None:
-        """Add what was read.
-
-        Raises:
-            DataError: it does not fit to what was read before.
-        """
+        """Add an item. Raises `DataError` if it does not fit those before."""
         if not _is_columnar(item):
             if self._block is not None:
                 raise DataError(f"{shard.key}: its source yields a {type(item).__name__} among record batches")
             self._rows.append(item)
             return
         if self._rows:
-            raise DataError(
-                f"{shard.key}: its source yields record batches among rows such as a {type(self._rows[0]).__name__}"
-            )
+            raise DataError(f"{shard.key}: its source yields record batches among items of {type(self._rows[0]).__name__}")
         if self._first is None:
             name, times = Counter(item.schema.names).most_common(1)[0] if item.schema.names else ("", 1)
             if times > 1:
                 raise DataError(f"{shard.key} has {times} columns with the name {name!r}: a row can only hold one of them")
             self._first, self._block = (shard, item.schema), Block(item.schema, self._num_rows)
         before, schema = self._first
-        if not _same_columns(item.schema, schema):
+        if not (item.schema.equals(schema) or (item.schema.names == schema.names and item.schema.types == schema.types)):
             raise DataError(f"{shard.key} has the columns {_columns(item.schema)}, and {before.key} has {_columns(schema)}")
         assert self._block is not None
         self._block.add(item)
 
     def joined(self, order: npt.NDArray[np.int64] | None) -> Block | list[Any]:
-        """Return all of it, in this order."""
+        """Return all rows in this order."""
         if self._block is not None:
             return self._block.finish(order)
         return self._rows if order is None else [self._rows[i] for i in order]
-
-
-def _same_columns(one: Any, other: Any) -> bool:
-    return bool(one.equals(other)) or (one.names == other.names and one.types == other.types)
 
 
 def _columns(schema: Any) -> str:
@@ -418,9 +385,8 @@ def _length(item: Any) -> int:
     return int(item.num_rows) if _is_columnar(item) else 1
 
 
-def _before(item: Any, num_rows: int) -> Any:
-    return replace(item, rows=num_rows) if isinstance(item, Skipped) else item.slice(0, num_rows)
-
-
-def _after(item: Any, num_rows: int) -> Any:
-    return replace(item, rows=item.rows - num_rows) if isinstance(item, Skipped) else item.slice(num_rows)
+def _split(item: Any, num_rows: int) -> tuple[Any, Any]:
+    """Return the first rows of an item, and the rest."""
+    if isinstance(item, Skipped):
+        return replace(item, rows=num_rows), replace(item, rows=item.rows - num_rows)
+    return item.slice(0, num_rows), item.slice(num_rows)

@@ -23,9 +23,8 @@ from lightning_dlrover.private_names import Names, check_names
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Copy rows before they are handed out, so that a transform, a `collate_fn` or a `training_step` may change them.
-#
-# The process that keeps rows to hand them out again keeps them as they were read.
+# Copy rows before they are handed out, so that a transform, a `collate_fn` or a `training_step` may change them: the process
+# that reads them may have to hand them out again.
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +33,13 @@ FIXED: frozenset[type] = frozenset(
     + [datetime.date, datetime.datetime, datetime.time, datetime.timedelta]
     + [kind for kind in np.sctypeDict.values() if kind not in (np.object_, np.void)]
 )
-"""Types of values that nothing can change. Copies share them."""
+"""Types of immutable values. Copies share them."""
 
 
 def own_copies(rows: Sequence[Any]) -> list[Any] | None:
-    """Return copies that share nothing with the rows that can be changed; None: one of the rows cannot be copied."""
+    """Return copies that share nothing mutable with the rows; None: one of the rows cannot be copied."""
     found = []
-    copies: dict[int, Any] = {}  # what was copied, by `id`: rows may hold the same object
+    copies: dict[int, Any] = {}  # copies by `id` of the original: rows may hold the same object
     try:
         for row in rows:
             kind = type(row)
@@ -52,8 +51,8 @@ def own_copies(rows: Sequence[Any]) -> list[Any] | None:
                 found.append(_copy(row, copies))
                 copies.pop(id(row), None)  # a row that comes twice is two rows, as its copies may be on two workers
         return found
-    except Exception as error:  # a row of the user's, for example with an open file
-        log.debug("rows cannot be copied, so they are read again when they are asked for again: %r", error)
+    except Exception as error:  # the row may hold an open file, for example
+        log.debug("rows cannot be copied, so they are read again when needed again: %r", error)
         return None
 
 
@@ -77,7 +76,7 @@ def _copy(value: Any, copies: dict[int, Any]) -> Any:
     if kind is tuple:
         return tuple(_copy(each, copies) for each in value)
     if kind is torch.Tensor and not value.requires_grad:
-        tensor = copies[id(value)] = value.clone()  # `deepcopy` would copy all of the storage that it is a view of
+        tensor = copies[id(value)] = value.clone()  # `deepcopy` would copy the whole storage of a view
         return tensor
     if kind is np.ndarray and not value.dtype.hasobject:
         array = copies[id(value)] = value.copy(order="K")
@@ -87,19 +86,22 @@ def _copy(value: Any, copies: dict[int, Any]) -> Any:
 
 # Memory for the columns of a batch, and their way from a loader worker to the training process.
 #
-# A tensor in shared memory costs a file descriptor, a connection with a handshake to hand it over, and a mapping: together
-# more CPU time than copying a small batch through the pipe that announces it.
+# A tensor in shared memory costs a file descriptor, a connection with a handshake, and a mapping: together more CPU time than
+# copying a small batch through the pipe that announces it.
 
 ALIGNMENT = 64
-"""Bytes. Each type's columns of a batch begin at a multiple of it."""
+"""Bytes: in shared memory, the columns of each type begin at a multiple of this."""
 
 MAX_SENT_BYTES = 512 * 2**10
-"""Bytes of a batch that are sent through the pipe. Beyond it, shared memory costs the training process less."""
+"""Maximum bytes of a batch that is sent through the pipe. Above it, shared memory costs the training process less."""
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.float32, torch.float64)
 
-NAMES_OF_COLUMNS: Names = {"torch:UntypedStorage": ("_new_shared",)}
+NAMES: Names = {
+    "torch:UntypedStorage": ("_new_shared",),
+    "torch.utils.data._utils.collate": ("default_collate_fn_map",),  # documented as the place for further types
+}
 """Private names of torch that this module uses."""
 
 Matrix = tuple[npt.NDArray[Any], list[torch.Tensor]]
@@ -109,21 +111,13 @@ Shape = tuple[np.dtype[Any], int, int]
 """Type, number of columns, number of rows."""
 
 
-def num_bytes(shapes: Sequence[Shape]) -> int:
-    """Return the bytes of all matrices together."""
-    return sum(kind.itemsize * columns * rows for kind, columns, rows in shapes)
-
-
 def new_matrices(shapes: Sequence[Shape]) -> list[Matrix]:
     matrices = [np.empty((columns, rows), kind) for kind, columns, rows in shapes]
     return [(matrix, list(map(torch.from_numpy, matrix))) for matrix in matrices]
 
 
 def new_shared_matrices(shapes: Sequence[Shape]) -> list[Matrix]:
-    """Return matrices in one piece of memory that other processes can map.
-
-    A loader worker hands over one piece at a small part of the cost of as many pieces as there are columns.
-    """
+    """Return matrices in one piece of shared memory, which costs a loader worker far less than one piece for each column."""
     sizes = [kind.itemsize * columns * rows for kind, columns, rows in shapes]
     starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
     storage = torch.UntypedStorage._new_shared(starts[-1])  # type: ignore[no-untyped-call]  # as `default_collate` does
@@ -136,9 +130,9 @@ def new_shared_matrices(shapes: Sequence[Shape]) -> list[Matrix]:
 
 
 class Columns(dict[str, Any]):
-    """A batch by column in a loader worker. The training process gets a plain dictionary with tensors of its own.
+    """A batch by column in a loader worker. The training process receives a plain dictionary with tensors of its own.
 
-    The tensors of a small batch travel in one message. Those of a larger one, and all other values, travel as in any batch.
+    The tensors of a small batch are sent in one message. Those of a larger one, and all other values, are sent as usual.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -201,17 +195,10 @@ def _torch_type(kind: np.dtype[Any]) -> torch.dtype:
 
 # Rows of a batch as a sequence of dictionaries and as columns, and how a DataLoader collates them.
 #
-# `default_collate` takes the columns: it never makes a Python object for a single value.
-
-NAMES_OF_ROWS: Names = {
-    "torch.utils.data._utils.collate": ("default_collate_fn_map",),  # documented as the place for further types
-    **NAMES_OF_COLUMNS,
-}
-"""Private names of torch that streams use."""
+# `default_collate` takes the columns, without a Python object for each value.
 
 LARGE_BYTES = 2**20
-"""Bytes of a column in a record batch above which a part of it is copied, as it would keep all of it in memory."""
-
+"""Bytes of a column in a record batch above which a part of it is copied: a slice would keep the whole column in memory."""
 
 T = TypeVar("T")
 
@@ -229,8 +216,8 @@ class Row(dict[str, Any]):
 class Block:
     """Consecutive rows in memory.
 
-    Columns of numbers without nulls are copied into one array per type, so that a batch is cut from a few arrays, not from as
-    many as there are columns. They are copied batch by batch, so that the memory of a batch serves the next one.
+    Columns of numbers without nulls are copied into one array per type, so that a batch is cut from a few arrays rather than
+    from every column. They are copied batch by batch, so that each batch's memory serves the next one.
 
     Args:
         schema: columns of the batches.
@@ -254,12 +241,13 @@ class Block:
 
     def _find_places(self) -> None:
         self._place = {name: (i, j) for i, (_, of_kind) in enumerate(self.groups) for j, name in enumerate(of_kind)}
+        self.num_numbers = len(self._place)  # columns of numbers without nulls
         number = {name: i for i, name in enumerate(self._place)}
         are_all = 1 < len(number) == len(self.names)  # `itemgetter` gives one item without a tuple
         self._in_order = itemgetter(*(number[name] for name in self.names)) if are_all else None
 
     def by_name(self, values: Sequence[T]) -> dict[str, T]:
-        """Return values of the columns of `groups`, one after the other, by name: in the order of `names` if these are all."""
+        """Return values of the columns in `groups` by name; in the order of `names` if there are no other columns."""
         if self._in_order is not None:
             return dict(zip(self.names, self._in_order(values), strict=True))
         return dict(zip(self._place, values, strict=True))
@@ -282,7 +270,7 @@ class Block:
         self._num_rows = stop
 
     def finish(self, order: npt.NDArray[np.int64] | None = None) -> Block:
-        """Bring the rows, of which there will be no more, into an order, shape ``(num_rows,)``; None: they stay as they are."""
+        """Bring the rows, once all are there, into an order, shape ``(num_rows,)``; None: they stay as they are."""
         import pyarrow as pa
 
         with_nulls = {name for name in self._chunks if name in self._place}
@@ -308,7 +296,6 @@ class Block:
         return self._num_rows
 
     def table(self, first: int, stop: int) -> pa.Table:
-        """Return some of the rows."""
         import pyarrow as pa
 
         assert self._others is not None
@@ -325,7 +312,6 @@ class Block:
         return self._with_others(found, lambda others: others.slice(first, stop - first).to_pydict())
 
     def row(self, number: int) -> Row:
-        """Return one of the rows."""
         found = self.by_name([value for array in self.arrays for value in array[:, number].tolist()])
         return Row(self._with_others(found, lambda others: others.slice(number, 1).to_pylist()[0]))
 
@@ -336,11 +322,6 @@ class Block:
         assert self._others is not None
         found |= values_of(self._others)
         return {name: found[name] for name in self.names}
-
-    @property
-    def num_numbers(self) -> int:
-        """Number of columns of numbers without nulls."""
-        return len(self._place)
 
     def numbers(self, name: str) -> npt.NDArray[Any] | None:
         """Return a column of numbers without nulls as an array, shape ``(num_rows,)``; None for any other column."""
@@ -358,9 +339,15 @@ def _is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
+def _is_list(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
 @lru_cache(maxsize=64)
 def _number_columns(schema: pa.Schema) -> Groups:
-    """Return a table's columns of numbers: the same object each time, as blocks are compared for each batch."""
+    """Return a table's columns of numbers: the same object each time, because blocks are compared for each batch."""
     names: dict[np.dtype[Any], list[str]] = {}
     for field in schema:
         if _is_number(field.type):
@@ -369,10 +356,10 @@ def _number_columns(schema: pa.Schema) -> Groups:
 
 
 class Rows(Sequence[Row]):
-    """The rows of a batch. Behaves as a list of dictionaries; columns are there without making those.
+    """The rows of a batch: a list of dictionaries, and columns that need no dictionaries.
 
-    A dictionary that was changed stays so, and the columns follow. Those whose values are no longer of one type that Arrow
-    knows can only be taken from the dictionaries, or by `default_collate`.
+    Changes of a dictionary last, and the columns follow them. A column whose values no longer have one Arrow type can only be
+    taken from the dictionaries, or by `default_collate`.
 
     Args:
         parts: blocks, with the first row of each and the row after the last.
@@ -407,7 +394,7 @@ class Rows(Sequence[Row]):
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
         if index == 0 and self._made is None and self._parts:
-            # `default_collate` looks at the first row's type, and needs no other.
+            # `default_collate` looks at the first row's type only.
             block, first, stop = self._parts[0]
             if self._peeked is None and first < stop:
                 row = block.row(first)
@@ -430,7 +417,7 @@ class Rows(Sequence[Row]):
 
     @property
     def _may_be_edited(self) -> bool:
-        """Whether someone has had rows and may have changed them."""
+        """Whether rows were handed out, and may have been changed."""
         if self._made is None and self._peeked is not None and self._peeked[0] != self._peeked[1]:
             return bool(self._rows)
         return bool(self._made)
@@ -441,11 +428,7 @@ class Rows(Sequence[Row]):
         return self._blocks_table.column(name).to_pylist() if edited is None else edited
 
     def _edited(self, name: str) -> list[Any] | None:
-        """Return a column's values by the rows; None: they are those of the blocks.
-
-        Raises:
-            KeyError: a row has no such value.
-        """
+        """Return a column's values by the rows; None: they are those of the blocks. Raises `KeyError` if a row has none."""
         if not self._may_be_edited:
             return None
         values, before = [row[name] for row in self._rows], self._columns_as_lists.get(name, ())
@@ -474,11 +457,7 @@ class Rows(Sequence[Row]):
 
     @property
     def table(self) -> pa.Table:
-        """All rows as one `pyarrow.Table`.
-
-        Raises:
-            DataError: a column was changed to values that Arrow does not know.
-        """
+        """All rows as one `pyarrow.Table`. Raises `DataError` if a column was changed to values without an Arrow type."""
         import pyarrow as pa
 
         if self._may_be_edited:
@@ -491,18 +470,14 @@ class Rows(Sequence[Row]):
 
         if self._table is None:
             tables = [block.table(first, stop) for block, first, stop in self._parts]
-            if len(tables) == 1:  # Arrow's memory can be written to by way of `to_numpy`, and blocks are read again
+            if len(tables) == 1:  # Arrow's memory can be written to through `to_numpy`, and blocks are read again
                 self._table = tables[0].take(np.arange(len(self)))
             else:
                 self._table = pa.concat_tables(tables).combine_chunks()
         return self._table
 
     def _column(self, name: str) -> pa.ChunkedArray:
-        """Return a column as it is now. It keeps its type if the values still are of the kind they were.
-
-        Raises:
-            DataError: it was changed to values that Arrow does not know.
-        """
+        """Return a column as it is now, in its former type if the values still fit. Raises `DataError` as `table` does."""
         import pyarrow as pa
 
         values = self._edited(name)
@@ -516,8 +491,8 @@ class Rows(Sequence[Row]):
             except (pa.ArrowException, TypeError, ValueError, OverflowError):
                 continue
         raise DataError(
-            f"column {name!r} holds {', '.join(sorted(kind.__name__ for kind in kinds))} since its rows were changed, which "
-            "makes no column: take it from the rows, or let default_collate do so"
+            f"column {name!r} holds {', '.join(sorted(kind.__name__ for kind in kinds))} since its rows were changed, and "
+            "Arrow has no type for them: take it from the rows, or let default_collate do so"
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -528,7 +503,8 @@ class Rows(Sequence[Row]):
         if any(block.groups is not groups and block.groups != groups for block, _, _ in self._parts):
             return {}  # a column has nulls in some blocks only
         shapes = [(kind, len(names), num_rows) for kind, names in groups]
-        is_large = get_worker_info() is not None and num_bytes(shapes) > MAX_SENT_BYTES
+        num_bytes = sum(kind.itemsize * columns * rows for kind, columns, rows in shapes)
+        is_large = get_worker_info() is not None and num_bytes > MAX_SENT_BYTES
         make = new_shared_matrices if is_large else new_matrices
         found: list[torch.Tensor] = []
         for number, (matrix, tensors) in enumerate(make(shapes)):
@@ -545,13 +521,31 @@ class Rows(Sequence[Row]):
         Raises:
             DataError: the column holds nulls, lists of several lengths, or no numbers.
         """
-        if self._edited(name) is not None:
-            return self._tensor_of_column(name)
-        arrays = [block.numbers(name) for block, _, _ in self._parts]
-        pieces = [a[first:stop] for a, (_, first, stop) in zip(arrays, self._parts, strict=True) if a is not None]
-        if len(pieces) == len(self._parts):
-            return torch.from_numpy(np.concatenate(pieces))
-        return self._tensor_of_column(name)
+        if self._edited(name) is None:
+            arrays = [block.numbers(name) for block, _, _ in self._parts]
+            pieces = [a[first:stop] for a, (_, first, stop) in zip(arrays, self._parts, strict=True) if a is not None]
+            if len(pieces) == len(self._parts):
+                return torch.from_numpy(np.concatenate(pieces))
+        column = self._column(name)
+        kind = column.type
+        if column.null_count:
+            raise DataError(
+                f"column {name!r} has {column.null_count} nulls in a batch of {len(self)} rows, and a tensor has no nulls: "
+                "fill them in a transform or a collate_fn, for example with rows.table and pyarrow.compute.fill_null"
+            )
+        if _is_number(kind):
+            return torch.from_numpy(np.array(column.to_numpy()))
+        if not _is_list(kind):
+            raise DataError(
+                f"column {name!r} holds {kind}, which is not a number: leave it out of columns=, or use a collate_fn"
+            )
+        values, lengths = self.jagged(name)
+        if len(lengths) and int(lengths.min()) != int(lengths.max()):
+            raise DataError(
+                f"the lists in column {name!r} have {int(lengths.min())} to {int(lengths.max())} values, so they do not form a "
+                f"tensor: take rows.jagged({name!r}) in a collate_fn, for example for a KeyedJaggedTensor"
+            )
+        return values.reshape(len(lengths), -1)
 
     def jagged(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a column of lists as all values, shape ``(total,)``, and the length of each list, shape ``(rows,)``, int64.
@@ -567,7 +561,7 @@ class Rows(Sequence[Row]):
 
         column = self._column(name).combine_chunks()
         kind = column.type
-        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+        if not _is_list(kind):
             raise DataError(f"column {name!r} holds {kind}, not lists: use rows.tensor({name!r})")
         lengths = pc.fill_null(pc.list_value_length(column), 0).cast(pa.int64())
         values = column.flatten()
@@ -575,37 +569,9 @@ class Rows(Sequence[Row]):
             raise DataError(f"column {name!r} holds {kind} with {values.null_count} nulls in its lists, not lists of numbers")
         return torch.tensor(values.to_numpy(zero_copy_only=False)), torch.tensor(lengths.to_numpy(zero_copy_only=False))
 
-    def _tensor_of_column(self, name: str) -> torch.Tensor:
-        import pyarrow as pa
-
-        column = self._column(name)
-        kind = column.type
-        if column.null_count:
-            raise DataError(
-                f"column {name!r} has {column.null_count} nulls in a batch of {len(self)} rows, and a tensor has no nulls: "
-                "fill them in a transform or a collate_fn, for example with rows.table and pyarrow.compute.fill_null"
-            )
-        if _is_number(kind):
-            return torch.from_numpy(np.array(column.to_numpy()))
-        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
-            raise DataError(
-                f"column {name!r} holds {kind}, which is not a number: leave it out of columns=, or use a collate_fn"
-            )
-        values, lengths = self.jagged(name)
-        if len(lengths) and int(lengths.min()) != int(lengths.max()):
-            raise DataError(
-                f"the lists in column {name!r} have {int(lengths.min())} to {int(lengths.max())} values, so they are no "
-                f"tensor: take rows.jagged({name!r}) in a collate_fn, for example for a KeyedJaggedTensor"
-            )
-        return values.reshape(len(lengths), -1)
-
 
 def collate(rows: Rows) -> dict[str, Any]:
-    """Return each column as a tensor, or, where it is none, as `default_collate` has it.
-
-    Raises:
-        DataError: the column can be neither.
-    """
+    """Return each column as a tensor, or else as `default_collate` collates it; raises `DataError` if it can be neither."""
     batch: dict[str, Any] = rows.tensors()
     if len(batch) < len(rows.names):
         batch = {name: batch[name] if name in batch else _collated(rows, name) for name in rows.names}
@@ -634,10 +600,9 @@ def _collate_rows(batch: Any, *, collate_fn_map: dict[type, Callable[..., Any]] 
 def prepare_default_collate() -> None:
     """Make `default_collate` take columns where a batch consists of rows. Call it in every process that collates.
 
-    Raises:
-        MissingNamesError: torch has no place for further types.
+    Raises `MissingNamesError` if torch has no place for further types.
     """
-    check_names("torch", NAMES_OF_ROWS)
+    check_names("torch", NAMES)
     from torch.utils.data._utils.collate import default_collate_fn_map
 
     registered: dict[Any, Callable[..., Any]] = default_collate_fn_map
@@ -645,7 +610,7 @@ def prepare_default_collate() -> None:
 
 
 def _own(column: pa.Array) -> pa.Array:
-    """Return a column that keeps hardly more than its values in memory: a slice shares the buffers of the whole."""
+    """Return a column that holds little more than its values in memory: a slice shares the buffers of the whole."""
     import pyarrow as pa
 
     whole = column.get_total_buffer_size()

@@ -1,4 +1,4 @@
-"""Sources of rows: shards, skipped rows, and the windows in which a stream without end is read."""
+"""Sources of rows: shards that can be read from any row on, skipped rows, and the windows of a stream without end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from pathlib import PurePath
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch.utils.data import get_worker_info
-
-# Sources of streams: shards with a known number of rows, each readable from any row on.
 
 Ranges = dict[str, tuple[int, int]]
 """Rows of each shard in a window, by its key: number of the first row, and of the one after the last."""
@@ -31,11 +29,7 @@ class DataError(RuntimeError):
 
 
 def check_extra() -> None:
-    """Check that the packages that read files are installed.
-
-    Raises:
-        ModuleNotFoundError: one is missing.
-    """
+    """Raise `ModuleNotFoundError` unless the packages that read files are installed."""
     missing = [name for name in ("pyarrow", "tqdm") if find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(
@@ -58,12 +52,12 @@ class Shard:
 
     @property
     def number_of_first_row(self) -> int:
-        """Number of its first row in records and for people."""
+        """Number of its first row in records and messages."""
         return 0
 
     @property
     def identity(self) -> str:
-        """What workers compare, beside the number of rows. The folder of a file may differ from host to host."""
+        """What workers compare, with the number of rows. The folder of a file may differ from host to host."""
         return PurePath(self.key).name
 
     def __post_init__(self) -> None:
@@ -132,11 +126,7 @@ class WindowedSource(Source, Protocol):
     dry_s: float
 
     def window(self, after: Mapping[str, int] | None) -> Ranges:
-        """Return what is there now.
-
-        Args:
-            after: row at which each shard goes on; None: where the source starts.
-        """
+        """Return the present rows after those rows at which each shard continues; None: from the source's start."""
 
     def shards_in(self, ranges: Ranges) -> Sequence[Shard]:
         """Return the shards of a window."""
@@ -144,8 +134,8 @@ class WindowedSource(Source, Protocol):
 
 # Rows that could not be read, on their way from the process that reads them to the one that trains.
 #
-# They travel with each batch that takes rows from their block. So those of a batch that is prepared and then discarded, as
-# when workers change, are named again with the batch in its place.
+# They travel with each batch that takes rows from their block. So if a batch is discarded when workers change, the batch in
+# its place names them again.
 
 
 class SkippedRange(NamedTuple):
@@ -171,9 +161,8 @@ class WithSkipped(NamedTuple):
 
 # Fix the rows of each window of a source, once for all its readers.
 #
-# A source that grows has a window for each epoch, which goes on where the window before has ended. Any other one has a
-# single window. The process that needs a window first proposes it. In a live job its record in etcd makes it that of all
-# workers.
+# A source that grows has a window for each epoch, which begins where the window before ended. Any other source has a single
+# window. The process that needs a window first proposes it. In a live job a record in etcd fixes it for all workers.
 
 log = logging.getLogger(__name__)
 
@@ -192,38 +181,24 @@ def num_rows(ranges: Mapping[str, tuple[int, int]]) -> int:
     return sum(stop - first for first, stop in ranges.values())
 
 
-class WindowKeeper(Protocol):
-    """Where the windows of a source are fixed."""
+class WindowKeeper:
+    """Where the windows of a source are fixed. This one is for a process that has the source for itself."""
 
     def read(self, epoch: int, after: Mapping[str, int] | None) -> Ranges | None:
-        """Return a window that was fixed; None if it was not.
-
-        Args:
-            after: row at which each shard goes on, according to the window before. A window that does not is none.
-        """
-
-    def fix(self, epoch: int, after: Mapping[str, int] | None, ranges: Ranges) -> Ranges:
-        """Fix a window, unless another process was faster. Return the one that counts."""
-
-    def pause(self, seconds: float) -> None:
-        """Wait before the next look for new rows. May raise what ends the wait."""
-
-
-class _Alone:
-    """A process that has the source for itself."""
-
-    def read(self, epoch: int, after: Mapping[str, int] | None) -> Ranges | None:
+        """Return a window that was fixed and begins where the one before ended; None: there is none."""
         return None
 
     def fix(self, epoch: int, after: Mapping[str, int] | None, ranges: Ranges) -> Ranges:
+        """Fix a window, unless another process was faster. Return the one that counts."""
         return ranges
 
     def pause(self, seconds: float) -> None:
+        """Wait before the next look for new rows. May raise what ends the wait."""
         time.sleep(seconds)
 
 
 class _SharedText:
-    """A text in memory that processes share which are forked later."""
+    """A text in memory that is shared with processes that are forked later."""
 
     def __init__(self) -> None:
         self._file = open(os.memfd_create("dlrover-windows"), "r+b", buffering=0)  # noqa: SIM115  # closed with this object
@@ -244,12 +219,12 @@ class Windows:
     def __init__(self, source: WindowedSource) -> None:
         self._source = source
         self._known: dict[int, Ranges] = {}
-        self._start: dict[str, int] | None = None  # row at which each shard goes on in epoch 0; None: the source's own start
-        self.keeper: WindowKeeper = _Alone()
+        self._start: dict[str, int] | None = None  # first row of each shard in epoch 0; None: the source's own start
+        self.keeper = WindowKeeper()
         self._shared = _SharedText()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "keeper": _Alone(), "_shared": None}
+        return {**self.__dict__, "keeper": WindowKeeper(), "_shared": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -260,15 +235,14 @@ class Windows:
         return self._source.grows
 
     @property
-    def goes_on(self) -> bool:
-        """Whether epoch 0 begins where an earlier fit has ended."""
+    def is_continued(self) -> bool:
+        """Whether epoch 0 begins where an earlier fit ended."""
         return self._start is not None
 
     def of(self, epoch: int) -> Ranges:
-        """Return the window of an epoch. Without rows in it, a growing source has ended before that epoch.
+        """Return the window of an epoch; without rows in it, a growing source has ended before that epoch.
 
-        Raises:
-            DataError: the window before is not known, or the source cannot be read.
+        Raises `DataError` if the window before is not known, or the source cannot be read.
         """
         epoch = epoch if self.grows else 0
         if epoch not in self._known:
@@ -276,7 +250,7 @@ class Windows:
         return self._known[epoch]
 
     def take(self, epoch: int, ranges: Mapping[str, tuple[int, int]]) -> None:
-        """Adopt a window that was fixed earlier, or by another process. What is known of later ones is forgotten."""
+        """Adopt a window that was fixed earlier or by another process, and forget later ones."""
         epoch = epoch if self.grows else 0
         ranges = {key: (int(first), int(stop)) for key, (first, stop) in ranges.items()}
         if self._known.get(epoch) == ranges:
@@ -284,18 +258,18 @@ class Windows:
         self._known = {e: known for e, known in self._known.items() if epoch - NUM_KEPT < e < epoch} | {epoch: ranges}
         self._shared.write(json.dumps(self._known))
 
-    def anew(self) -> Windows:
-        """Return windows of the same source of which none is known."""
+    def unknown(self) -> Windows:
+        """Return the windows of the same source, none of them known."""
         return Windows(self._source)
 
     def begin_again(self) -> None:
-        """Count epochs from 0 again, for another fit. A source that grows goes on where the newest window has ended."""
+        """Count epochs from 0 again, for another fit. A source that grows continues where the newest window ended."""
         if self.grows and self._known:
             self._start = _stops(self._known[max(self._known)])
             self._known = {}
 
-    def go_on_before(self, epoch: int, ranges: Mapping[str, Sequence[int]]) -> None:
-        """Decide an epoch anew, which begins where a window without rows begins."""
+    def decide_again_from(self, epoch: int, ranges: Mapping[str, Sequence[int]]) -> None:
+        """Decide an epoch again, from where a window without rows begins."""
         if epoch:
             self._known.pop(epoch, None)
             self.take(epoch - 1, {key: (first, first) for key, (first, _) in ranges.items()})
@@ -303,10 +277,10 @@ class Windows:
             self._known, self._start = {}, {key: int(first) for key, (first, _) in ranges.items()}
 
     def look_again(self, epoch: int) -> None:
-        """Decide an epoch anew if it had no rows."""
+        """Decide an epoch again if it had no rows."""
         ranges = self._known.get(epoch)
         if self.grows and ranges is not None and not num_rows(ranges):
-            self.go_on_before(epoch, ranges)
+            self.decide_again_from(epoch, ranges)
 
     def _decided(self, epoch: int) -> Ranges:
         if get_worker_info() is not None:  # each process would decide differently

@@ -67,15 +67,11 @@ Slice = tuple[int, int]
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor that is to be equal on all workers.
-
-    Attributes:
-        start: its first byte among all items.
-    """
+    """A tensor that is to be equal on all workers."""
 
     name: str
     tensor: Tensor
-    start: int
+    start: int  # its first byte among all items
 
     @property
     def is_buffer(self) -> bool:

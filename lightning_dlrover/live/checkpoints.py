@@ -259,12 +259,6 @@ class TablesOfTrainer:
     Args:
         wrap_dense: makes the module data-parallel, except for the named parameters. Its last argument is true unless all
             workers have equal parameters already, or are about to receive them.
-
-    Attributes:
-        model: the module to call, with its tables sharded and the rest wrapped; None before the first build.
-        elastic: the tables in a live job; None outside, and once the job has ended.
-        fingerprint: identity of the model before its tables were sharded; empty if an earlier Trainer has sharded them.
-        folder_to_load: the tables that belong to the next loaded state dict.
     """
 
     def __init__(
@@ -274,10 +268,10 @@ class TablesOfTrainer:
         self._settings = settings
         self._wrap_dense = wrap_dense
         self._has_dense_state = False  # whether all workers have equal dense parameters
-        self.folder_to_load: Path | None = None
-        self.model: Any = None
-        self.elastic: ElasticTables | None = None
-        self.fingerprint = ""
+        self.folder_to_load: Path | None = None  # tables that belong to the next loaded state dict
+        self.model: Any = None  # the module to call, its tables sharded and the rest wrapped; None before the first build
+        self.elastic: ElasticTables | None = None  # None outside of a live job, and once it has ended
+        self.fingerprint = ""  # identity of the model before sharding; empty if an earlier Trainer has sharded it
         former: _Sharded | None = module.__dict__.get(SHARDED)
         self.is_new = former is None or former.tables is None
         if former is not None and former.tables is not None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.data.lane_plan import share
-from lightning_dlrover.data.source import DataError, Ranges, Windows, num_rows
+from lightning_dlrover.data.source import DataError, Ranges, WindowKeeper, Windows, num_rows
 from lightning_dlrover.lightning_compat import LearningRateFinder, package_of, submodule
 from lightning_dlrover.live import lightning_adapter
 from lightning_dlrover.live.data_agreement import (
@@ -719,7 +719,7 @@ class JobWindows:
                 stream.windows.begin_again()  # an earlier fit has trained what is known
                 stream.share_windows(stream.windows)
             else:
-                stream.share_windows(stream.windows.anew())  # the script has looked at the stream before
+                stream.share_windows(stream.windows.unknown())  # the script has looked at the stream before
             stream.windows.keeper = _Keeper(name, stream.grows, self._world, self._position)
             self._windows[name] = stream.windows
         else:
@@ -739,7 +739,7 @@ class JobWindows:
     def _adopt(self, name: str) -> None:
         epoch, ranges = self._saved.pop(name)
         if not num_rows(ranges):  # saved by a job that has ended because there were no rows, and there may be some now
-            self._windows[name].go_on_before(epoch, ranges)
+            self._windows[name].decide_again_from(epoch, ranges)
             return
         self._windows[name].take(epoch, ranges)
         keeper = self._windows[name].keeper
@@ -748,7 +748,7 @@ class JobWindows:
 
 
 @dataclass(frozen=True)
-class _Keeper:
+class _Keeper(WindowKeeper):
     """The records of one stream's windows."""
 
     _name: str

@@ -495,19 +495,13 @@ Name = tuple[str, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """What the bytes of a worker's message stand for.
+    """What the bytes of a worker's message stand for."""
 
-    Attributes:
-        logged: key and type of each logged value.
-        states: path of each torchmetrics object, with name, shape and type of its states.
-        left_out: paths of those whose states are not kept.
-        described: entries of `logged` as `lightning_adapter.description` returns them.
-    """
-
-    logged: tuple[tuple[str, str], ...] = ()
+    logged: tuple[tuple[str, str], ...] = ()  # key and type of each logged value
+    # Path of each torchmetrics object, with name, shape and type of its states.
     states: tuple[tuple[str, tuple[tuple[str, tuple[int, ...], str], ...]], ...] = ()
-    left_out: tuple[str, ...] = ()
-    described: dict[str, Any] = field(default_factory=dict, compare=False)
+    left_out: tuple[str, ...] = ()  # paths of those whose states are not kept
+    described: dict[str, Any] = field(default_factory=dict, compare=False)  # `description` of each logged value
 
     @property
     def digest(self) -> int:
@@ -573,14 +567,10 @@ def values_in(row: Tensor, layout: Layout) -> Partial:
 
 @dataclass(frozen=True)
 class Table:
-    """All workers' parts of an epoch's values after an update.
-
-    Attributes:
-        parts: by worker; more than one for a worker that has inherited some.
-    """
+    """All workers' parts of an epoch's values after an update."""
 
     version: Version = (0, 0, 0, 0)
-    parts: dict[str, list[tuple[Name, Partial]]] = field(default_factory=dict)
+    parts: dict[str, list[tuple[Name, Partial]]] = field(default_factory=dict)  # by worker; several once it inherited some
 
     def inherited(self, members: Sequence[str], heir: str, number: int) -> Table:
         """Return the table of the next round, in which one worker has the parts of those that are gone."""

@@ -492,25 +492,17 @@ def global_batch_of_next(batch: int, former_batch: int, former_global: int, size
 
 @dataclass(frozen=True)
 class Split:
-    """Division of an epoch's samples, as one worker of the current world takes part in it.
-
-    Args:
-        training: whether every worker gets a share of every batch. If a global batch has fewer samples than workers, the others
-            get one sample with weight 0. Otherwise (validation, test) a worker without samples simply ends earlier.
-        epoch_batches: batches of the Trainer's epoch; None: as many as this loader has.
-        cycles: whether the samples begin again within the Trainer's epoch.
-        speeds: relative speed of each rank, to which its share is proportional; empty: equal shares.
-    """
+    """Division of an epoch's samples, as one worker of the current world takes part in it."""
 
     num_samples: int
     global_batch_size: int
     global_rank: int
     world_size: int
-    training: bool
+    training: bool  # whether every worker gets a share of every batch, see `ElasticLoader`
     drop_last: bool
-    epoch_batches: int | None = None
-    cycles: bool = False
-    speeds: tuple[int, ...] = ()
+    epoch_batches: int | None = None  # batches of the Trainer's epoch; None: as many as this loader has
+    cycles: bool = False  # whether the samples begin again within the Trainer's epoch
+    speeds: tuple[int, ...] = ()  # relative speed of each rank, to which its share is proportional; empty: equal shares
 
     @property
     def max_batches(self) -> int:
@@ -641,49 +633,31 @@ class IterableSource(Protocol):
 
 @dataclass(frozen=True)
 class IterableSettings:
-    """How a loader of an `IterableDataset` is read.
+    """How a loader of an `IterableDataset` is read."""
 
-    Args:
-        max_catch_up_s: seconds for which others wait for a joiner that has to read what they have read.
-        max_rows: rows of a validation after which counting ends; None: no limit.
-        describe, are_alike: see `IterableReader`.
-        compares_rows: whether workers compare descriptions of rows. Those by which a state is checked are needed in any case.
-        fit_loop: Lightning's, whose fetcher must fetch no batch ahead, as it does where loaders have no length; None: another
-            loop, or none.
-    """
-
-    max_catch_up_s: float = 60.0
-    max_rows: int | None = None
-    describe: Callable[[Any], Any] = describe_nothing
+    max_catch_up_s: float = 60.0  # for which others wait for a joiner that has to read what they have read
+    max_rows: int | None = None  # rows of a validation after which counting ends; None: no limit
+    describe: Callable[[Any], Any] = describe_nothing  # as in `IterableReader`
     are_alike: Callable[[Any, Any], bool] = all_alike
-    compares_rows: bool = True
+    compares_rows: bool = True  # whether workers compare descriptions of rows; a state is checked by them in any case
+    # Lightning's, whose fetcher must fetch no batch ahead, as it does without a length; None: another loop, or none.
     fit_loop: Any = None
 
 
 class IterableOrder(LoaderOrder):
-    """The epochs of one loader of an `IterableDataset`.
-
-    Args:
-        source: where the loader is.
-
-    Attributes:
-        reading_loader: the loader that reads the rows; its batches are `Fetched`.
-        redo_batches: batches that a step may take again, the one under computation included.
-        is_catching_up: whether other workers wait for this one's next batch.
-        num_counted: rows of a validation; None: not counted yet.
-        in_vote: what was handed out between the newest two votes.
-    """
+    """The epochs of one loader of an `IterableDataset`."""
 
     def __init__(
         self, loader: DataLoader[Any], source: IterableSource, training: bool, drop_last: bool, settings: IterableSettings
     ) -> None:
         super().__init__(loader.dataset, int(os.environ.get("PL_GLOBAL_SEED", "0")))
         self.settings = settings
+        # The loader that reads the rows; its batches are `Fetched`.
         self.reading_loader = reading_loader(loader, IterableReader(loader.dataset, settings.describe, settings.are_alike))
-        self.redo_batches = 1
-        self.is_catching_up = False
-        self.num_counted: int | None = None
-        self.in_vote: list[HandedOut] = []
+        self.redo_batches = 1  # batches that a step may take again, the one under computation included
+        self.is_catching_up = False  # whether other workers wait for this one's next batch
+        self.num_counted: int | None = None  # rows of a validation; None: not counted yet
+        self.in_vote: list[HandedOut] = []  # what was handed out between the newest two votes
         self._users_loader_workers = loader.num_workers
         self._training = training
         self._drop_last = drop_last

@@ -144,11 +144,9 @@ _FIELDS = ("value", "cumulated_batch_size", "has_reset", "_forward_cache", "_com
 
 
 class Before:
-    """A record of the logged values, metrics and buffers at the time of its creation.
+    """A record of Lightning's logged values, torchmetrics objects and buffers at the time of its creation.
 
     Args:
-        metrics: torchmetrics objects of the user's module.
-        results: Lightning's logged values.
         buffers: takes the copies of the module's buffers; None where no step is repeated.
     """
 
@@ -163,7 +161,7 @@ class Before:
         self._metrics = [_MetricState(each) for each in metrics]
 
     def restore(self) -> None:
-        """Restore the recorded values. Can be called several times."""
+        """Restore the recorded values, as often as it is called."""
         for key, metric in list(self._results.items()):
             if metric.meta.fx.startswith("on_train_batch_"):
                 continue  # these hooks run once, even if the work between them is repeated

@@ -56,14 +56,11 @@ class UnusedParameters:
     Args:
         ddp_kwargs: the user's arguments of DDP. A choice made there is kept.
         is_live: whether the world may change. Otherwise DDP stays as Lightning sets it up.
-
-    Attributes:
-        found: whether DDP has to search for them from the next wrap on.
     """
 
     def __init__(self, ddp_kwargs: dict[str, Any], is_live: bool) -> None:
         self.is_fixed = not is_live or "find_unused_parameters" in ddp_kwargs or bool(ddp_kwargs.get("static_graph"))
-        self.found = False
+        self.found = False  # whether DDP has to search for them from the next wrap on
         self._num_watched = 0
 
     def agree(self, found: bool, is_reporter: bool) -> None:

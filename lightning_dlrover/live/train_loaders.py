@@ -6,7 +6,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,28 +117,24 @@ def _in_force(loaders: Sequence[ElasticLoader]) -> _Settings:
 # (`max_size`).
 
 
+@dataclass(eq=False)
 class TrainLoaders:
-    """The training loaders of a Trainer, which may make new ones for each epoch, and state that outlives them.
+    """The training loaders of a Trainer, which may make new ones for each epoch, and state that outlives them."""
 
-    Args:
-        has_global_batch_size: whether the strategy was given one, which holds for each loader.
-    """
-
-    def __init__(self, trainer: L.Trainer, position: FitPosition, has_global_batch_size: bool) -> None:
-        self._trainer = trainer
-        self._position = position
-        self._has_global_batch_size = has_global_batch_size
-        self._order_seeds: Sequence[int] = ()
-        self._known: Sequence[ElasticLoader] = ()
-        self._made: list[ElasticLoader] = []  # loaders of this Trainer, validation and test included, that may have processes
-        self._has_warned = False
-        self.may_add_workers = False  # whether a plan may give loader workers to any dataset whose loader has none
-        self._counted: Sequence[int] = ()  # global batches by which the Trainer counts an epoch's batches
-        self._former: Iterator[ElasticLoader] = iter(())  # loaders that the script's next ones replace
-        self._are_made_again = False  # whether all workers have such loaders, and make others together
-        self._size_when_made = 0  # workers
-        self.saved: Mapping[str, Any] = {}  # what the checkpoint that is being resumed has of each training loader
-        self.computed: int | None = None  # batch under computation, if not the last one handed out
+    _trainer: L.Trainer
+    _position: FitPosition
+    _has_global_batch_size: bool  # whether the strategy was given one, which holds for each loader
+    _order_seeds: Sequence[int] = ()
+    _known: Sequence[ElasticLoader] = ()
+    _made: list[ElasticLoader] = field(default_factory=list)  # all of this Trainer that may have processes, also validation's
+    _has_warned: bool = False
+    may_add_workers: bool = False  # whether a plan may give loader workers to any dataset whose loader has none
+    _counted: Sequence[int] = ()  # global batches by which the Trainer counts an epoch's batches
+    _former: Iterator[ElasticLoader] = field(default_factory=lambda: iter(()))  # loaders that the script's next ones replace
+    _are_made_again: bool = False  # whether all workers have such loaders, and make others together
+    _size_when_made: int = 0  # workers
+    saved: Mapping[str, Any] = field(default_factory=dict)  # each loader's part of the checkpoint that is being resumed
+    computed: int | None = None  # batch under computation, if not the last one handed out
 
     @property
     def all(self) -> list[ElasticLoader]:

@@ -552,18 +552,7 @@ class LiveTraining:
 
 
 class JobSession:
-    """A strategy's place in the job. The newest one of the process holds the world.
-
-    Args:
-        check_interval_s: approximate seconds between two votes on whether the world should change.
-
-    Attributes:
-        live: the job's rounds from this worker's point of view; None until a Trainer has entered the job.
-        start_workers: number of workers that the job started with, or the fewest that it may have if a pool chose the number;
-            0 if not known yet.
-        lane_workers: number of workers for which the rows of streams are laid out; 0 if not known yet.
-        tables: sharded tables of the Trainer's model.
-    """
+    """A strategy's place in the job. The newest one of the process holds the world."""
 
     newest: ClassVar[JobSession | None] = None
     _closes_at_exit: ClassVar[bool] = False
@@ -571,9 +560,11 @@ class JobSession:
     def __init__(self, config: WorldConfig, strategy: LiveStrategy, check_interval_s: float) -> None:
         self.config = config
         self.world: World | None = None
-        self.live: LiveTraining | None = None
-        self.start_workers = self.lane_workers = 0
-        self.tables: TablesOfTrainer | None = None
+        self.live: LiveTraining | None = None  # None until a Trainer has entered the job
+        # Workers that the job started with, or the fewest that it may have if a pool chose their number; 0: not known yet.
+        self.start_workers = 0
+        self.lane_workers = 0  # workers for which the rows of streams are laid out; 0: not known yet
+        self.tables: TablesOfTrainer | None = None  # of the Trainer's model
         self._stores: list[SnapshotStore] = []  # stores of all models with tables that this script has trained
         self._prepared = PreparedData(f"{config.etcd.endpoints}/{config.prefix}/{config.run_id}")
         self._strategy = strategy

@@ -20,13 +20,7 @@ from lightning_dlrover.checks import UnsupportedLoaderError, batching_of, check_
 from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.lightning_compat import TrainerFn, fabric_submodule, on_import, package_of, submodule
 from lightning_dlrover.live.data_agreement import settings_for
-from lightning_dlrover.live.lightning_adapter import (
-    Method,
-    logged_name,
-    restore_sigterm,
-    surround,
-    validates_by_clock,
-)
+from lightning_dlrover.live.lightning_adapter import Method, logged_name, restore_sigterm, surround, validates_by_clock
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.replica import LiveStrategy
 from lightning_dlrover.live.validation import exchange_metrics_through

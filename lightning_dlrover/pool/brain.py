@@ -7,14 +7,13 @@ states of jobs and their owners.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_dlrover.pool.budget import Move, Owners, PoolJob, Rate, Resources, Wait, held_by
@@ -118,7 +117,7 @@ class Writer:
     def _plan(self, seen: SeenJob, num_workers: int, reason: str, now: float) -> PlanRecord:
         assert seen.plan is not None
         text = f"pool {self._pool.pool}: {reason}"
-        return dataclasses.replace(
+        return replace(
             seen.plan, num_workers=num_workers, source="brain", reason=text, binding=True, decision_id=0, created_at=now
         )
 
@@ -127,7 +126,7 @@ class Writer:
 
     def _write(self, seen: SeenJob, ops: Sequence[Op], *conditions: Compare) -> None:
         """Write if the grant of the job is as it was seen, no other decision was made since, and the conditions hold."""
-        record = dataclasses.replace(self._tenure.record, number=self._tenure.record.number + 1)
+        record = replace(self._tenure.record, number=self._tenure.record.number + 1)
         fence = [self._tenure.is_ours, modified(self._pool.brain) == self._revision]
         fence += [modified(self._pool.grants + seen.job.name) == seen.grant_revision, *conditions]
         done = self._client.txn(fence, [Put(self._pool.brain, encode(record), self._tenure.lease.id), *ops])

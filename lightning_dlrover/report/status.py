@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -254,7 +253,7 @@ class JobPlace:
         Args:
             mark: part of the nodes' names there.
         """
-        content = {**dataclasses.asdict(self), "pid": os.getpid(), "target": target, "mark": mark}
+        content = {**asdict(self), "pid": os.getpid(), "target": target, "mark": mark}
         atomic_write(folder / JOB_FILE, json.dumps(content) + "\n")
 
 
@@ -354,7 +353,7 @@ def list_jobs(
         silent = f"unknown: its etcd at {job.place.endpoint} does not answer"
         unknown = JobSummary(name, silent if found is None else "ended", job.target, controller=who)
         summary = next((each for each in found or () if each.run_id == job.place.run_id), unknown)
-        jobs.append(dataclasses.replace(summary, started_at=started_at))
+        jobs.append(replace(summary, started_at=started_at))
     return jobs
 
 
@@ -365,7 +364,7 @@ def _jobs_of_etcd(place: JobPlace, timeout_s: float = 5.0) -> list[JobSummary]:
         EtcdError: etcd does not answer.
     """
     folder = place.prefix.rstrip("/") + "/"
-    with connect(dataclasses.replace(place, prefix=folder), timeout_s) as client:
+    with connect(replace(place, prefix=folder), timeout_s) as client:
         entries = client.get_prefix(folder)[1]
     by_job: dict[str, dict[str, KeyValue]] = {}
     for entry in entries:
@@ -573,7 +572,7 @@ def show_status(
         "spares": _show_spares(found),
         "target": found.nodes.target if found.nodes else None,
         "samples_per_s": rates[0] if rates else None,
-        "progress": dataclasses.asdict(found.progress) if found.progress else None,
+        "progress": asdict(found.progress) if found.progress else None,
         "streams": [
             *(
                 "; ".join(filter(None, (described(each), described_skipped(skipped_rows(events, each)))))

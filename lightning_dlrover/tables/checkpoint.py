@@ -4,8 +4,8 @@ A table's weights, and every full-width state of its optimizer, are one tensor e
 of columns that had a value of its own, so that a checkpoint can be read into any other plan. `exchange` describes how these
 values change where columns are cut differently.
 
-The folder of a checkpoint may come from the job's records, so nothing in it is trusted: its list of parts is read without
-executing code that it names, and parts that are not tensors are refused.
+A checkpoint's folder may come from the job's records, so nothing in it is trusted: its list of parts is read without executing
+code that it names, and parts that are not tensors are refused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _COLUMNS = re.compile(r"^(?P<name>.*)\[(?P<col0>\d+):(?P<col1>\d+)\]$")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint of tables that cannot be read into this model."""
+    """A checkpoint of tables cannot be read into this model."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,7 @@ class _Reader(FileSystemReader):
         self._list = folder / ".metadata"
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the list of the checkpoint's parts, read without executing code that it names.
-
-        Raises:
-            CheckpointError: the list holds classes or functions that a checkpoint has no use for, or is damaged.
-        """
+        """Return the list of parts; raises `CheckpointError` if it is damaged, or names classes foreign to checkpoints."""
         content = self._list.read_bytes()
         try:
             found = DataUnpickler(io.BytesIO(content)).load()
@@ -177,19 +173,19 @@ def load_tables(tables: ShardedTables, folder: Path) -> None:
                 shapes[name] = (tables.plan[block.table].rows,)
         if sum(share for share, _ in parts) < 0.999:
             raise CheckpointError(
-                f"checkpoint {folder}: {block.table}.{block.what} is not there for columns {block.region.col0} to "
+                f"checkpoint {folder}: {block.table}.{block.what} is missing for columns {block.region.col0} to "
                 f"{block.region.col1 - 1}; it was written with another optimizer of its tables"
             )
         composed.append((block, parts))
     for name, shape in shapes.items():
         there = getattr(saved.get(name), "size", None)
         if there is None or tuple(there) != tuple(shape):
-            what = f"has the shape {tuple(there)}" if there is not None else "is not there"
+            what = f"has the shape {tuple(there)}" if there is not None else "is missing"
             raise CheckpointError(
                 f"checkpoint {folder}: {name} {what}, this model's has the shape {tuple(shape)}; "
                 "it was written by another model, or with another optimizer of its tables"
             )
-    # Two parts of one worker may start at the same row, so they are read one after the other.
+    # Parts of one worker that start at the same row are read one after the other.
     while any(wanted.values()):
         state: dict[str, Any] = {}
         for name, chunks in wanted.items():

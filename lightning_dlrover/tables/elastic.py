@@ -1,13 +1,9 @@
 """Sharded tables while a job's workers change: handed over at planned changes, restored from a snapshot at others.
 
 The state in a worker's memory is either whole or broken. It is whole if it makes up all tables together with the state of all
-other members of one round. It is broken after a failed step or exchange: then none of it is used again, and all workers return
-to the newest complete snapshot. `ElasticTables.whole_in` holds the round that the state is whole in.
-
-Workers agree on a snapshot in the vote that they take between steps anyway (`World.wishes`). When all of them are ready for
-one, all begin a copy of their state at the same step. A thread copies while training continues; rows that change before they
-are copied are kept with their former values. The thread sends the copy to the neighbours. A snapshot counts once a vote shows
-that every worker holds all of its parts; then the memory of the previous one may be reused.
+other members of one round, `ElasticTables.whole_in`. It is broken after a failed step or exchange: then none of it is used
+again, and all workers return to the newest complete snapshot. Workers agree on snapshots in the vote that they take between
+steps anyway (`World.wishes`), see `snapshots.py`.
 """
 
 from __future__ import annotations
@@ -42,15 +38,7 @@ from lightning_dlrover.tables.layout import (
     replan,
 )
 from lightning_dlrover.tables.sharded import ShardedTables
-from lightning_dlrover.tables.snapshot_store import (
-    Part,
-    PartHeader,
-    SnapshotError,
-    SnapshotStore,
-    holders_of,
-    newest_complete,
-    newest_name,
-)
+from lightning_dlrover.tables.snapshot_store import Part, PartHeader, SnapshotError, SnapshotStore, holders_of, newest_complete
 from lightning_dlrover.tables.snapshots import SnapshotConfig, Snapshots
 from lightning_dlrover.tuning.resources import available_bytes
 
@@ -67,27 +55,16 @@ WrapDense = Callable[[nn.Module, list[str]], nn.Module]
 
 @dataclass
 class Restored:
-    """State from a snapshot, without the tables.
+    """State from a snapshot, without the tables."""
 
-    Attributes:
-        state: packed state of this worker, or of another one where this worker has none.
-        is_own: whether the state is this worker's, so that its logged values count here.
-        of_lost: packed states of owners that are no longer members, on the one worker that reads their part.
-        batch: batch of the snapshot.
-    """
-
-    state: bytes
-    is_own: bool
-    of_lost: list[bytes] = field(default_factory=list)
-    batch: int = 0
+    state: bytes  # packed state of this worker, or of another one if this worker has none
+    is_own: bool  # whether the state is this worker's, so that its logged values count here
+    of_lost: list[bytes] = field(default_factory=list)  # packed states of lost owners, on the one worker that reads their part
+    batch: int = 0  # of the snapshot
 
 
 class ElasticTables:
-    """One worker's tables in a live job.
-
-    Args:
-        wrap_dense: makes the module data-parallel, except for the named parameters, for the current round.
-    """
+    """One worker's tables in a live job. `wrap_dense` makes the rest of the module data-parallel for the current round."""
 
     def __init__(self, tables: ShardedTables, world: World, config: SnapshotConfig, wrap_dense: WrapDense) -> None:
         self.tables = tables
@@ -98,7 +75,7 @@ class ElasticTables:
         self._wrap_dense = wrap_dense
         self._snapshots: Snapshots | None = None
         self._is_warm = world.config.max_workers == 1  # such a job never changes
-        self._foreseen = 0  # newest round with its memory touched ahead
+        self._foreseen = 0  # newest round whose memory was touched ahead
         self._fit = world.num_fits + 1  # the `fit` of the present snapshots
         self._first_round = 0  # snapshots of rounds before do not count
         if config.interval_s:
@@ -114,13 +91,13 @@ class ElasticTables:
             except SnapshotError as error:
                 log.warning("run %s: no snapshots: %s", world.config.run_id, error)
 
-    def wrap_with(self, wrap_dense: WrapDense) -> None:
-        """Make the module data-parallel in another way from the next build on."""
-        self._wrap_dense = wrap_dense
-
     @property
     def _me(self) -> str:
         return self._world.worker_id
+
+    def wrap_with(self, wrap_dense: WrapDense) -> None:
+        """Make the module data-parallel in another way from the next build on."""
+        self._wrap_dense = wrap_dense
 
     # --- one round to the next -----------------------------------------------------------------------------------------
 
@@ -142,19 +119,19 @@ class ElasticTables:
             standing: members that were in the former round.
 
         Raises:
-            WorldError, RuntimeError: one of them is lost, and the state in memory is broken.
+            WorldError, RuntimeError: a worker is lost, and the state in memory is broken.
         """
         started = time.perf_counter()
         members = formation.round.members
         old_plan = self._plan_of(formation, standing)
         self.whole_in = 0
         if self._snapshots is not None:
-            self._snapshots.stop()  # copies under way can never count and would occupy the wire
+            self._snapshots.stop()  # copies under way can never count, and would occupy the network
         new_plan = replan(old_plan, members)
         union = _union(members, old_plan)
         group = self._world.connect(formation.round, "reshard", union) if len(union) > 1 else None
         old = self.tables.blocks() if self.tables.is_built else []
-        # A joiner that was in an earlier round, which has broken, may have counted steps that were taken back.
+        # A joiner from an earlier, broken round may have counted steps that were undone.
         counters = self._counters(old_plan) if self._me in standing else dict.fromkeys(sorted(old_plan), 0)
         module = self.tables.build(new_plan, members, self._wrap_dense)
         moves = plan_moves(layout_of(old_plan), layout_of(new_plan))
@@ -162,11 +139,11 @@ class ElasticTables:
         self.tables.set_counters(largest(group, counters))
         meet(group)  # keeps each connection open until its last reader is done
         self.tables.drop_former()
-        self._tell(formation, moves, time.perf_counter() - started)
+        self._report(formation, moves, time.perf_counter() - started)
         self._is_whole(formation)
         return module
 
-    def _tell(self, formation: Formation, moves: Sequence[Move], seconds: float) -> None:
+    def _report(self, formation: Formation, moves: Sequence[Move], seconds: float) -> None:
         if formation.rank != 0:
             return
         moved = sum(m.region.num_values for m in moves if m.source != m.target)
@@ -193,8 +170,9 @@ class ElasticTables:
                 self._snapshots.clear_memory()
 
     def _give_away(self, target: RoundRecord, plan: Plan) -> RoundRecord | None:
-        """Send this worker's shards to the members of a round, or of its replacement; return that round, None if it failed."""
-        while True:
+        """Send this worker's shards to the members of a round or of its replacement. Return that round; None: it failed."""
+        group = None
+        while group is None:
             union = _union(target.members, plan)
             try:
                 group = self._world.connect(target, "reshard", union)
@@ -204,8 +182,6 @@ class ElasticTables:
                     log.warning("worker %s leaves without having handed over its tables: %s", self._me, error)
                     return None
                 target = newest
-                continue
-            break
         moves = plan_moves(layout_of(plan), layout_of(replan(plan, target.members)))
         try:
             exchange(group, union, self._me, moves, self.tables.blocks(), [])
@@ -229,22 +205,21 @@ class ElasticTables:
         members = formation.round.members
         batches, first_rounds = zip(*all_gather(formation, [batch, self._first_round]), strict=True)
         batch, self._first_round = max(batches), max(first_rounds)
-        parts = self._snapshots.readable() if self._snapshots is not None else []
+        parts = self._snapshots.store.parts() if self._snapshots is not None else []
         parts = [part for part in parts if part.header.round >= self._first_round]
         found = all_gather(
-            formation,
-            [(p.is_in_memory, p.header.round, p.header.batch, p.header.owner, list(p.header.members)) for p in parts],
+            formation, [(p.is_in_memory, p.header.round, p.header.batch, p.header.owner, list(p.header.members)) for p in parts]
         )
         said = dict(zip(members, found, strict=True))
         held = {worker: [_named(*part) for _, *part in theirs] for worker, theirs in said.items()}
         in_memory = {worker: [_named(*part) for is_there, *part in theirs if is_there] for worker, theirs in said.items()}
-        name, holders = newest_name(held), newest_complete(held)
+        name = newest_complete(held)
         if name is None:
-            self._tell_lost(formation, held)
-        if name is None or holders is None or name[1] < batch:
+            self._report_lost(formation, held)
+        if name is None or name[1] < batch:
             return None
-        holders |= holders_of(name, in_memory)  # disk is read only where memory has no copy
-        self.broken()  # a failed vote breaks nothing, but from here on rows change that may still be copied
+        holders = holders_of(name, held) | holders_of(name, in_memory)  # disk is read only where memory has no copy
+        self.broken()  # a failed vote breaks nothing, but from here on rows change that may be being copied
         reader = _readers(holders, members)
         mine = {p.header.owner: p for p in reversed(parts) if p.header.name == name and reader[p.header.owner] == self._me}
         first = min(members.index(reader[owner]) for owner in reader)
@@ -270,21 +245,21 @@ class ElasticTables:
         return module, restored
 
     def ignore_former_snapshots(self, formation: Formation) -> None:
-        """Let no snapshot of a former round count, because the user goes back to a checkpoint before them."""
+        """Ignore snapshots of former rounds, because the user returns to a checkpoint before them."""
         self._first_round = formation.round.number
 
     def _counters(self, plan: Plan) -> dict[str, int]:
-        """Return this worker's counters with all tables of the plan, in an order that all workers share."""
+        """Return this worker's counters for all tables of the plan, in the same order on all workers."""
         return dict.fromkeys(sorted(plan), 0) | self.tables.counters()
 
-    def _tell_lost(self, formation: Formation, held: Mapping[str, Sequence[PartHeader]]) -> None:
-        """Log the lost parts of the newest snapshot found, where none is complete."""
+    def _report_lost(self, formation: Formation, held: Mapping[str, Sequence[PartHeader]]) -> None:
+        """Report the lost parts of the newest snapshot found, if none is complete."""
         found = [header for headers in held.values() for header in headers]
         if not found or formation.rank != 0:
             return
         newest = max(found, key=lambda header: header.name)
         lost = sorted(set(newest.members) - {header.owner for header in found if header.name == newest.name})
-        text = f"the snapshot of batch {newest.batch} cannot be used: no worker has the parts of {', '.join(lost)} any more"
+        text = f"the snapshot of batch {newest.batch} cannot be used: no worker holds the parts of {', '.join(lost)}"
         log.warning("run %s: %s", self._world.config.run_id, text)
         self._world.event(SnapshotLost(formation.round.number, newest.batch, lost), text)
 
@@ -332,7 +307,7 @@ class ElasticTables:
             self._snapshots.enter(formation, self.tables)
 
     def _forget_earlier_fits(self) -> bool:
-        """In a later `fit`, drop the snapshots of earlier ones: each counts batches from 0. Returns whether one has begun."""
+        """In a later `fit`, drop the snapshots of earlier ones: each counts batches from 0. Return whether one has begun."""
         if self._snapshots is None or self._world.num_fits <= self._fit:
             return False
         self._fit = self._world.num_fits
@@ -349,7 +324,7 @@ class ElasticTables:
         return True
 
     def make_ready(self) -> None:
-        """Touch, on a joiner before its admission, the memory that its shards are going to take."""
+        """Touch, on a joiner before its admission, the memory for its shards."""
         round_ = self._world.membership.view.round
         workers = (len(round_.members) if round_ is not None else 0) + 1
         self.tables.reserve(workers)
@@ -370,22 +345,17 @@ class ElasticTables:
     # --- snapshots -------------------------------------------------------------------------------------------------------
 
     def wishes(self) -> list[int]:
-        """Return this worker's ballot: newest snapshot it holds completely, 1 if it can start another, 1 if that one is due on
-        disk."""
+        """Return this worker's ballot: newest snapshot held completely, 1 if another can start, 1 if that is due on disk."""
         self._foresee()
         self._follow_fit()
         return self._snapshots.wishes() if self._snapshots is not None else [0, 0, 0]
 
     def voted(self, batch: int, pack_state: Callable[[], bytes]) -> bool:
-        """Take a snapshot after a vote between two steps if all are ready. Returns whether one was taken.
-
-        Args:
-            pack_state: returns the state without the tables.
-        """
+        """Take a snapshot after a vote if all are ready; return whether one was taken. `pack_state` packs the other state."""
         wishes, self._world.wishes = self._world.wishes, []
         self.tables.forget_given()  # the job trains
         if self._follow_fit():
-            return False  # the vote began in the earlier one
+            return False  # the vote began in the earlier fit
         if self._snapshots is None or len(wishes) != 3:
             return False
         return self._snapshots.voted(wishes[0], bool(wishes[1]), bool(wishes[2]), batch, self.tables, pack_state)
@@ -414,7 +384,7 @@ class ElasticTables:
 
 
 def _union(members: Sequence[str], plan: Plan) -> list[str]:
-    """Return all workers of an exchange: the new members in rank order, then workers that only give."""
+    """Return all workers of an exchange: the new members in rank order, then workers that only send."""
     owners = {shard.owner for table in plan.values() for shard in table.shards}
     return [*members, *sorted(owners - set(members))]
 

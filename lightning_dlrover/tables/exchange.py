@@ -1,7 +1,4 @@
-"""The memory of tables' rows on a worker, and its exchange: parts of tables are sent in place and in bounded pieces.
-
-`Arena` reserves the memory, and `exchange` carries out the moves that `layout.py` plans.
-"""
+"""The memory of tables' rows on a worker (`Arena`), and the exchange of rows that `layout.py` plans (`exchange`)."""
 
 from __future__ import annotations
 
@@ -23,28 +20,19 @@ from lightning_dlrover.rdzv.membership.member import Formation
 from lightning_dlrover.rdzv.transport import transfer, waits
 from lightning_dlrover.tables.layout import LayoutError, Move, Region
 
-# The memory of one table's rows on one worker.
-
 
 @dataclass(frozen=True)
 class Block:
-    """One worker's part of one table: weights, or one of its optimizer states.
+    """One worker's part of one table: weights, or one of its optimizer states."""
 
-    Attributes:
-        table: `{module}.{table}`.
-        what: `weight`, or `state0`, `state1` in the fused optimizer's order.
-        region: rows and columns of the table.
-        values: shape ``(rows, cols)`` of the region, or ``(rows,)`` for a row-wise state. The live memory itself.
-    """
-
-    table: str
-    what: str
-    region: Region
-    values: torch.Tensor
+    table: str  # `{module}.{table}`
+    what: str  # `weight`, or `state0`, `state1` in the fused optimizer's order
+    region: Region  # rows and columns of the table
+    values: torch.Tensor  # shape ``(rows, cols)`` of the region, or ``(rows,)`` for a row-wise state; the live memory itself
 
 
 def part_of(block: Block, region: Region) -> torch.Tensor:
-    """Return the values of `region`, which must be inside the block: a view, of rows only where the values are row-wise."""
+    """Return a view of the values of `region`, which must be inside the block; of its rows only if they are row-wise."""
     rows = block.values[region.row0 - block.region.row0 : region.row1 - block.region.row0]
     return rows if rows.dim() == 1 else rows[:, region.col0 - block.region.col0 : region.col1 - block.region.col0]
 
@@ -68,7 +56,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class _Addresses:
-    """A range of addresses, aligned to huge pages, that is given back with its last user."""
+    """A range of addresses, aligned to huge pages, that is released with its last user."""
 
     def __init__(self, num_bytes: int) -> None:
         self._length = num_bytes + HUGE_PAGE
@@ -93,22 +81,20 @@ class _Range:
     """Position of the rows of one table, or of one of its states: offsets in the arena, in bytes."""
 
     start: int
-    size: int  # bytes of all rows of the table
-    first: int = 0  # bytes in use now, up to `end`
-    end: int = 0
+    size: int  # of all rows of the table
+    first: int  # bytes in use now, up to `end`
+    end: int
 
 
-# Memory for tables. Every row of every table has an address of its own, the same way on every worker.
-#
-# The cost of a change of workers is largely memory: pages touched for the first time, and rows that stay with their worker
-# but are copied into its new shard. Addresses, in contrast, cost nothing. The rows of a shard determine its address, so
-# rows that a worker keeps stay in place, and only rows from other workers need pages.
-#
-# Huge pages are used where the kernel has them. With 4 KiB pages, page faults take several times as long as the bytes do on
-# the wire. Memory of rows that were sent away is given back page by page at once, not when its module happens to be
-# collected.
 class Arena:
-    """Places shards by their rows.
+    """Memory for tables, in which every row of every table has an address of its own, assigned the same way on all workers.
+
+    The cost of a change of workers is largely memory: pages touched for the first time, and rows that stay with their worker
+    but are copied into its new shard. Addresses cost nothing. A shard's rows determine its address, so rows that a worker keeps
+    stay in place, and only rows from other workers need pages.
+
+    Huge pages are used where the kernel has them: with 4 KiB pages, page faults take several times as long as the transfer.
+    Memory of rows that were sent away is released page by page at once, not when its module happens to be collected.
 
     Args:
         num_bytes: addresses, not memory: at least enough for all rows of all tables, and as much again for their replacements.
@@ -121,17 +107,15 @@ class Arena:
         self._former: dict[Hashable, _Range] = {}
         self._present: dict[Hashable, _Range] = {}
         self._next = 0  # nothing was placed from here on
-        self._reserve: _Addresses | None = None  # touched already
+        self._reserve: _Addresses | None = None  # already touched
         self._reserve_taken = 0
 
     def values(self, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
-        """Return the whole arena from a byte on, of one dimension; bytes that were never written read as zeros."""
+        """Return the whole arena from a byte on, one-dimensional; bytes that were never written read as zeros."""
         length = self._addresses.num_bytes - start
         buffer = (ctypes.c_char * length).from_address(self._addresses.start + start)
         buffer.owner = self._addresses  # type: ignore[attr-defined]  # tensors keep the buffer
         return torch.frombuffer(buffer, dtype=dtype, count=length // dtype.itemsize)
-
-    # --- one layout after another ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin a new layout while the former one still exists."""
@@ -141,7 +125,7 @@ class Arena:
     def place(self, key: Hashable, size: int, first: int, length: int, at: int | None = None) -> int:
         """Return the offset of bytes `first` to `first + length` of the rows under `key`.
 
-        The same key has the same rows at the same place in the next layout, with their last values.
+        In the next layout, the same key has its rows at the same place, with their last values.
 
         Args:
             size: bytes of all rows of the table, the same each time.
@@ -166,7 +150,7 @@ class Arena:
         return start + first
 
     def _gap(self, size: int) -> int:
-        """Return a free place of that size: behind all others while there is room, else the first large enough gap."""
+        """Return a free place of this size: behind all others if there is room, else the first gap that is large enough."""
         align = HUGE_PAGE if size >= HUGE_PAGE else PAGE
         start = -(-self._next // align) * align
         if start + size <= self.num_bytes:
@@ -183,10 +167,10 @@ class Arena:
         return start
 
     def finish(self) -> None:
-        """Give back all memory that the present layout does not use. The former layout is forgotten."""
+        """Release all memory that the present layout does not use, and forget the former layout."""
         present = {r.start: r for r in self._present.values()}
         for former in (*self._former.values(), *self._present.values()):
-            end = -(-(former.start + former.size) // PAGE) * PAGE  # its last page holds nothing else
+            end = -(-(former.start + former.size) // PAGE) * PAGE  # nothing else is in its last page
             used = present.get(former.start)
             if used is None or used.first == used.end:
                 self._drop(former.start, end)
@@ -196,16 +180,13 @@ class Arena:
         self._former = {}
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Give the pages entirely inside a contiguous tensor back to the system; its values are lost.
-
-        Does nothing for memory outside of this arena.
-        """
+        """Return the pages entirely inside a contiguous tensor of this arena to the system; its values are lost."""
         start = tensor.data_ptr() - self._addresses.start
         if tensor.is_contiguous() and start >= 0 and start + tensor.nbytes <= self._addresses.num_bytes:
             self._drop(start, start + tensor.nbytes)
 
     def close(self) -> None:
-        """Give all memory back; remaining tensors read as zeros."""
+        """Release all memory; remaining tensors read as zeros."""
         self.drop_reserve()
         self.begin()
         self.finish()
@@ -224,11 +205,11 @@ class Arena:
             self._reserve, self._reserve_taken = _touched(num_bytes), 0
 
     def drop_reserve(self) -> None:
-        """Give the rest of the reserve back."""
+        """Release the rest of the reserve."""
         self._reserve = None
 
     def _take_reserve(self, first: int, end: int) -> None:
-        """Move huge pages of the reserve to bytes that have none yet."""
+        """Move huge pages of the reserve to bytes without pages."""
         first, end = _inside(first, end, HUGE_PAGE)
         if self._reserve is None or end <= first:
             return
@@ -236,36 +217,32 @@ class Arena:
         if length <= 0:
             return
         source = self._reserve.start + self._reserve_taken
-        # The source's addresses stay ours: other memory might be mapped there before they are given back. Since Linux 5.7.
+        # The source's addresses stay mapped, lest other memory be mapped there before they are released. Since Linux 5.7.
         flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
         if _libc.mremap(source, length, length, flags, self._addresses.start + first) == FAILED:
-            return  # these pages are then touched by the first write
+            return  # the first write then touches these pages
         self._reserve_taken += length
 
     def touch(self, tensor_address: int, num_bytes: int) -> None:
-        """Touch the pages of some addresses before they are written; does nothing outside of this arena."""
+        """Touch the pages of some addresses of this arena before they are written."""
         start = tensor_address - self._addresses.start
         if num_bytes and start >= 0 and start + num_bytes <= self._addresses.num_bytes:
             _populate(tensor_address, num_bytes)
 
 
 def warm(num_bytes: int) -> None:
-    """Touch this much memory and give it back at once.
-
-    In a virtual machine, a page's first use costs its host many times as much as later ones.
-    """
+    """Touch this much memory and release it: on a virtual machine, the first use of a page costs the host most."""
     if num_bytes:
         _touched(num_bytes)
 
 
 def touch(mapping: mmap.mmap) -> None:
-    """Touch a mapping's pages before they are used; does nothing if the kernel cannot."""
+    """Touch a mapping's pages before they are used, if the kernel can."""
     _populate(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), len(mapping))
 
 
 def _populate(address: int, num_bytes: int) -> None:
-    # `mmap.madvise` would hold the GIL, and stop all other threads, for the seconds that this takes.
-    # Done piece by piece, because no other thread can allocate memory during a call.
+    # `mmap.madvise` would hold the GIL for seconds. Other threads cannot allocate memory during a call, hence the pieces.
     start, end = address // PAGE * PAGE, -(-(address + num_bytes) // PAGE) * PAGE
     for at in range(start, end, PIECE):
         _libc.madvise(at, min(PIECE, end - at), MADV_POPULATE_WRITE)  # since Linux 5.14
@@ -279,14 +256,14 @@ def _touched(num_bytes: int) -> _Addresses:
 
 
 def _inside(start: int, end: int, border: int) -> tuple[int, int]:
-    """Return the part of a range that begins and ends at page borders."""
+    """Return the part of a range between page borders."""
     return -(-start // border) * border, end // border * border
 
 
-# Collective operations of a round's members around an exchange: meet, gather plain data, compare, send to each other.
+# --- collective operations of a round's members -------------------------------------------------------------------------------
 
 SWAP_S = 300.0
-"""Seconds until a message to or from a neighbour fails. gloo does not notice a peer's loss in the middle of one."""
+"""Seconds until a message to or from a neighbour fails: gloo does not detect a peer's loss in the middle of one."""
 
 
 def all_gather(formation: Formation, obj: Any) -> list[Any]:
@@ -297,12 +274,13 @@ def all_gather(formation: Formation, obj: Any) -> list[Any]:
 
 
 def meet(group: Any) -> None:
+    """Wait for all members. A barrier would use NCCL if the group has it."""
     if group is not None:
         waits.wait_for(group.allreduce([torch.zeros(1)]))
 
 
 def largest(group: Any, values: Mapping[str, int]) -> dict[str, int]:
-    """Return the largest of all workers' values, by name. The names must be the same on all of them."""
+    """Return the largest of all workers' values by name. All must have the same names."""
     numbers = torch.tensor(list(values.values()), dtype=torch.int64)
     if group is not None and len(numbers):
         options = dist.AllreduceOptions()
@@ -320,7 +298,7 @@ def swap(group: Any, mine: Mapping[int, torch.Tensor], theirs: Mapping[int, torc
 
 
 CHUNK_BYTES = 4 << 20
-"""Bytes per message on the wire: gloo reaches its full speed from this size on."""
+"""Bytes per message: gloo reaches its full speed from this size on."""
 
 WINDOW = 8
 """Messages under way per peer and direction."""
@@ -331,7 +309,7 @@ STALL_S = 10.0
 
 @dataclass
 class ExchangeStats:
-    """Statistics of one worker in an exchange."""
+    """One worker's part in an exchange."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -348,18 +326,6 @@ class _Message:
     done: Callable[[], object]
 
 
-# Send parts of tables from the workers that hold them to those that need them, in place and in bounded pieces.
-#
-# Every worker computes the same list of moves (`layout.plan_moves`) and carries out its own part of it. Rows that stay are
-# left in place. If their columns are cut differently, they are copied while others are on the wire. Memory of rows that a
-# source has sent away is freed at once, so a worker hardly needs more memory than the larger of its old and new shards.
-#
-# A value of a row-wise optimizer state belongs to a row and the columns of one shard. Where columns are cut differently, a
-# row's value is the mean of its source shards' values, weighted by width. That is exact for merged shards, because the
-# state is a mean over columns, as in row-wise Adagrad. After a split, each part starts with the value of the whole.
-#
-# gloo sends from the host's memory. Values on a GPU are copied there piece by piece, so either end of a move may be on any
-# device.
 def exchange(
     group: dist.ProcessGroup | dist.ProcessGroupGloo | None,
     members: Sequence[str],
@@ -369,7 +335,17 @@ def exchange(
     new: Sequence[Block],
     release: Callable[[torch.Tensor], None] = lambda values: None,
 ) -> ExchangeStats:
-    """Fill the blocks of `new` from the workers' blocks of `old`. Rows that have the same place in both stay there.
+    """Fill the blocks of `new` from the workers' blocks of `old`, in bounded pieces.
+
+    Every worker computes the same moves (`layout.plan_moves`) and carries out its part. Rows with the same place in both stay
+    there. If their columns are cut differently, they are copied while others are sent. Memory of rows that were sent away is
+    freed at once, so a worker hardly needs more memory than the larger of its old and new shards.
+
+    A value of a row-wise optimizer state belongs to a row and the columns of one shard. Where columns are cut differently, a
+    row's value is the mean of its source shards' values, weighted by width. That is exact for merged shards, because the state
+    is a mean over columns, as in row-wise Adagrad. After a split, each part starts with the value of the whole.
+
+    gloo sends from the host's memory. Values on a GPU are copied there piece by piece, so either end may be on any device.
 
     Args:
         group: process group with `members` as its ranks: all workers that give or take. None if nothing is sent.
@@ -397,11 +373,7 @@ def exchange(
             queues[lane].append((getattr(group, direction)([message.wire], members.index(peer), 0), message))
 
     part.begin_sums()
-    if group is not None:
-        gloo: Any = group  # its stubs contain few of its methods
-        # Workers take different times to build their tables; from here on a silent peer is dead. A barrier would use NCCL if
-        # the group has it.
-        waits.wait_for(gloo.allreduce([torch.zeros(1)]))
+    meet(group)  # workers take different times to build their tables; from here on a silent peer is dead
     part.stats.began_s = time.monotonic()
     for lane in lanes:
         for _ in range(WINDOW):
@@ -422,7 +394,7 @@ def exchange(
 
 
 class _OwnPart:
-    """The rows that one worker gives, takes and keeps in an exchange, message by message. Arguments as for `exchange`."""
+    """The rows that one worker sends, receives and keeps in an exchange, message by message. Arguments as for `exchange`."""
 
     def __init__(
         self,
@@ -438,13 +410,18 @@ class _OwnPart:
         self._sources, self._targets = _by_table(old), _by_table(new)
         self._moves = [m for m in moves if me in (m.source, m.target)]
         self._shared = _given_twice([m for m in self._moves if m.source == me], self._sources)
-        self._needs_memory = any(m.target == me and _is_new(m, me, self._sources, self._targets) for m in self._moves)
+        # Whether a move's target takes memory that this worker does not have yet.
+        self._needs_memory = any(
+            m.source != me or not _is_in_place(_source(self._sources, m)[0], _target(self._targets, m)[0], m)
+            for m in self._moves
+            if m.target == me
+        )
 
     def peers(self) -> list[str]:
         return sorted({w for m in self._moves for w in (m.source, m.target)} - {self._me})
 
     def begin_sums(self) -> None:
-        """Set values combined from several shards to 0, because their messages are added up there."""
+        """Zero values that are combined from several shards, because their messages are added up."""
         for move in (m for m in self._moves if m.target == self._me):
             for block in _target(self._targets, move):
                 if _share(block, move) != 1.0:
@@ -473,7 +450,7 @@ class _OwnPart:
                         yield _Message(arrived.view(-1), partial(_put, values, arrived, _share(block, move)))
 
     def keeps(self) -> Iterator[None]:
-        """Copy rows that stay with this worker to other addresses, some at a time."""
+        """Copy rows that stay with this worker but change their addresses, some at a time."""
         for move in (m for m in self._moves if m.source == self._me == m.target):
             for source, target in zip(_source(self._sources, move), _target(self._targets, move), strict=True):
                 if _is_in_place(source, target, move):
@@ -498,11 +475,6 @@ def _is_in_place(source: Block, target: Block, move: Move) -> bool:
     return part_of(source, move.region).data_ptr() == part_of(target, move.region).data_ptr()
 
 
-def _is_new(move: Move, me: str, sources: Mapping[str, Sequence[Block]], targets: Mapping[str, Sequence[Block]]) -> bool:
-    """Return whether a move's target takes memory that this worker does not have yet."""
-    return move.source != me or not _is_in_place(_source(sources, move)[0], _target(targets, move)[0], move)
-
-
 def _by_table(blocks: Sequence[Block]) -> dict[str, list[Block]]:
     found: dict[str, list[Block]] = {}
     for block in blocks:
@@ -511,7 +483,7 @@ def _by_table(blocks: Sequence[Block]) -> dict[str, list[Block]]:
 
 
 def _given_twice(moves: Sequence[Move], sources: Mapping[str, Sequence[Block]]) -> set[Move]:
-    """Return moves that share rows of one source shard with another move, even in other columns: both need a row-wise state."""
+    """Return moves that share rows of a source shard with another move: both need a row-wise state, whatever their columns."""
     by_shard: dict[tuple[str, Region], list[Move]] = {}
     for move in moves:
         by_shard.setdefault((move.table, _source(sources, move)[0].region), []).append(move)
@@ -525,7 +497,7 @@ def _given_twice(moves: Sequence[Move], sources: Mapping[str, Sequence[Block]]) 
 
 
 def _source(blocks: Mapping[str, Sequence[Block]], move: Move) -> list[Block]:
-    """Return weights and states of one of this worker's shards that contains all of a move's region."""
+    """Return the weights and states of a shard of this worker that contains a move's whole region."""
     found = [b for b in blocks.get(move.table, ()) if b.region.overlap(move.region) == move.region]
     if not found:
         raise LayoutError(f"table {move.table!r}: this worker does not have {move.region}, which a move names")
@@ -549,7 +521,7 @@ def _chunks(block: Block, region: Region) -> Iterator[Region]:
 
 
 def _share(target: Block, move: Move) -> float:
-    """Return a source's weight in the target's value: below 1 for a row-wise state combined from several shards."""
+    """Return a source's weight in the target's value, below 1 for a row-wise state combined from several shards."""
     return 1.0 if target.values.dim() > 1 else move.region.num_cols / move.into.num_cols
 
 

@@ -1,4 +1,8 @@
-"""Layout of embedding tables: the rows that each worker holds, and the moves when the workers change. Pure."""
+"""Layout of embedding tables: the rectangle that each worker holds, and the moves when the workers change. Pure.
+
+`row_wise` tables are cut by rows, `column_wise` ones by columns, `table_wise` ones not at all. The optimizer's states follow
+the weights. A full-width state (Adagrad, Adam) has the rectangle's shape, a row-wise one (row-wise Adagrad) one value per row.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,9 @@ from typing import Any
 
 from lightning_dlrover.codec import from_fields
 
-# Distribution of the tables' rows and columns over workers, and the data to send when it changes. Pure.
-#
-# A table is cut into rectangles: `row_wise` tables by rows, `column_wise` ones by columns, `table_wise` ones not at all.
-# The states of its optimizer follow its weights. A full-width state (Adagrad, Adam) has the rectangle's shape, a row-wise
-# one (row-wise Adagrad) one value per row of the rectangle.
-
 
 class LayoutError(ValueError):
-    """Rows of a table that no worker holds."""
+    """No worker holds some rows of a table."""
 
 
 @dataclass(frozen=True, order=True)
@@ -49,7 +47,7 @@ class Region:
         return both if both.num_values else None
 
     def without(self, other: Region) -> list[Region]:
-        """Return the rest of this rectangle, as rectangles of the greatest possible width."""
+        """Return the rest of this rectangle, as rectangles as wide as possible."""
         both = self.overlap(other)
         if both is None:
             return [self]
@@ -88,8 +86,7 @@ class Move:
 def plan_moves(old: Layout, new: Layout) -> list[Move]:
     """Return how every shard of `new` is filled from `old`.
 
-    Rows that their owner has already stay; the rest comes from the worker that sends least. The result is the same on all
-    workers.
+    Rows that their owner already has stay; the rest comes from the worker that sends least. All workers compute the same moves.
 
     Raises:
         LayoutError: a table, or a part of one, is not in `old`.
@@ -127,42 +124,29 @@ def _take(table: str, missing: list[Region], source: Shard, shard: Shard, moves:
     return rest
 
 
-def least_bytes(new_workers: Sequence[str], total_bytes: float, bytes_by_worker: Mapping[str, float]) -> float:
-    """Return the least bytes that any change to equal shares over `new_workers` sends: the sum of their missing shares."""
-    share = total_bytes / len(new_workers)
-    return sum(max(0.0, share - bytes_by_worker.get(worker, 0.0)) for worker in new_workers)
-
-
 TOLERANCE = 0.1
 """Minimum imbalance that moves a shard, as a fraction of the mean load."""
 
 KINDS = ("row_wise", "column_wise", "data_parallel", "table_wise", "table_row_wise", "table_column_wise")
-"""Kinds that can be reassigned."""
+"""torchrec's kinds of sharding that can be reassigned."""
 
 WHOLE_KINDS = ("table_wise", "table_row_wise", "table_column_wise")
 """Kinds with one owner per table. The "node" within which torchrec splits it further is one worker in an elastic job."""
 
 
 class PlanError(ValueError):
-    """Tables that cannot be placed."""
+    """Tables cannot be placed."""
 
 
 @dataclass(frozen=True)
 class TablePlan:
-    """Sharding of one table.
+    """Sharding of one table."""
 
-    Attributes:
-        kind: torchrec's name of the sharding type.
-        kernel: torchrec's name of the compute kernel.
-        rows, cols: size of the whole table.
-        shards: all shards in torchrec's order.
-    """
-
-    kind: str
-    kernel: str
-    rows: int
+    kind: str  # torchrec's name of the sharding type
+    kernel: str  # torchrec's name of the compute kernel
+    rows: int  # of the whole table
     cols: int
-    shards: tuple[Shard, ...]
+    shards: tuple[Shard, ...]  # in torchrec's order
 
 
 Plan = Mapping[str, TablePlan]
@@ -173,21 +157,20 @@ def layout_of(plan: Plan) -> Layout:
     return {name: table.shards for name, table in plan.items()}
 
 
-# Place the shards of embedding tables after a change of workers: little data to send, and an even load. Pure.
-#
-# The first plan of a job is torchrec's own. Later ones keep each table's kind and the cuts of its columns, and only
-# reassign owners. Shards stay with their owner where the balance allows.
 def replan(plan: Plan, members: Sequence[str]) -> dict[str, TablePlan]:
-    """Return the plan for other workers.
+    """Return the plan for other workers: little data to send, and an even load.
+
+    The first plan of a job is torchrec's own. Later ones keep each table's kind and the cuts of its columns, and only reassign
+    owners. Shards stay with their owner where the balance allows.
 
     Args:
         members: worker ids in rank order.
 
     Raises:
-        PlanError: no workers were given, or a kind that cannot be reassigned.
+        PlanError: there are no workers, or a table's kind cannot be reassigned.
     """
     if not members:
-        raise PlanError("there is no worker to hold the tables")
+        raise PlanError("no worker can hold the tables")
     bundles: dict[tuple[str, int], list[Shard]] = {}
     for name, table in sorted(plan.items()):
         if table.kind in WHOLE_KINDS:
@@ -212,11 +195,7 @@ def replan(plan: Plan, members: Sequence[str]) -> dict[str, TablePlan]:
 
 
 def check_kinds(kinds: Mapping[str, Sequence[str]]) -> None:
-    """Check the kinds that a script allows for each table.
-
-    Raises:
-        PlanError: one of them cannot be reassigned.
-    """
+    """Raise `PlanError` if a kind that a script allows for a table cannot be reassigned."""
     for table, allowed in kinds.items():
         for kind in allowed:
             if kind not in KINDS:
@@ -225,7 +204,7 @@ def check_kinds(kinds: Mapping[str, Sequence[str]]) -> None:
 
 def _not_placeable(table: str, kind: str) -> str:
     return (
-        f"table {table!r}: kind {kind!r} cannot be placed again when the workers change; set "
+        f"table {table!r}: kind {kind!r} cannot be reassigned when the workers change; set "
         f"sharding_constraints={{{table.split('.')[-1]!r}: ParameterConstraints(sharding_types=[...])}} to some of "
         f"{', '.join(KINDS)}"
     )
@@ -269,14 +248,11 @@ def _balance(bundles: Mapping[tuple[str, int], Sequence[Shard]], members: Sequen
 
 
 def _costs(bundles: Mapping[tuple[str, int], Sequence[Shard]]) -> dict[tuple[str, int], float]:
-    """Return each bundle's load: half its share of all memory, half its share of the values that a sample's lookups read."""
+    """Return each bundle's load: the mean of its shares of all memory and of the values that a sample's lookups read."""
     values = {key: sum(s.region.num_values for s in shards) for key, shards in bundles.items()}
     widths = {key: sum(s.region.num_cols for s in shards) for key, shards in bundles.items()}
     all_values, all_widths = sum(values.values()) or 1, sum(widths.values()) or 1
     return {key: 0.5 * values[key] / all_values + 0.5 * widths[key] / all_widths for key in bundles}
-
-
-# --- as plain data ------------------------------------------------------------------------------------------------------------
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -285,11 +261,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_dict(data: Mapping[str, Any]) -> dict[str, TablePlan]:
-    """Return the plan that `plan_to_dict` encoded.
-
-    Raises:
-        PlanError: the data has another form.
-    """
+    """Return the plan that `plan_to_dict` encoded. Raises `PlanError` for data of another form."""
     try:
         return {name: from_fields(TablePlan, table, f"the plan of table {name!r}") for name, table in dict(data).items()}
     except (TypeError, ValueError) as error:

@@ -1,8 +1,8 @@
 """Copy parts of snapshots from shared memory to disk, in a separate process of the lowest priority, so that nothing waits.
 
-Its worker writes one line of JSON per part into its standard input: `from` and `to`. An empty line on its output acknowledges a
-part. A part that is overwritten during the copy is discarded; its first bytes show it (see `snapshot_store.py`). The process
-ends when its input does. Only the standard library is imported.
+Its worker writes a line of JSON to its standard input for each part: `from` and `to`. An empty line on its output acknowledges
+the part. A part that is overwritten during the copy is discarded; its first bytes show that (see `snapshot_store.py`). The
+process ends when its input does. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def persist(source: Path, target: Path) -> bool:
 def keep_newest(target: Path) -> None:
     """Remove obsolete parts next to `target`, a worker's part of its newest snapshot on disk.
 
-    All snapshots before the newest complete ones go, including parts of workers that have left. Of newer snapshots that the
-    others have not completed, this worker's older parts go.
+    These are all snapshots before the newest complete ones, with the parts of workers that have left, and this worker's older
+    parts of newer snapshots that the others have not completed.
     """
     folders = sorted((folder for folder in target.parent.parent.iterdir() if folder.is_dir()), reverse=True)
     complete = [folder for folder in folders if _is_complete(folder)][:NUM_KEPT]
@@ -115,11 +115,11 @@ def keep_newest(target: Path) -> None:
         elif folder in mine[NUM_KEPT:] and folder not in complete:
             with contextlib.suppress(OSError):
                 (folder / target.name).unlink()
-                folder.rmdir()  # fails while others' parts are still there
+                folder.rmdir()  # fails while it has others' parts
 
 
 def parts_in(folder: Path) -> list[Path]:
-    """Return the finished parts; a copy cut short by its process's end is excluded, because it was never verified."""
+    """Return the finished parts, without copies cut short by their process's end."""
     return sorted(path for path in folder.glob("*-*-*") if not path.name.startswith("."))
 
 

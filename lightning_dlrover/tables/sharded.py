@@ -52,27 +52,16 @@ from lightning_dlrover.tuning.resources import available_bytes
 INIT_ROWS = 4096
 """Number of rows initialised from one seed, so that a worker draws little more than the rows that it holds."""
 
-ELEMENTWISE = (
-    nn.init.constant_,
-    nn.init.normal_,
-    nn.init.ones_,
-    nn.init.trunc_normal_,
-    nn.init.uniform_,
-    nn.init.zeros_,
-)
+_init = nn.init
+ELEMENTWISE = (_init.constant_, _init.normal_, _init.ones_, _init.trunc_normal_, _init.uniform_, _init.zeros_)
 """Functions with values that do not depend on a table's shape. torchrec's default is `uniform_` with bounds."""
 
 
-# The first values of embedding tables, before a job has trained them.
-#
-# A table that already has values when it is sharded keeps them. The first worker's values count, as with
-# Lightning's DDP: its rows are sent to their owners. A table on `meta` is initialised by its `init_fn`, from a seed that
-# all workers share. Either way the values depend neither on the sharding nor on the number of workers.
 def drawn(config: Any, table: str, seed: int, region: Region, dtype: torch.dtype) -> Iterator[tuple[Region, torch.Tensor]]:
     """Yield the first values of a region of a table, in one or more parts of whole rows.
 
-    `init_fn` receives the whole table, unless it is known to be independent of the shape. Then blocks of rows are drawn, and a
-    table may be larger than this worker's memory.
+    `init_fn` receives the whole table, unless its values are known not to depend on the shape. Then blocks of rows are drawn,
+    and a table may be larger than this worker's memory.
     """
     num_rows = config.num_embeddings
     size = INIT_ROWS if _is_elementwise(config.init_fn) else max(1, num_rows)
@@ -95,7 +84,7 @@ def _is_elementwise(init_fn: Callable[..., Any]) -> bool:
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the generators that an `init_fn` may use, and restore them: workers draw different numbers of tables."""
+    """Seed the generators that an `init_fn` may use, and restore them, as workers draw different numbers of tables."""
     of_numpy, of_python = np.random.get_state(), random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -108,10 +97,8 @@ def _seeded(seed: int) -> Iterator[None]:
         random.setstate(of_python)
 
 
-# The rows of a worker's tables that were looked up, and so trained, since the start of a snapshot.
-
 KEPT = 4
-"""Flag of a row with a former value kept for a copy."""
+"""Flag of a row whose former value is kept for a copy."""
 
 MAX_CHANGED = 0.3
 """Maximum fraction of a table's rows to be copied one by one. Beyond it, copying all is faster and needs no list of rows."""
@@ -123,12 +110,11 @@ NUM_NOTED = 64
 class TouchedRows:
     """The rows of a worker's shards that were trained since each of two moments, called 0 and 1. One byte per row.
 
-    Optimizers in the backward pass change only rows that are looked up. Training may therefore continue while a thread copies
-    the shards as they are at one moment, from `begin_copy` to `end_copy`: a row's former value is kept before it is trained.
+    Optimizers in the backward pass change only rows that are looked up. So training may continue while a thread copies the
+    shards as they are at one moment, from `begin_copy` to `end_copy`: a row's former value is kept before it is trained.
 
     Args:
-        kernels: torchrec's kernels, each with the path of its collection.
-        blocks: their memory.
+        kernels: torchrec's kernels, each with the path of its collection; `blocks` are their memory.
     """
 
     def __init__(self, kernels: Sequence[tuple[str, Any]], blocks: Sequence[Block]) -> None:
@@ -173,7 +159,6 @@ class TouchedRows:
             tables.flags.index_fill_(0, rows, 3 | KEPT)
 
     def is_tracked(self, block: Block) -> bool:
-        """Return whether the trained rows of the block are tracked."""
         return (block.table, block.region) in self._masks
 
     def begin_copy(self) -> None:
@@ -185,13 +170,13 @@ class TouchedRows:
             self._kept = []
 
     def end_copy(self) -> list[tuple[Block, torch.Tensor, torch.Tensor]]:
-        """End the copy; return rows, of shape ``(n,)``, that were trained since `begin_copy`, and their former values."""
+        """End the copy; return rows that were trained since `begin_copy`, shape ``(n,)``, and their former values."""
         with self._lock:
             kept, self._kept = self._kept or [], None
             return kept
 
     def since(self, moment: int, block: Block) -> torch.Tensor | None:
-        """Return the block's rows, from its first, that were trained since a moment; None if unknown or too many."""
+        """Return the block's rows, counted from its first, that were trained since a moment; None: unknown or too many."""
         self._catch_up()
         mask, moments = self._masks.get((block.table, block.region), (None, set()))
         if mask is None or moment not in moments or _are_too_many(mask, moment):
@@ -212,18 +197,18 @@ class TouchedRows:
 
 
 class _Tracked(NamedTuple):
-    """One table of a kernel: the blocks of its shard, the number of tracked rows, and the number of features that use it."""
+    """One table of a kernel."""
 
-    blocks: Sequence[Block]
-    num_rows: int
-    num_features: int
+    blocks: Sequence[Block]  # of its shard
+    num_rows: int  # tracked
+    num_features: int  # that use it
 
 
 class _OfKernel:
     """One byte for every tracked row of the tables that one kernel holds, in one tensor.
 
     Attributes:
-        followed: moments since which few enough rows were trained to list them, per table.
+        followed: per table, moments since which few enough rows were trained to list them.
     """
 
     def __init__(self, tables: Sequence[_Tracked]) -> None:
@@ -290,13 +275,12 @@ def _are_too_many(mask: torch.Tensor, moment: int) -> bool:
     return int((mask & (1 << moment)).count_nonzero()) > MAX_CHANGED * len(mask)
 
 
-# The embedding tables of one model, as torchrec holds them on this worker.
-#
-# `ShardedTables.build` creates the sharded modules for one world, again after each change of the world. It works in place:
-# the dense parameters and all references to them stay as they are. `ShardedTables.blocks` returns the memory of weights and
-# optimizer states, which is read and written in place.
 class ShardedTables:
-    """All embedding collections in one module.
+    """All embedding collections in one module, as torchrec holds them on this worker.
+
+    `build` creates the sharded modules for one world, again after each change of the world. It works in place: the dense
+    parameters and all references to them stay as they are. `blocks` returns the memory of weights and optimizer states, which
+    is read and written in place.
 
     Args:
         module: holds `EmbeddingBagCollection`s or `EmbeddingCollection`s, on any device, `meta` too. Values are kept until
@@ -306,7 +290,7 @@ class ShardedTables:
 
     Raises:
         TorchrecMissingError: torchrec cannot be imported.
-        PlanError: a module that cannot be sharded again.
+        PlanError: a module cannot be sharded again.
     """
 
     def __init__(
@@ -321,9 +305,9 @@ class ShardedTables:
         self.device = device
         self.plan: dict[str, TablePlan] | None = None
         self.optimizers: dict[str, TableOptimizer] = {}  # derived from the user's, by parameter name
-        self.frozen: set[str] = set()  # names of tables without an optimizer; the parameters of sharded tables are views
+        self.frozen: set[str] = set()  # names of tables without an optimizer
         self._are_apart = False  # see `train_with`
-        self._rates: tuple[Any, dict[str, float]] | None = None  # rates set last, and their build
+        self._rates: tuple[Any, dict[str, float]] | None = None  # the plan of the last build with set rates, and these
         self._constraints = dict(constraints or {})
         check_kinds({name: c.sharding_types or () for name, c in self._constraints.items()})
         self._sharders = list(sharders) if sharders is not None else default_sharders()
@@ -338,8 +322,7 @@ class ShardedTables:
     def train_with(self, optimizers: Mapping[str, TableOptimizer], are_apart: bool) -> None:
         """Apply these optimizers in the backward pass, by parameter name, from the next `build` on.
 
-        Args:
-            are_apart: whether their learning rates may diverge, which is impossible for tables in one kernel.
+        If they `are_apart`, their learning rates may diverge, which is impossible for tables in one kernel.
         """
         self.optimizers = dict(optimizers)
         self._are_apart = are_apart
@@ -395,12 +378,11 @@ class ShardedTables:
         return self.plan is not None
 
     def first_plan(self, members: Sequence[str], batch_size: int | None = None) -> dict[str, TablePlan]:
-        """Return torchrec's own choice for `members`, worker ids in rank order. Deterministic."""
-        collections = self._templates.by_path
+        """Return torchrec's own plan for `members`, worker ids in rank order. Deterministic."""
+        arguments = self.device, self._sharders, self._constraints, members, batch_size
         with self._templates.once():
-            arguments = self.device, self._sharders, self._constraints, members, batch_size
-            plan = first_plan(self.module, collections, *arguments)
-        replan(plan, members)  # raises before training any error that the first change would raise
+            plan = first_plan(self.module, self._templates.by_path, *arguments)
+        replan(plan, members)  # raises errors of the first change before training
         return plan
 
     # --- building ------------------------------------------------------------------------------------------------------
@@ -413,8 +395,8 @@ class ShardedTables:
     ) -> nn.Module:
         """Shard the module for the current default process group; `members` are its ranks.
 
-        Rows that this worker held before stay in place. The caller must fill all others, see `initialise` and `exchange`: they
-        hold zeros or old values. A former build for another world is replaced; its memory stays until `drop_former`.
+        Rows that this worker held before stay in place. All others hold zeros or old values, and the caller must fill them, see
+        `initialise` and `exchange`. A former build is replaced; its memory stays until `drop_former`.
 
         Args:
             wrap_dense: makes the module data-parallel, except for the named parameters.
@@ -449,7 +431,7 @@ class ShardedTables:
         return wrapped
 
     def _check(self, plan: Plan) -> None:
-        """Raise an error that names the differing table, as in another script's snapshot: torchrec would only name shapes."""
+        """Raise an error that names a differing table, as in another script's snapshot: torchrec would only name shapes."""
         ours = {name: (config.num_embeddings, config.embedding_dim) for name, config in self._templates.configs().items()}
         theirs = {name: (table.rows, table.cols) for name, table in plan.items()}
         for name in sorted(ours.keys() | theirs.keys()):
@@ -461,7 +443,7 @@ class ShardedTables:
                 )
 
     def reserve(self, num_workers: int) -> int:
-        """Touch the memory that each of `num_workers` needs for its tables, if available. Returns the number of bytes."""
+        """Touch the memory that each of `num_workers` needs for its tables, if available. Return the number of bytes."""
         wanted = self.num_bytes // num_workers if self.device.type == "cpu" else 0
         if wanted > available_bytes() // 2:
             return 0
@@ -490,7 +472,7 @@ class ShardedTables:
                         missing.append((address, part.num_rows * row_bytes))
 
         def touch_missing() -> None:
-            left = growth  # memory in place of rows that are sent away is touched after they are gone
+            left = growth  # the rest is touched once the rows to be sent away are gone
             for address, num_bytes in missing:
                 self._arena.touch(address, min(num_bytes, max(0, left)))
                 left -= num_bytes
@@ -498,21 +480,21 @@ class ShardedTables:
         return touch_missing
 
     def drop_former(self) -> None:
-        """Give back the memory of rows that only a former build held."""
+        """Release the memory of rows that only a former build held."""
         self._arena.finish()
 
     def release(self, values: torch.Tensor) -> None:
-        """Give back the memory of rows of a former build that are no longer needed."""
+        """Release the memory of a former build's rows that are no longer needed."""
         self._arena.release(values)
 
     def reset(self) -> None:
-        """Give the tables back; until the next `build`, the module holds them on `meta`, without values."""
+        """Release the tables; until the next `build`, the module holds them on `meta`, without values."""
         self._templates.install()
         self._arena.close()
         self.plan = None
 
     def given(self) -> list[str]:
-        """Return the tables that had values here before they were sharded, in order. Others were on `meta`."""
+        """Return the tables that had values here before they were sharded, sorted. Others were on `meta`."""
         return sorted(self._templates.given)
 
     def initialise(
@@ -527,7 +509,8 @@ class ShardedTables:
 
         Args:
             seed: the same on all workers.
-            given: tables with values on the first worker, which sends them to their owners. The others are drawn.
+            given: tables that had values on the first worker, which sends them to their owners, as Lightning's DDP does. The
+                others are drawn by their `init_fn`.
             group: process group with `members` as its ranks; None if there is one worker.
             members: worker ids in rank order.
             me: this worker's id.
@@ -550,7 +533,7 @@ class ShardedTables:
         exchange(group, members, me, moves, old, [block for block in weights if block.table in kept])
 
     def forget_given(self) -> None:
-        """Free the values that tables had before they were sharded. They count until the job trains."""
+        """Free the values that tables had before they were sharded. They matter until the job trains."""
         self._templates.given.clear()
 
     def load_whole(self, values: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -597,9 +580,9 @@ class ShardedTables:
         return TouchedRows(list(self._templates.kernels()), self.blocks())
 
     def counters(self) -> dict[str, int]:
-        """Return the steps that kernels have counted, by table: Adam's and LAMB's corrections of their means depend on them.
+        """Return the steps that kernels have counted, by table of this worker: Adam's and LAMB's bias corrections need them.
 
-        Only of tables that this worker holds a shard of; all owners of a table have counted the same.
+        All owners of a table have counted the same.
         """
         found: dict[str, int] = {}
         for path, kernel in self._templates.kernels():
@@ -609,14 +592,14 @@ class ShardedTables:
         return found
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
-        """Set the values that `counters` has returned, on any workers. A new `build` begins to count at 0."""
+        """Set values that `counters` returned on any workers. A new `build` counts from 0."""
         for path, kernel in self._templates.kernels():
             number = max((counters.get(key_of(path, t.name), 0) for t in kernel.config.embedding_tables), default=0)
             for counter in _counters_of(kernel):
                 counter.fill_(number)
 
     def all_names(self) -> dict[str, list[str]]:
-        """Return all names of each table in the module's state dict, by the first of them: a shared collection has several."""
+        """Return all names of each table in the module's state dict by the first one: a shared collection has several."""
         return self._templates.all_names()
 
     def tables_by_name(self) -> dict[str, str]:
@@ -625,7 +608,7 @@ class ShardedTables:
 
     def parameter_names(self) -> set[str]:
         """Return the names of all tables in the module's state dict, independent of their sharding."""
-        return {name for name, _, _ in self._templates.parameters()}
+        return set(self.tables_by_name())
 
     def data_parallel_names(self) -> set[str]:
         """Return the names of tables that every worker holds whole and trains with its own optimizer."""
@@ -634,7 +617,7 @@ class ShardedTables:
         return {name for name, table, _ in self._templates.parameters() if plan[table].kind == "data_parallel"}
 
     def aside(self) -> AbstractContextManager[None]:
-        """Remove the tables from the module for the duration of code that needs the rest only, such as its state dict."""
+        """Remove the tables from the module inside the block, for code that needs only the rest, such as its state dict."""
         return self._templates.aside()
 
     def close(self) -> None:
@@ -647,12 +630,12 @@ def _counters_of(kernel: Any) -> list[torch.Tensor]:
     return [counter for counter in found if isinstance(counter, torch.Tensor)]
 
 
-# Tables in the optimizers of the user's script.
-#
-# Tables that are trained in their backward pass leave the user's optimizers. They follow the learning rates of the
-# parameter groups that they have left. Tables that every worker holds whole stay in the optimizers.
 class UsersOptimizers:
-    """The optimizers of one `fit` after another, which all train the same tables."""
+    """The script's optimizers of one `fit` after another, which all train the same tables.
+
+    Tables that are trained in their backward pass leave them, and follow the learning rates of the parameter groups that they
+    have left. Tables that every worker holds whole stay.
+    """
 
     def __init__(self, tables: ShardedTables) -> None:
         self._tables = tables
@@ -661,7 +644,7 @@ class UsersOptimizers:
         self._frozen: set[str] = set()  # tables that no optimizer trains
 
     def move_to_backward(self, optimizers: Sequence[Any], is_new: bool) -> None:
-        """Train tables in the backward pass, unless they are trained there already.
+        """Train tables in the backward pass, unless they already are.
 
         Args:
             is_new: the tables are not built yet.
@@ -717,7 +700,7 @@ class UsersOptimizers:
             )
 
     def hold_whole_tables(self, optimizers: Sequence[Any]) -> None:
-        """Put into the optimizers, after each build of the tables, those that every worker holds whole, and no others."""
+        """Put the tables that every worker holds whole, and no others, into the optimizers. Call it after each build."""
         now = dict(self._tables.module.named_parameters())
         tables = self._tables.parameter_names()
         theirs = self._tables.data_parallel_names() if self._tables.is_built else set()
@@ -733,10 +716,7 @@ class UsersOptimizers:
                 group["params"] = [parameter for _, parameter in entries if parameter is not None]
 
     def split_states(self, saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-        """Split optimizer states of an unsharded run into those for the optimizers and those of sharded tables.
-
-        Args:
-            saved: one `state_dict` for each optimizer. Its groups have all parameters in the order of the script.
+        """Split the optimizers' `state_dict`s of an unsharded run, which have all parameters in the order of the script.
 
         Returns:
             `state_dict`s without sharded tables, and the states of these by parameter name.
@@ -758,7 +738,7 @@ class UsersOptimizers:
         return rest, of_tables
 
     def pass_on_rates(self, optimizers: Sequence[Any]) -> None:
-        """Give the tables the learning rates that schedulers have set in the parameter groups that they have left."""
+        """Set the tables' learning rates to those that schedulers have set in the groups that the tables have left."""
         if (self._groups or self._frozen) and self._tables.is_built:
             groups = {name: optimizers[i].param_groups[j] for name, (i, j) in self._groups.items()}
             rates = {name: float(group["lr"]) for name, group in groups.items()}

@@ -1,7 +1,12 @@
 """Storage of snapshots: a job's state in files of the hosts' shared memory and on disk.
 
-`Part` is one worker's part of a snapshot, and `SnapshotStore` manages the files. `snapshots.py` decides when to take a
-snapshot.
+A snapshot is the state between two batches: every worker's shards of the tables, and the rest, which is equal on all workers.
+It consists of one `Part` per worker. A worker keeps its own part, and copies of its neighbours', in files of shared memory.
+Each has two slots, so that the former part is valid until the next one is. A part is either complete or absent. The workers
+determine together which snapshots are complete, see `newest_complete`.
+
+The files remain when a worker is killed, so another worker on the same host finds them, even if it starts later.
+`SnapshotStore` manages the files; `snapshots.py` decides when to take a snapshot.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
@@ -36,59 +42,53 @@ LARGEST = 1 << 48
 PIECE_BYTES = 8 << 20
 """Bytes copied at once by a thread that may have to stop."""
 
+ALIGN = 4096
+
+SLACK_BYTES = 8 << 20
+"""Bytes that a part's memory may exceed it by, in addition to a quarter of the part."""
+
+Name = tuple[int, int]
+"""Name of a snapshot: round and batch."""
+
+log = logging.getLogger(__name__)
+
 
 class SnapshotError(RuntimeError):
-    """A snapshot that cannot be taken or read."""
+    """A snapshot cannot be taken or read."""
 
 
 @dataclass(frozen=True)
 class BufferSlot:
-    """Position of one block's values in a part.
-
-    Attributes:
-        shape, dtype: those of the values; `region` is their place in the table.
-        offset: bytes from the beginning of the part's values.
-    """
+    """Position of one block's values in a part."""
 
     table: str
     what: str
-    region: Region
-    shape: tuple[int, ...]
+    region: Region  # place in the table
+    shape: tuple[int, ...]  # of the values
     dtype: str
-    offset: int
+    offset: int  # bytes from the beginning of the part's values
 
 
 @dataclass(frozen=True)
 class PartHeader:
-    """Description of a part, stored with it.
+    """Description of a part, stored with it."""
 
-    Attributes:
-        batch: global batches that were handed out before the snapshot.
-        round: number of the round of the snapshot; with `batch`, the snapshot's name.
-        members: all workers with a part in it, in rank order.
-        owner: the worker of this state.
-        plan: the plan of all tables, as plain data.
-        blocks: the owner's shards.
-        state_offset, state_bytes: position of the packed rest of the state.
-        counters: the owner's `ShardedTables.counters`.
-    """
-
-    batch: int
+    batch: int  # global batches that were handed out before the snapshot
     round: int
-    members: tuple[str, ...]
-    owner: str
-    plan: dict[str, Any]
-    blocks: tuple[BufferSlot, ...]
-    state_offset: int
+    members: tuple[str, ...]  # all workers with a part in the snapshot, in rank order
+    owner: str  # the worker of this state
+    plan: dict[str, Any]  # of all tables, as plain data
+    blocks: tuple[BufferSlot, ...]  # the owner's shards
+    state_offset: int  # position of the packed rest of the state
     state_bytes: int
-    counters: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)  # the owner's `ShardedTables.counters`
 
     @property
     def num_bytes(self) -> int:
         return self.state_offset + self.state_bytes
 
     @property
-    def name(self) -> tuple[int, int]:
+    def name(self) -> Name:
         """Name of the snapshot. Later ones are greater: a state after a rollback outranks the state that it undid."""
         return (self.round, self.batch)
 
@@ -97,11 +97,7 @@ class PartHeader:
 
     @staticmethod
     def decode(data: bytes) -> PartHeader:
-        """Return the header that `encode` wrote.
-
-        Raises:
-            SnapshotError: the data has another form.
-        """
+        """Return the header that `encode` wrote. Raises `SnapshotError` for other data."""
         try:
             header = from_fields(PartHeader, json.loads(data), "the header of a snapshot")
             ends = [b.offset + _num_bytes(b) for b in header.blocks]
@@ -114,14 +110,6 @@ class PartHeader:
         return header
 
 
-# Snapshots of a job's state in the hosts' memory, which outlives the workers that wrote them.
-#
-# A snapshot is the state between two batches: every worker's shards of the tables, and the rest, which is equal on all
-# workers. It consists of one `Part` per worker. A worker keeps its own part, and copies of its neighbours', in files of
-# shared memory. Each has two slots, so that the former part is valid until the next one is. A part is either complete or
-# absent. The workers find out together which snapshots are complete, see `newest_complete`.
-#
-# The files remain when a worker is killed, so another worker on the same host finds them, even if it starts later.
 @dataclass(frozen=True)
 class Part:
     """A complete part in this host's memory or on disk."""
@@ -148,9 +136,7 @@ class PartWriter:
             changes since it need to be written. None: there is none.
     """
 
-    def __init__(
-        self, mapping: mmap.mmap, header: PartHeader, holder: str, start: int, slot: int, base: tuple[int, int] | None
-    ) -> None:
+    def __init__(self, mapping: mmap.mmap, header: PartHeader, holder: str, start: int, slot: int, base: Name | None) -> None:
         self.header = header
         self.slot = slot
         self.base = base
@@ -159,34 +145,31 @@ class PartWriter:
         self._holder = holder
         self._places = {(place.table, place.what, place.region): place for place in header.blocks}
 
-    def put(
-        self,
-        blocks: Iterable[Block],
-        state: bytes = b"",
-        changed: Callable[[Block], torch.Tensor | None] = lambda block: None,
-        each: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
-    ) -> None:
-        """Copy some or all of the owner's shards, and the packed rest of its state if given.
-
-        Args:
-            changed: rows of a block that differ from the base; None: all are copied.
-            each: entered for the copy of every few MiB.
-        """
+    def put(self, blocks: Iterable[Block], state: bytes = b"") -> None:
+        """Copy some or all of the owner's shards, and the packed rest of its state if given."""
         for block in blocks:
-            there, rows = self._there(block), changed(block)
-            num_rows = len(there) if rows is None else len(rows)
-            step = max(1, PIECE_BYTES // max(1, block.values.nbytes // max(1, len(there))))
-            for first in range(0, num_rows, step):
-                with each():
-                    if rows is None:
-                        _copy(there[first : first + step], block.values[first : first + step])
-                    else:
-                        some = rows[first : first + step]
-                        values = block.values.index_select(0, some.to(block.values.device))
-                        there.index_copy_(0, some, values.to(there.device))
+            self.put_block(block)
         if state:
             part = self.values[self.header.state_offset : self.header.num_bytes]
             part.copy_(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    def put_block(
+        self,
+        block: Block,
+        changed: torch.Tensor | None = None,
+        each: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
+        """Copy a shard, or its rows that differ from the base, some MiB at a time inside `each`."""
+        there = self._there(block)
+        num_rows = len(there) if changed is None else len(changed)
+        step = max(1, PIECE_BYTES // max(1, block.values.nbytes // max(1, len(there))))
+        for first in range(0, num_rows, step):
+            with each():
+                if changed is None:
+                    _copy(there[first : first + step], block.values[first : first + step])
+                else:
+                    rows = changed[first : first + step]
+                    self.put_rows(block, rows, block.values.index_select(0, rows.to(block.values.device)))
 
     def put_rows(self, block: Block, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Write some rows of a block."""
@@ -196,33 +179,35 @@ class PartWriter:
         return _view(self.values, self._places[block.table, block.what, block.region])
 
     def commit(self) -> Part:
-        """Mark the part as valid, also beyond this process's death."""
+        """Mark the part as valid, even after this process's death."""
         self._mapping[8:16] = struct.pack("<Q", 1)
         return Part(self.header, self._holder, self.values)
 
 
 def part_header(
-    batch: int, round_: int, members: Sequence[str], owner: str, plan: dict[str, Any], blocks: Sequence[Block], state_bytes: int
+    batch: int,
+    round_: int,
+    members: Sequence[str],
+    owner: str,
+    plan: dict[str, Any],
+    blocks: Sequence[Block],
+    state_bytes: int,
+    counters: Mapping[str, int] = MappingProxyType({}),
 ) -> PartHeader:
     """Return the header of a part that holds `blocks` and `state_bytes` of other state."""
     places, offset = [], 0
     for b in blocks:
-        places.append(
-            BufferSlot(b.table, b.what, b.region, tuple(b.values.shape), str(b.values.dtype).removeprefix("torch."), offset)
-        )
+        dtype = str(b.values.dtype).removeprefix("torch.")
+        places.append(BufferSlot(b.table, b.what, b.region, tuple(b.values.shape), dtype, offset))
         offset += -(-b.values.nbytes // 64) * 64
-    return PartHeader(batch, round_, tuple(members), owner, plan, tuple(places), offset, state_bytes)
+    return PartHeader(batch, round_, tuple(members), owner, plan, tuple(places), offset, state_bytes, dict(counters))
 
 
 # --- changes ------------------------------------------------------------------------------------------------------------------
 
 
 def changes_of(part: Part, rows: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Return the changed rows of a part's blocks and its packed state, as bytes for a worker that has the base.
-
-    Args:
-        rows: changed rows of each block; None: all of it.
-    """
+    """Return the changed rows of each block of a part (None: all) and its packed state, for a worker that has the base."""
     pieces: list[torch.Tensor] = []
     for block, changed in zip(part.blocks(), rows, strict=True):
         values = block.values if changed is None else block.values.index_select(0, changed)
@@ -233,11 +218,7 @@ def changes_of(part: Part, rows: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 
 def size_of_changes(header: PartHeader, counts: Sequence[int]) -> int:
-    """Return the size of `changes_of` for this many rows of each block; -1: all of it.
-
-    Raises:
-        SnapshotError: these cannot be numbers of rows.
-    """
+    """Return the size of `changes_of` for so many rows of each block (-1: all of it), or raise `SnapshotError`."""
     if len(counts) != len(header.blocks) or any(
         type(n) is not int or not -1 <= n <= place.shape[0] for n, place in zip(counts, header.blocks, strict=False)
     ):
@@ -263,37 +244,23 @@ def put_changes(writer: PartWriter, counts: Sequence[int], changes: torch.Tensor
             there.copy_(take(_num_bytes(place)).view(there.dtype).view(place.shape))
         elif n:
             rows = take(8 * n).view(torch.int64)
-            there.index_copy_(
-                0, rows, take(n * _num_bytes(place) // place.shape[0]).view(there.dtype).view(n, *place.shape[1:])
-            )
+            values = take(n * _num_bytes(place) // place.shape[0])
+            there.index_copy_(0, rows, values.view(there.dtype).view(n, *place.shape[1:]))
     writer.values[writer.header.state_offset :].copy_(take(writer.header.state_bytes))
 
 
-def newest_name(held: Mapping[str, Iterable[PartHeader]]) -> tuple[int, int] | None:
-    """Return the name of the newest snapshot with a holder for every part; None if there is none."""
-    owners: dict[tuple[int, int], set[str]] = {}
-    members: dict[tuple[int, int], tuple[str, ...]] = {}
+def newest_complete(held: Mapping[str, Iterable[PartHeader]]) -> Name | None:
+    """Return the newest snapshot with a holder for every part, by the headers that each worker can read."""
+    owners: dict[Name, set[str]] = {}
+    members: dict[Name, tuple[str, ...]] = {}
     for header in (header for headers in held.values() for header in headers):
         owners.setdefault(header.name, set()).add(header.owner)
         members[header.name] = header.members
     return max((name for name in owners if owners[name] >= set(members[name])), default=None)
 
 
-def newest_complete(held: Mapping[str, Iterable[PartHeader]]) -> dict[str, list[str]] | None:
-    """Return the holders of the newest snapshot with a holder for every part.
-
-    Args:
-        held: headers of the parts that each worker can read.
-
-    Returns:
-        Workers, by the owner of the part that they hold; None: no such snapshot exists. See `newest_name` for its name.
-    """
-    name = newest_name(held)
-    return holders_of(name, held) if name is not None else None
-
-
-def holders_of(name: tuple[int, int], held: Mapping[str, Iterable[PartHeader]]) -> dict[str, list[str]]:
-    """Return the workers that hold each part of a snapshot, by the owner of the part."""
+def holders_of(name: Name, held: Mapping[str, Iterable[PartHeader]]) -> dict[str, list[str]]:
+    """Return the holders of each part of a snapshot, by the part's owner."""
     holders: dict[str, list[str]] = {}
     for worker, headers in held.items():
         for header in headers:
@@ -320,24 +287,12 @@ def _view(values: torch.Tensor, place: BufferSlot) -> torch.Tensor:
     return part.view(getattr(torch, place.dtype)).view(place.shape)
 
 
-log = logging.getLogger(__name__)
-
-ALIGN = 4096
-
-SLACK_BYTES = 8 << 20
-"""Bytes that a part's memory may exceed it by, in addition to a quarter of the part."""
-
-
-# Storage for the parts of snapshots: files in the hosts' shared memory, and on disk.
-#
-# Each worker has two slots for its own part and for each copy, so that the former part is valid until the next one is. The
-# files remain when a worker is killed, so another worker on the same host finds them, even if it starts later.
 class SnapshotStore:
     """The parts that this host's workers of one job hold.
 
     Args:
         job: name of the job; workers of other jobs do not see its parts.
-        life: distinguishes it from former jobs of that name; their parts are removed.
+        life: distinguishes the job from former ones of its name, whose parts are removed.
         holder: this worker.
         fit: number of the script's `fit`, from 1; parts of earlier ones are removed.
         max_bytes: limit for this worker's parts, its own and copies; None: half of the free shared memory at the start.
@@ -383,7 +338,7 @@ class SnapshotStore:
         return f"{self._job}-{self._life}" + (f"-{number}" if number > 1 else "")
 
     def _remove_former(self, fit: int) -> None:
-        """Remove the parts of former jobs of this name and of earlier fits, but not of later ones: this worker may lag."""
+        """Remove the parts of former jobs of this name and of earlier fits, not of later ones: this worker may lag behind."""
         earlier = {self._name_of_fit(number) for number in range(1, fit)}
         for parent in (self.folder.parent, *([self._disk.parent] if self._disk is not None else [])):
             for former in parent.glob(f"{self._job}-*"):
@@ -395,7 +350,7 @@ class SnapshotStore:
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
             if not is_private(folder):
-                raise SnapshotError(f"{folder} is not a folder of this user's alone: remove it, or switch snapshots off")
+                raise SnapshotError(f"{folder} is not a private folder of this user: remove it, or switch snapshots off")
         mark = self.folder / JOB_FILE
         if self._mark is None or not mark.exists() or not os.path.samestat(os.fstat(self._mark.fileno()), mark.stat()):
             try:
@@ -405,8 +360,8 @@ class SnapshotStore:
 
     # --- writing -------------------------------------------------------------------------------------------------------
 
-    def begin(self, header: PartHeader, keep: tuple[int, int] | None = None) -> PartWriter:
-        """Make room for a part, in place of the older one of the same owner that this worker holds.
+    def begin(self, header: PartHeader, keep: Name | None = None) -> PartWriter:
+        """Make room for a part, in place of the owner's older part that this worker holds.
 
         Args:
             keep: name of the newest snapshot that counts; its part stays, even if there is a newer one.
@@ -422,8 +377,8 @@ class SnapshotStore:
         taken = sum(p.stat().st_size for p in self.folder.glob(f"{short(self.holder)}-*") if p != path)
         if taken + size > self.max_bytes:
             raise SnapshotError(
-                f"a snapshot takes {size >> 20} MiB beside {taken >> 20} MiB, and {self.max_bytes >> 20} MiB are allowed "
-                "(snapshot max_bytes); fewer replicas, or a higher limit, would do"
+                f"a snapshot takes {size >> 20} MiB in addition to {taken >> 20} MiB, and {self.max_bytes >> 20} MiB are "
+                "allowed (snapshot max_bytes): use fewer replicas, or a higher limit"
             )
         former = self._read(path) if path in self._mappings else None
         self._shrink(path, size)
@@ -440,17 +395,13 @@ class SnapshotStore:
         mapping[PREFIX.size : PREFIX.size + len(encoded)] = encoded
         return PartWriter(mapping, header, self.holder, start, paths.index(path), base)
 
-    def _name(self, path: Path) -> tuple[int, int]:
+    def _name(self, path: Path) -> Name:
         part = self._read(path) if path.exists() else None
         return part.header.name if part is not None else (-1, -1)
 
     def reserve(self, owner: str, num_bytes: int) -> None:
-        """Reserve and touch memory for both parts of an owner, each of `num_bytes`.
-
-        Raises:
-            SnapshotError: it is more memory than is allowed or available.
-        """
-        size = num_bytes + (1 << 20)  # reserve for headers
+        """Reserve and touch memory for both parts of an owner, each of `num_bytes`. Raises `SnapshotError` as `begin` does."""
+        size = num_bytes + (1 << 20)  # for headers
         if 2 * size > self.max_bytes:
             raise SnapshotError(
                 f"two snapshots of {size >> 20} MiB are more than the {self.max_bytes >> 20} MiB that are allowed "
@@ -465,7 +416,7 @@ class SnapshotStore:
             return mapping
         try:
             with self._open_file(path) as file:
-                # Allocated now, because a failure at the first use of a page would end the process.
+                # Allocated now: a failure at the first use of a page would end the process.
                 os.posix_fallocate(file.fileno(), 0, size)
                 mapping = self._mappings[path] = mmap.mmap(file.fileno(), max(size, os.fstat(file.fileno()).st_size))
         except OSError as error:
@@ -492,25 +443,24 @@ class SnapshotStore:
     # --- reading -------------------------------------------------------------------------------------------------------
 
     def parts(self) -> list[Part]:
-        """Return all complete parts on this host, also of workers that have ended; then those on disk."""
+        """Return all complete parts on this host, those of ended workers included; then those on disk."""
         paths = parts_in(self.folder)
         if self._disk is not None:
             paths += [path for folder in sorted(self._disk.glob("*")) for path in parts_in(folder)]
         return [part for path in paths if (part := self._read(path)) is not None]
 
-    def part_of(self, owner: str, name: tuple[int, int]) -> Part | None:
+    def part_of(self, owner: str, name: Name) -> Part | None:
         """Return the owner's own part of a snapshot, if it is in this host's memory and complete."""
         paths = (self.folder / f"{short(owner)}-{short(owner)}-{slot}" for slot in (0, 1))
         found = [part for path in paths if path.exists() and (part := self._read(path)) is not None]
         return next((part for part in found if part.header.name == name and part.header.owner == owner), None)
 
-    def on_disk(self, name: tuple[int, int]) -> tuple[Path, Path] | None:
+    def on_disk(self, name: Name) -> tuple[Path, Path] | None:
         """Return the path of this worker's own part of a snapshot, and its target on disk; None if it is missing."""
         if self._disk is None:
             return None
         path = next((p for slot in (0, 1) if self._name(p := self._path(self.holder, slot)) == name), None)
-        # One name for both slots, so that older parts are found.
-        target = self._path(self.holder, 0).name
+        target = self._path(self.holder, 0).name  # one name for both slots, so that older parts are found
         return (path, self._disk / f"{name[0]:08d}-{name[1]:012d}" / target) if path is not None else None
 
     def _read(self, path: Path) -> Part | None:
@@ -554,7 +504,7 @@ class SnapshotStore:
                 self._remove(path)
 
     def close(self) -> None:
-        """Create no more files, not even from a thread that was left behind."""
+        """Create no more files, not even from an abandoned thread."""
         with self._creating:
             self._is_closed = True
             self._mark = None
@@ -586,7 +536,7 @@ class SnapshotStore:
     def sweep(self, older_than_s: float) -> None:
         """Remove the parts of jobs that were killed long ago and never restarted.
 
-        A job with a living worker on this host keeps its parts: it may have waited for other nodes since its last snapshot.
+        A job with a live worker on this host keeps its parts: it may have waited for other nodes since its last snapshot.
         """
         for folder in self.folder.parent.iterdir():
             with contextlib.suppress(OSError):

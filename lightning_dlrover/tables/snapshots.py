@@ -1,6 +1,7 @@
 """Take snapshots while a job trains, keep copies on other workers, and decide which snapshot counts.
 
-`Snapshots` is a worker's part in this, and `Neighbours` sends copies. `snapshot_store.py` holds the files.
+When a vote shows that all workers are ready, all begin a copy of their state at the same step. A thread copies and sends it to
+the neighbours while training continues. The snapshot counts when the next vote shows that every worker holds all its parts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,6 +35,7 @@ from lightning_dlrover.tables.layout import plan_to_dict
 from lightning_dlrover.tables.persist import Persister
 from lightning_dlrover.tables.sharded import ShardedTables, TouchedRows
 from lightning_dlrover.tables.snapshot_store import (
+    Name,
     Part,
     PartHeader,
     PartWriter,
@@ -53,22 +55,18 @@ PAUSE_S = 0.004
 
 Group = dist.ProcessGroup | dist.ProcessGroupGloo
 
-Name = tuple[int, int]
-"""Name of a snapshot: round and batch."""
-
 GoingOn = Callable[[], AbstractContextManager[None]]
 """Context around every write of a thread to shared memory. Raises `RoundEndedError` once its round has ended."""
 
 
 class MissingPartError(SnapshotError):
-    """A worker could not take its part of a snapshot, so no copy of it exists."""
+    """A worker could not take its part of a snapshot, so it has no copy."""
 
 
 def others(rank: int, hosts: Sequence[str], count: int) -> list[int]:
-    """Return the ranks that keep copies of a worker's part.
+    """Return the ranks that keep copies of a worker's part, on other hosts first, then on its own.
 
-    They are on as many other hosts as possible, then on its own host. Copies are spread evenly over workers: the first worker
-    of a host has its copies with the first one of the next host, the second with the second, and so on.
+    Copies are spread evenly: the first worker of a host has its copies on the first worker of the next host, and so on.
     """
     size = len(hosts)
     ring = [(rank + step) % size for step in range(1, size)]
@@ -81,12 +79,10 @@ def others(rank: int, hosts: Sequence[str], count: int) -> list[int]:
     return sorted(ring, key=lambda r: (hosts[r] == hosts[rank], turns.get(r, 0), first[hosts[r]], ring.index(r)))[:count]
 
 
-# Choose the workers that keep copies of each part of a snapshot, and send them the copies.
-#
-# Each worker sends its part to as many others as there are replicas, on other hosts if there are any. A neighbour with the
-# part of the previous snapshot receives only the changes since then. A neighbour on the same host reads shared memory.
 class Neighbours:
     """The workers that exchange copies of their parts with this one in a round.
+
+    A neighbour that has the part of the previous snapshot receives only the changes. One on the same host reads shared memory.
 
     Args:
         store: destination of the copies.
@@ -101,10 +97,6 @@ class Neighbours:
         self._store = store
         self._group = group
 
-    def disconnected(self) -> Neighbours:
-        """Return the same neighbours without the connections to them."""
-        return Neighbours(self._store, None, self.keepers, self.owners)
-
     def replicate(
         self,
         part: Part | None,
@@ -114,21 +106,21 @@ class Neighbours:
         stopping: threading.Event,
         going_on: GoingOn,
     ) -> None:
-        """Send a part to the neighbours while receiving theirs; all in step, so that no two wait for each other.
+        """Send a part to the neighbours while receiving theirs, all in step, so that no two wait for each other.
 
         Args:
             part: None if this worker could not take it: the others must not wait for it.
             changed: rows of each block that differ from the base; None: all.
-            base: the snapshot that the neighbours may have already.
+            base: the snapshot that the neighbours may already have.
             keep: the newest snapshot that counts; its parts stay.
             stopping: set when the round has ended.
             going_on: entered while shared memory is written.
 
         Raises:
             RoundEndedError: the round has ended.
-            MissingPartError: a worker that this one keeps copies of has none.
-            SnapshotError: not enough memory for a copy.
-            RuntimeError: the connection is lost, or a neighbour silent.
+            MissingPartError: a worker whose copies are kept here has no part.
+            SnapshotError: there is not enough memory for a copy.
+            RuntimeError: the connection is lost, or a neighbour is silent.
         """
         if self._group is None:
             return
@@ -181,20 +173,15 @@ class Neighbours:
 
 
 class _Incoming:
-    """A part of another worker on its way here: all of it, or its changes since a local one, by wire or shared memory.
+    """Another worker's part on its way here: all of it, or its changes since a local one, by network or shared memory.
 
     Attributes:
-        wants: request to its owner: EVERYTHING, CHANGES, or NOTHING if this worker finds the part in their host's memory.
-        values: buffer for data from the wire.
+        wants: request to its owner: EVERYTHING, CHANGES, or NOTHING if the part is in this host's memory.
+        values: buffer for data from the network.
     """
 
     def __init__(
-        self,
-        store: SnapshotStore,
-        keep: Name | None,
-        header: PartHeader,
-        base: Name | None,
-        counts: Sequence[int],
+        self, store: SnapshotStore, keep: Name | None, header: PartHeader, base: Name | None, counts: Sequence[int]
     ) -> None:
         self._counts = counts
         self._writer: PartWriter | None = None
@@ -203,7 +190,7 @@ class _Incoming:
         try:
             self._writer = store.begin(header, keep)
         except SnapshotError as error:
-            self._problem = error  # its owner is asked to send nothing, so that it does not wait
+            self._problem = error  # the owner is asked to send nothing, so that it does not wait
         self._original = store.part_of(header.owner, header.name)
         if self._writer is None or self._original is not None:
             self.wants = NOTHING
@@ -215,14 +202,14 @@ class _Incoming:
             self.values = self._writer.values
 
     def copy_from_host(self, going_on: GoingOn) -> None:
-        """Copy a part that is in this host's memory, if it is."""
+        """Copy a part that is in this host's memory."""
         if self._writer is None or self._original is None:
             return
         there, here = self._writer.values, self._original.values
         for start in range(0, len(there), CHUNK_BYTES):
             num_bytes = min(CHUNK_BYTES, len(there) - start)
             with going_on():
-                # A tensor's own copy would wake the threads that train.
+                # A tensor's copy would wake the threads that train.
                 ctypes.memmove(there.data_ptr() + start, here.data_ptr() + start, num_bytes)
 
     def finish(self) -> None:
@@ -238,20 +225,19 @@ class _Incoming:
 log = logging.getLogger(__name__)
 
 MAX_STALL = 0.01
-"""Maximum fraction of the time for copying. Snapshots become rarer where it would be exceeded."""
+"""Maximum fraction of the time for copying. Snapshots become rarer rather than exceed it."""
 
 NICENESS = 15
-"""Niceness of the thread that touches memory and sends copies to neighbours, because training has priority.
+"""Niceness of the thread that touches memory and sends copies, because training has priority.
 
-It does not apply to the copy of changing rows. The longer that takes, the more former values must be kept, and that costs more
+It does not apply to the copy of changing rows: the longer that takes, the more former values must be kept, which costs more
 than the copy itself.
 """
 
-
 RETRY_S, MAX_RETRY_S = 5.0, 300.0
-"""Seconds until a snapshot that has failed is tried again: doubled after each further failure, up to a maximum.
+"""Seconds until a failed snapshot is retried: doubled after each further failure, up to a maximum.
 
-An interval that is shorter than the first, or longer than the second, takes its place.
+A shorter interval replaces the first value, a longer one the second.
 """
 
 RECORD_S = 120.0
@@ -264,11 +250,11 @@ class SnapshotConfig:
 
     Attributes:
         interval_s: minimum seconds between two of them; 0 switches them off.
-        replicas: workers that keep a copy of another one's part, on other hosts if there are any. With 0 a worker's part
-            is lost with its host.
+        replicas: workers that keep a copy of another one's part, on other hosts if there are any. With 0 a worker's part is
+            lost with its host.
         max_bytes: maximum shared memory for one worker; None: half of the memory that is free at the start.
         memory: folder with its files in the host's memory.
-        disk: folder visible to all hosts, for copies that outlast the hosts. A separate process of each worker writes them.
+        disk: folder visible to all hosts, for copies that outlive the hosts. A separate process of each worker writes them.
         disk_interval_s: minimum seconds between two snapshots that are copied there.
 
     Example:
@@ -290,11 +276,6 @@ class SnapshotConfig:
             raise ValueError(f"snapshot replicas is {self.replicas}, it must be 0, 1 or 2")
 
 
-# A worker's part in taking snapshots, and the decision on which snapshot counts.
-#
-# When a vote shows that all workers are ready, all begin a copy of their state at the same step. A thread makes the copy
-# and sends it to the neighbours while training continues. The snapshot counts when the next vote shows that every worker
-# holds all its parts.
 class Snapshots:
     """Takes this worker's part of every snapshot, sends it to the neighbours and keeps theirs."""
 
@@ -307,7 +288,7 @@ class Snapshots:
         self._neighbours = Neighbours(store, None, [], [])
         self._num_groups = 0  # groups connected in this round
         self._stopping = threading.Event()  # makes the round's thread give up
-        self._lock = threading.Lock()  # held during writes to shared memory: only the thread of the present round writes
+        self._lock = threading.Lock()  # held for each write to shared memory: only the present round's thread writes
         self._number = 0  # snapshots taken in this round, from 1; 0: only room for them was made
         self._held = 0  # newest of them that is complete on this worker
         self._counted = 0  # newest of them that is complete on all workers
@@ -318,13 +299,13 @@ class Snapshots:
         self._recorded_at = float("-inf")
         self._is_reported = False  # True once a snapshot of this round counts
         self._others_are_dropped = False  # True once the round's first snapshot has replaced the parts of former members
-        self._name: tuple[int, int] | None = None  # newest snapshot taken
-        self._keep: tuple[int, int] | None = None  # newest snapshot that counts
+        self._name: Name | None = None  # newest snapshot taken
+        self._keep: Name | None = None  # newest snapshot that counts
         # Rows trained since each of the two slots of this worker's own parts was written.
         self._touched: TouchedRows | None = None
         # Rows of each block in the newest part that differ from its base; None: all.
         self._changed: list[torch.Tensor | None] = []
-        self._base: tuple[int, int] | None = None
+        self._base: Name | None = None
         self._persister = Persister()
         self._is_for_disk = False  # whether the newest one taken goes to disk
         self._number_for_disk = 0  # newest one passed to the copy to disk; 0: of an earlier round
@@ -332,20 +313,17 @@ class Snapshots:
         self._taken_at = 0.0
         self._stall_s = 0.0
 
-    def readable(self) -> list[Part]:
-        return self.store.parts()
-
     def clear_memory(self) -> None:
         """Remove the parts in memory, because the job has no more workers on this host."""
         self.stop()
         self.store.close()
         self.store.clear_memory()
 
-    def rolled_back_to(self, name: tuple[int, int]) -> None:
+    def rolled_back_to(self, name: Name) -> None:
         self._keep = name
 
     def forget(self, fit: int) -> None:
-        """Begin a later `fit` of the script: no snapshot of an earlier one counts any more."""
+        """Begin a later `fit` of the script: snapshots of earlier ones no longer count."""
         self.stop()
         self._persister.close(timeout_s=0.0)
         self.store.begin_fit(fit)
@@ -353,7 +331,7 @@ class Snapshots:
         self._kept_at = time.monotonic()
 
     def enter(self, formation: Formation, tables: ShardedTables) -> None:
-        """Begin a new round. Its first snapshot is due at once, because the older ones' parts may leave with their workers."""
+        """Begin a new round. Its first snapshot is due at once, as older parts may leave with their workers."""
         self.stop()
         is_again = self._formation is not None and self._formation.round.number == formation.round.number
         self._num_groups = self._num_groups + 1 if is_again else 1
@@ -378,7 +356,7 @@ class Snapshots:
         self._work = self._begin(self.make_room, tables, held)
 
     def _begin(self, run: Callable[..., int], *args: Any) -> Future[int]:
-        """Run in a thread of its own, which is abandoned at the round's end: gloo may wait long for lost messages."""
+        """Run in a new thread, which is abandoned at the round's end: gloo may wait long for lost messages."""
         result: Future[int] = Future()
 
         def work() -> None:
@@ -395,12 +373,11 @@ class Snapshots:
         with self._lock:
             self._stopping.set()
         self._work = None
-        self._neighbours = self._neighbours.disconnected()
+        self._neighbours = Neighbours(self.store, None, self._neighbours.keepers, self._neighbours.owners)
 
     def wishes(self) -> list[int]:
         is_idle, now = self._is_idle(), time.monotonic()
-        # A snapshot that not all workers hold, though all have ended their work on it, has failed on one of them. That worker
-        # waits before the next try.
+        # If all workers have ended their work on a snapshot and not all hold it, it failed on one, which waits before a retry.
         interval_s = self._config.interval_s if self._counted == self._number else 0.0
         is_due = (
             is_idle
@@ -419,12 +396,12 @@ class Snapshots:
 
     @property
     def _would_overwrite_what_is_written_to_disk(self) -> bool:
-        """Whether the next snapshot but one would reuse the memory of one on its way to disk. A hung disk is not waited for."""
+        """Whether the next snapshot but one would reuse the memory of one being written to disk. A hung disk is ignored."""
         is_late = time.monotonic() - self._on_disk_at > self._config.disk_interval_s
         return self._number > self._number_for_disk and self._persister.is_busy and not is_late
 
     def _is_idle(self) -> bool:
-        """Return whether this worker's work on the newest snapshot has ended, with its part and all copies or without."""
+        """Return whether this worker's work on the newest snapshot has ended, successfully or not."""
         if self._work is None:
             return True
         if not self._work.done():
@@ -451,7 +428,7 @@ class Snapshots:
         if isinstance(error, MissingPartError) or problem == self._failure:
             return  # reported by the other worker, or before
         self._failure = problem
-        next_move = "none is taken in this round any more" if is_final else f"the next try is in {wait_s:.0f} s"
+        next_move = "none is taken for the rest of this round" if is_final else f"the next try is in {wait_s:.0f} s"
         log.warning("worker %s: a snapshot failed, %s: %s", me, next_move, problem)
         assert self._formation is not None
         event = SnapshotFailed(self._formation.round.number, me, problem)
@@ -490,11 +467,7 @@ class Snapshots:
         return True
 
     def _counts(self, has_recovered: bool) -> None:
-        """Handle the newest snapshot's completion on all workers.
-
-        Args:
-            has_recovered: whether the one before it failed.
-        """
+        """Handle the newest snapshot's completion on all workers. `has_recovered`: the one before it failed."""
         assert self._formation is not None
         members = self._formation.round.members
         if not self._others_are_dropped:
@@ -511,7 +484,7 @@ class Snapshots:
             self._persister.persist(*paths)
 
     def _report(self, has_recovered: bool) -> None:
-        """Report on rank 0 that snapshots count, and which one is the newest."""
+        """Report, on rank 0, that snapshots count, and the newest one."""
         assert self._formation is not None
         assert self._keep is not None
         number, is_first = self._formation.round.number, not self._is_reported
@@ -530,18 +503,14 @@ class Snapshots:
             )
 
     def _take(self, batch: int, tables: ShardedTables, pack_state: Callable[[], bytes]) -> tuple[PartWriter, list[Block]]:
-        """Begin this worker's part, and return the blocks with tracked changes, which `_complete` copies later."""
+        """Begin this worker's part, and return the blocks; `_complete` copies those with tracked changes."""
         assert self._formation is not None
         assert self._touched is not None
         assert tables.plan is not None
         blocks, state = tables.blocks(), pack_state()
         round_ = self._formation.round
-        header = replace(
-            part_header(
-                batch, round_.number, round_.members, self._world.worker_id, plan_to_dict(tables.plan), blocks, len(state)
-            ),
-            counters=tables.counters(),
-        )
+        me, plan = self._world.worker_id, plan_to_dict(tables.plan)
+        header = part_header(batch, round_.number, round_.members, me, plan, blocks, len(state), tables.counters())
         self._name = header.name
         writer = self.store.begin(header, self._keep)
         is_based = writer.base is not None
@@ -563,12 +532,12 @@ class Snapshots:
         neighbours: Neighbours,
         stopping: threading.Event,
     ) -> int:
-        """Copy the shards with their values at the part's begin, while training continues; send the copy to the neighbours."""
+        """Copy the shards, as they were when the part began, while training continues; send the copy to the neighbours."""
         going_on = partial(self._while_it_lasts, stopping)
         try:
             for block, rows in zip(blocks, self._changed, strict=True):
                 if touched.is_tracked(block):
-                    writer.put([block], changed=partial(_as_given, rows), each=going_on)
+                    writer.put_block(block, rows, going_on)
             for block, rows, values in touched.end_copy():
                 with going_on():
                     writer.put_rows(block, rows, values)
@@ -582,7 +551,7 @@ class Snapshots:
         return number
 
     def _decline(self, error: BaseException, neighbours: Neighbours, stopping: threading.Event) -> NoReturn:
-        """Take the others' parts, which may be complete elsewhere, and let them not wait for this worker's. Raises `error`."""
+        """Receive the others' parts, which may be complete elsewhere, so that they do not wait; then raise `error`."""
         with suppress(SnapshotError):
             neighbours.replicate(None, [], None, self._keep, stopping, partial(self._while_it_lasts, stopping))
         raise error
@@ -596,11 +565,11 @@ class Snapshots:
             yield
 
     def make_room(self, tables: ShardedTables, num_bytes: int) -> int:
-        """Touch the memory of this worker's own parts, which would take most of the time of the first two snapshots."""
+        """Touch the memory of this worker's own parts: it would take most of the first two snapshots' time."""
         _give_way()
         names = tables.parameter_names()
         dense = sum(p.nbytes for name, p in tables.module.named_parameters() if name not in names)
-        with suppress(SnapshotError):  # the snapshot itself will report it
+        with suppress(SnapshotError):  # reported by the snapshot itself
             self.store.reserve(self._world.worker_id, num_bytes + 4 * dense + (1 << 20))
         return 0
 
@@ -608,7 +577,7 @@ class Snapshots:
         self.stop()
         self.store.close()
         if has_finished():
-            self._persister.close(timeout_s=0.0)  # its copies will never be read
+            self._persister.close(timeout_s=0.0)  # no one will read its copies
             self.store.clear()
             return
         self._persister.close()
@@ -620,7 +589,3 @@ def _give_way() -> None:
     """Lower the calling thread's priority, so that it uses a core only where training leaves one idle."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-
-
-def _as_given(rows: torch.Tensor | None, block: Block) -> torch.Tensor | None:
-    return rows

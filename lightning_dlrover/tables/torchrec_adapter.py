@@ -1,6 +1,7 @@
 """All use of torchrec: build its sharded modules in our own memory, and find, copy and replace their parts.
 
-`TableOptimizer` translates the user's optimizer into a fused one. No other module uses a private name of torchrec.
+`TableOptimizer` translates the user's optimizer into a fused one. All private names of torchrec are in this file, and those
+that torch gives to parameters with an optimizer of their own. The functions that build modules replace public names only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,11 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dlrover.private_names import check_names
 from lightning_dlrover.tables.exchange import Arena
 from lightning_dlrover.tables.layout import Plan, PlanError, Region, Shard, TablePlan
-
-# Access to the parts of torchrec's modules: find, copy and replace them.
-#
-# All private names of torchrec are in this file, and those that torch gives to parameters with an optimizer of their own.
-# The functions that build modules replace public names only.
 
 INSTALL_LINE = "pip install 'lightning-dlrover[torchrec]' && pip install --no-deps torchrec==1.8.0"
 
@@ -57,7 +54,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 
 class TorchrecMissingError(ImportError):
-    """torchrec is needed, but missing or impossible to load."""
+    """torchrec is needed, but is missing or does not load."""
 
 
 def has_tables(module: nn.Module) -> bool:
@@ -93,7 +90,7 @@ def default_sharders() -> list[Any]:
     from torchrec.distributed.types import ShardingType
 
     by_rows = [ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value]
-    grid = ShardingType.GRID_SHARD.value  # its shards cannot be reassigned, see `placement.replan`
+    grid = ShardingType.GRID_SHARD.value  # its shards cannot be reassigned, see `layout.replan`
 
     # torchrec offers these on GPUs only, but gloo has all the collectives that they need.
     class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
@@ -150,7 +147,7 @@ def on_meta(collection: nn.Module) -> nn.Module:
 
 
 def values_of(collection: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the values of a collection's tables that are not on `meta`, by the table's name, in the tables' own precision."""
+    """Return the values of a collection's tables that are not on `meta`, by table, in the tables' precision."""
     from torchrec.modules.embedding_configs import data_type_to_dtype
 
     precisions = {config.name: data_type_to_dtype(config.data_type) for config in configs_of(collection)}
@@ -217,7 +214,7 @@ def keep_order(sharded: nn.Module, template: nn.Module) -> None:
 
 
 def forget_groups() -> None:
-    """Make torchrec rebuild its sub-groups: otherwise the others would wait for a newcomer to take part in building them."""
+    """Make torchrec rebuild its sub-groups, in whose building a newcomer has to take part."""
     from torchrec.distributed import collective_utils, comm
 
     collective_utils._INITIALIZED = False
@@ -258,9 +255,6 @@ def shard(wrap_dense: Callable[[nn.Module, list[str]], nn.Module], **arguments: 
     return wrapped
 
 
-# Builds torchrec's sharded modules in preallocated memory, again for every world, and without torchrec's warnings.
-
-
 def first_plan(
     module: nn.Module,
     collections: Mapping[str, nn.Module],
@@ -270,10 +264,10 @@ def first_plan(
     members: Sequence[str],
     batch_size: int | None,
 ) -> dict[str, TablePlan]:
-    """Return torchrec's own choice for `members`, worker ids in rank order. Deterministic.
+    """Return torchrec's own plan for `members`, worker ids in rank order. Deterministic.
 
     Args:
-        collections: the collections by their paths in `module`.
+        collections: by their paths in `module`.
         constraints: torchrec's, by table name.
     """
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -369,23 +363,8 @@ class _AllWork:
 
 
 @contextlib.contextmanager
-def patched(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Replace an attribute of a module, a class or an object for a while."""
-    is_own = name in vars(owner)
-    former = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(owner, name, former)
-        else:
-            delattr(owner, name)  # restores the inherited attribute
-
-
-@contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep torchrec's advice about its own calls out of the user's output, because these calls are our responsibility."""
+    """Keep torchrec's advice about its own calls out of the user's output, because we make these calls."""
     logger = logging.getLogger("torchrec")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -422,34 +401,23 @@ class Placer:
         self.configs: Sequence[Any] = ()  # tables held together
         self._arena = arena
 
-    def weights(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._arena.values(dtype)
+    def weights(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:
+        """Return a buffer, and the offset of every table in it, in values."""
+        return self._arena.values(dtype), self._offsets("weight", dtype, is_row_wise=False)
 
-    def weight_offsets(self, dtype: torch.dtype) -> list[int]:
-        """Return the offset of every table in `weights`, in values."""
-        return self._offsets("weight", dtype, is_row_wise=False)
+    def row_wise_states(self) -> tuple[torch.Tensor, list[int]]:
+        return self._arena.values(torch.float32), self._offsets("state0", torch.float32, is_row_wise=True)
 
-    def row_wise_states(self) -> torch.Tensor:
-        return self._arena.values(torch.float32)
+    def full_states(self, weights: torch.dtype, offsets: list[int]) -> tuple[torch.Tensor, list[int]]:
+        """Return a buffer with the weights' offsets: fbgemm uses a weight's index for its state, whatever offsets it gets.
 
-    def row_wise_state_offsets(self) -> list[int]:
-        return self._offsets("state0", torch.float32, is_row_wise=True)
+        It starts behind all weights; for weights of half the width, which are further apart, behind the others' states.
+        """
+        start = self._arena.num_bytes * (2 if weights.itemsize < 4 else 1)
+        self._offsets("state0", torch.float32, is_row_wise=False, places=[start + 4 * at for at in offsets])
+        return self._arena.values(torch.float32, start), offsets
 
-    def full_states(self, weights: torch.dtype) -> torch.Tensor:
-        return self._arena.values(torch.float32, self._start_of_full_states(weights))
-
-    def full_state_offsets(self, weights: torch.dtype, weight_offsets: Sequence[int]) -> list[int]:
-        """Return the weights' offsets: fbgemm uses a weight's index for its state, whatever offsets it is given."""
-        start = self._start_of_full_states(weights)
-        self._offsets("state0", torch.float32, is_row_wise=False, beside=[start + 4 * at for at in weight_offsets])
-        return list(weight_offsets)
-
-    def _start_of_full_states(self, weights: torch.dtype) -> int:
-        """Return the start in bytes: behind all weights, and for weights of half the width, which are further apart, behind
-        the others' states."""
-        return self._arena.num_bytes * (2 if weights.itemsize < 4 else 1)
-
-    def _offsets(self, what: str, dtype: torch.dtype, is_row_wise: bool, beside: Sequence[int] | None = None) -> list[int]:
+    def _offsets(self, what: str, dtype: torch.dtype, is_row_wise: bool, places: Sequence[int] | None = None) -> list[int]:
         found: list[Any] = []
         end = 0
         for name, group in itertools.groupby(self.configs, lambda config: config.name):
@@ -463,10 +431,10 @@ class Placer:
                 size, first = configs[0].num_embeddings * of_row, region.row0 * of_row
             else:  # torchrec requires several shards of one table side by side
                 key, size, first = (self.path, name, what, dtype, *regions), sum(sizes), 0
-            at = beside[len(found)] - first if beside is not None and size else None
+            at = places[len(found)] - first if places is not None and size else None
             start = self._arena.place(key, size, first, sum(sizes), at) if sum(sizes) else 0
-            places = [start + before for before in itertools.accumulate([0, *sizes[:-1]])]
-            found += [place // dtype.itemsize if num_bytes else None for place, num_bytes in zip(places, sizes, strict=True)]
+            starts = [start + before for before in itertools.accumulate([0, *sizes[:-1]])]
+            found += [at // dtype.itemsize if num_bytes else None for at, num_bytes in zip(starts, sizes, strict=True)]
             end = (start + sum(sizes)) // dtype.itemsize if sum(sizes) else end
         # A shard without rows has the next one's place, as in torchrec: its kernels derive from that how to add up. The last
         # one has the place behind the one before it.
@@ -488,14 +456,14 @@ def fast_build(placer: Placer, sharders: Sequence[Any]) -> Iterator[None]:
     def nothing(self: Any) -> None: ...
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patched(kernels, "SplitTableBatchedEmbeddingBagsCodegen", _in_arena(placer)))
+        stack.enter_context(patch.object(kernels, "SplitTableBatchedEmbeddingBagsCodegen", _in_arena(placer)))
         for sharder in sharders:
-            stack.enter_context(patched(sharder, "shard", _noting_path(placer, sharder.shard)))
+            stack.enter_context(patch.object(sharder, "shard", _noting_path(placer, sharder.shard)))
         for base in (kernels.BaseBatchedEmbedding, kernels.BaseBatchedEmbeddingBag):
-            stack.enter_context(patched(base, "__init__", _noting_tables(placer, base.__init__)))
-            stack.enter_context(patched(base, "init_parameters", nothing))
+            stack.enter_context(patch.object(base, "__init__", _noting_tables(placer, base.__init__)))
+            stack.enter_context(patch.object(base, "init_parameters", nothing))
         for collection in (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection):
-            stack.enter_context(patched(collection, "reset_parameters", nothing))
+            stack.enter_context(patch.object(collection, "reset_parameters", nothing))
         yield
 
 
@@ -530,35 +498,31 @@ def _in_arena(placer: Placer) -> type:
         def __init__(self, embedding_specs: Sequence[tuple[int, int, Any, Any]], *args: Any, **kwargs: Any) -> None:
             precision = kwargs.get("weights_precision", SparseType.FP32)
             optimizer = kwargs.get("optimizer", EmbOptimType.EXACT_SGD)
-            buffers: dict[str, torch.Tensor] = {}
-            offsets: list[list[int]] = []  # ordered like fbgemm's requests
+            states: list[tuple[torch.Tensor, list[int]]] = []  # buffers and offsets, ordered like fbgemm's requests
             is_on_host = all(spec[2] == EmbeddingLocation.HOST for spec in embedding_specs)
             is_float = precision in (SparseType.FP32, SparseType.FP16, SparseType.BF16)
-            if is_on_host and is_float:  # without any rows, too: fbgemm would take a kernel with empty memory for a GPU's
-                buffers["weights"] = placer.weights(precision.as_dtype())
-                offsets.append(placer.weight_offsets(precision.as_dtype()))
+            if is_on_host and is_float:  # even without rows: fbgemm would take a kernel with empty memory for a GPU's
+                states.append(placer.weights(precision.as_dtype()))
                 if optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
-                    buffers["momentum1"] = placer.row_wise_states()
-                    offsets.append(placer.row_wise_state_offsets())
+                    states.append(placer.row_wise_states())
                 elif optimizer == EmbOptimType.EXACT_ADAGRAD:
-                    buffers["momentum1"] = placer.full_states(precision.as_dtype())
-                    offsets.append(placer.full_state_offsets(precision.as_dtype(), offsets[0]))
-                kwargs["preallocated_host_buffers"] = buffers
-            asked = zip(offsets, buffers.values(), strict=True)
+                    states.append(placer.full_states(precision.as_dtype(), states[0][1]))
+                buffers = (buffer for buffer, _ in states)
+                kwargs["preallocated_host_buffers"] = dict(zip(("weights", "momentum1"), buffers, strict=False))
+            requested = iter(states)
 
             def placed(*of_tables: Any, **how: Any) -> Any:
-                state = split_state(*of_tables, **how)
-                found = next(asked, None)
-                return state if found is None else state._replace(offsets=found[0], host_size=found[1].numel())
+                state, found = split_state(*of_tables, **how), next(requested, None)
+                return state if found is None else state._replace(offsets=found[1], host_size=found[0].numel())
 
-            with patched(training, "construct_split_state", placed):
+            with patch.object(training, "construct_split_state", placed):
                 super().__init__(embedding_specs, *args, **kwargs)
             if is_on_host:
-                # fbgemm's backward pass looks for the next table with rows, behind the last one too.
+                # fbgemm's backward pass looks for the next table with rows, even behind the last one.
                 rows: torch.Tensor = self.hash_size_cumsum  # type: ignore[has-type]
                 self.hash_size_cumsum = torch.cat([rows, rows[-1:] + 1])
-            if "weights" in buffers:
-                # It spans all addresses, and this worker uses few of them, so optimizers and summaries must not count it.
+            if states:
+                # It spans all addresses, of which this worker uses few, so optimizers and summaries must not count it.
                 object.__setattr__(self, "weights_host", self._parameters.pop("weights_host"))
 
     return InArena
@@ -569,24 +533,19 @@ ON_CPU = ("SGD", "Adagrad", "RowWiseAdagrad")
 
 
 class TableOptimizerError(ValueError):
-    """A table that its optimizer from the script cannot train."""
+    """A table cannot be trained with its optimizer from the script."""
 
 
-# Translate the user's optimizer of an embedding table into one that torchrec applies in the backward pass.
-#
-# Sharded tables have no gradients for an ordinary optimizer: fbgemm's kernels update the rows of a batch while they compute
-# its gradients. Only optimizers that these kernels compute exactly as the user's are translated; others are rejected.
 @dataclass(frozen=True)
 class TableOptimizer:
     """Optimizer of one table in its backward pass.
 
-    Attributes:
-        kind: class that torchrec translates to a kernel.
-        arguments: the kernel's; `lr` is the initial rate.
+    Sharded tables have no gradients for an ordinary optimizer: fbgemm's kernels update the rows of a batch while they compute
+    its gradients. Only optimizers that these kernels compute exactly as the user's are translated; others are refused.
     """
 
-    kind: type
-    arguments: Mapping[str, Any]
+    kind: type  # class that torchrec translates to a kernel
+    arguments: Mapping[str, Any]  # the kernel's; `lr` is the initial rate
 
     def differs(self, other: TableOptimizer) -> bool:
         """Return whether more than the learning rate differs."""
@@ -595,23 +554,19 @@ class TableOptimizer:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Translation of an optimizer's parameter group options to arguments of a kernel.
+    """Translation of an optimizer's parameter group options to arguments of a kernel."""
 
-    Attributes:
-        taken: options that the kernel has, too.
-        unset: options that the kernel lacks: they must be off.
-    """
-
-    taken: tuple[str, ...] = ()
-    unset: tuple[str, ...] = ("weight_decay", "maximize")
+    taken: tuple[str, ...]  # options that the kernel has
+    unset: tuple[str, ...]  # options that the kernel lacks: they must be off
 
 
 _OF_ADAM = ("betas", "eps", "weight_decay")
+_OF_ADAGRAD = _Rule(("eps",), ("lr_decay", "weight_decay", "initial_accumulator_value", "maximize"))
 
 _RULES = {
-    "SGD": _Rule(unset=("momentum", "weight_decay", "maximize")),
-    "Adagrad": _Rule(("eps",), ("lr_decay", "weight_decay", "initial_accumulator_value", "maximize")),
-    "RowWiseAdagrad": _Rule(("eps",), ("lr_decay", "weight_decay", "initial_accumulator_value", "maximize")),
+    "SGD": _Rule((), ("momentum", "weight_decay", "maximize")),
+    "Adagrad": _OF_ADAGRAD,
+    "RowWiseAdagrad": _OF_ADAGRAD,
     # fbgemm decays weights as AdamW does, separately from the gradient and not through it.
     "Adam": _Rule(("betas", "eps"), ("weight_decay", "amsgrad", "maximize")),
     "AdamW": _Rule(_OF_ADAM, ("amsgrad", "maximize")),
@@ -627,10 +582,7 @@ _STATES = {"SGD": (), "Adagrad": ("sum",), "RowWiseAdagrad": ("sum",), "Adam": (
 
 
 def fused_states(table: str, optimizer: TableOptimizer, saved: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
-    """Translate the state that an ordinary optimizer has saved of a whole table.
-
-    Returns:
-        States by `state0` and `state1`, and the number of counted steps.
+    """Translate an ordinary optimizer's saved state of a whole table into `state0` and `state1`, and its number of steps.
 
     Raises:
         TableOptimizerError: another optimizer has saved it.
@@ -649,10 +601,7 @@ def fused_states(table: str, optimizer: TableOptimizer, saved: Mapping[str, Any]
 
 
 def in_backward(table: str, optimizer: Any, group: Mapping[str, Any], device_type: str) -> TableOptimizer:
-    """Return an optimizer that trains `table` as `optimizer` would.
-
-    Args:
-        group: the optimizer's parameter group that contains the table.
+    """Return an optimizer that trains `table` as `optimizer` would, in the parameter group that contains the table.
 
     Raises:
         TableOptimizerError: no kernel does.
@@ -671,8 +620,7 @@ def in_backward(table: str, optimizer: Any, group: Mapping[str, Any], device_typ
         raise TableOptimizerError(f"table {table}: fbgemm has no kernel to train it with {name} {where}. {ways_out}")
     rule = _RULES[name]
     for option in rule.unset:
-        if group.get(option, optimizer.defaults.get(option)):
-            value = group.get(option, optimizer.defaults.get(option))
+        if value := group.get(option, optimizer.defaults.get(option)):
             raise TableOptimizerError(
                 f"table {table}: fbgemm's kernel for {name} has no {option}, which is {value} here. Give the table a parameter "
                 f"group or an optimizer of its own without it. {ways_out}"
@@ -684,9 +632,6 @@ def in_backward(table: str, optimizer: Any, group: Mapping[str, Any], device_typ
         elif option in group:
             arguments[option] = float(group[option])
     return TableOptimizer(torch.optim.Adam if name == "AdamW" else kind, arguments)
-
-
-# The embedding collections of one model before they are sharded.
 
 
 @dataclass(frozen=True)
@@ -701,8 +646,8 @@ class _Tie:
 class Templates:
     """The unsharded embedding collections of a module, on `meta`. torchrec shards fresh copies of them for every world.
 
-    A collection that a model refers to by several paths, as two towers with common tables do, has the first of them here, and
-    the sharded one receives all of them.
+    A collection with several paths in the model, as in two towers with common tables, has the first of them here. The sharded
+    one is put at all of them.
 
     Args:
         module: holds the collections; copies take their places in it.
@@ -710,7 +655,7 @@ class Templates:
 
     Attributes:
         by_path: the collections, by their first paths.
-        given: values of the tables that were not on `meta`, by table. They are the user's own memory.
+        given: values of the tables that were not on `meta`, by table, in the user's own memory.
 
     Raises:
         PlanError: the model has no collection, or one that cannot be sharded again.
@@ -747,7 +692,7 @@ class Templates:
         self._ties = [tie for tie in _ties_in(module) if any(f"{path}.".startswith(f"{tie.path}.") for path in self.by_path)]
 
     def _refuse_shared_parameters(self) -> None:
-        """Raise an error for a table that another module has, too: a sharded one would train without it."""
+        """Raise an error for a table that another module shares, which would not be trained with the sharded table."""
         holders: dict[int, list[str]] = {}
         for path, part in self._module.named_modules():
             for name, parameter in part.named_parameters(recurse=False):
@@ -767,13 +712,13 @@ class Templates:
         self._tie()
 
     def _tie(self) -> None:
-        """Let all references to a collection lead to the one that is at its first path."""
+        """Make all references to a collection lead to the one at its first path."""
         for tie in self._ties:
             tie.parent.add_module(tie.name, self._module.get_submodule(tie.path))
 
     @contextlib.contextmanager
     def once(self) -> Iterator[None]:
-        """Show every collection at its first path only: torchrec would plan and shard it again at each of the others."""
+        """Show every collection at its first path only: torchrec would shard it again at each of the others."""
         for tie in self._ties:
             tie.parent.add_module(tie.name, nn.Module())
         try:
@@ -783,7 +728,7 @@ class Templates:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Remove the collections from the module for a while, sharded or not."""
+        """Remove the collections from the module inside the block, sharded or not."""
         parts = {path: self._module.get_submodule(path) for path in self.by_path}
         try:
             for path in parts:
@@ -819,7 +764,7 @@ class Templates:
                 yield key_of(path, name), key_of(path, name.split(".")[-2]), parameter
 
     def all_names(self) -> dict[str, list[str]]:
-        """Return all names that each parameter has in the module's state dict, by the first of them."""
+        """Return all names of each parameter in the module's state dict, by the first of them."""
         return {
             key_of(path, name): [key_of(each, name) for each in self._paths[path]]
             for path, template in self.by_path.items()
@@ -847,7 +792,7 @@ class Templates:
         """Apply these optimizers, by parameter name, in the backward pass of copies that are installed from now on."""
         for name, _, parameter in self.parameters():
             if (optimizer := optimizers.get(name)) is not None:
-                # Applied in any case, so that a kernel holds no table with an optimizer applied by the script.
+                # Applied to all, so that no kernel mixes them with optimizers that the script applied.
                 apply_optimizer(parameter, optimizer.kind, {**optimizer.arguments, "use_one_tbe_per_table": are_apart})
 
     def inseparable(self, groups: Mapping[str, Hashable]) -> tuple[str, str] | None:

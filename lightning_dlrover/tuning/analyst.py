@@ -7,7 +7,6 @@ chooses the few that are written.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import os
@@ -16,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from lightning_dlrover.rdzv.etcd.types import EtcdError
@@ -111,13 +110,13 @@ class Publisher:
 
     def log_outcome(self, outcome: Outcome) -> None:
         if self._records is not None:
-            self._records.event(OutcomeJudged(dataclasses.asdict(outcome)), outcome.text)
+            self._records.event(OutcomeJudged(asdict(outcome)), outcome.text)
 
     def log(self, windows: Sequence[StepProfile]) -> None:
         """Log windows of rank 0 in the job's events at once."""
         if self._records is not None:
             for window in windows:
-                self._records.event(WindowMeasured(dataclasses.asdict(rounded(window))), "")
+                self._records.event(WindowMeasured(asdict(rounded(window))), "")
 
 
 PATIENCE_WITH_A_PLAN_S = 120.0  # time for a plan to be carried out before the next one: new nodes may queue, and must start

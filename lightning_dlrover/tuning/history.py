@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import dataclasses
 import json
 import logging
 import math
@@ -12,7 +11,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
@@ -52,7 +51,7 @@ LOCAL_FILE_SYSTEMS = frozenset(
 database that several hosts write."""
 
 WRITES = "dlrover_writes"  # execution option of our transactions
-_SETTINGS = tuple(f.name for f in dataclasses.fields(Settings))
+_SETTINGS = tuple(f.name for f in fields(Settings))
 
 
 class HistoryError(Exception):
@@ -131,7 +130,7 @@ class JobHistory:
             self._put_windows(connection, tables, job.key, windows)
             self._put_decisions(connection, tables, job.key, decisions, outcomes)
             row = {name: getattr(job, name) for name in ("run_id", "started_at", "updated_at", "outcome")}
-            row |= {**dataclasses.asdict(job.descriptor), "num_settings": _count_settings(connection, tables, job.key)}
+            row |= {**asdict(job.descriptor), "num_settings": _count_settings(connection, tables, job.key)}
             _upsert(connection, tables.jobs, {"key": job.key}, row)
 
     def remove(self, keys: Sequence[str]) -> None:
@@ -159,7 +158,7 @@ class JobHistory:
         places_at = {at: place for place, times in stored.items() for at in times}  # windows of a job have different times
         given: dict[tuple[Any, ...], dict[float, StepProfile]] = {}
         for window in windows:
-            place = (*dataclasses.astuple(settings_of(window)), window.global_batch)
+            place = (*astuple(settings_of(window)), window.global_batch)
             if places_at.setdefault(window.at, place) == place:
                 given.setdefault(place, {}).setdefault(window.at, window)
         new, outdated = [], []
@@ -188,7 +187,7 @@ class JobHistory:
             for d in new(tables.decisions, {d.decision_id: d for d in decisions})
         ]
         judged = [
-            {"job": key, "decision_id": o.decision_id, "data": _json(dataclasses.asdict(o))}
+            {"job": key, "decision_id": o.decision_id, "data": _json(asdict(o))}
             for o in new(tables.outcomes, {o.decision_id: o for o in outcomes})
         ]
         for table, rows in ((tables.decisions, made), (tables.outcomes, judged)):
@@ -229,7 +228,7 @@ class JobHistory:
 
     def events(self, key: str) -> list[EventRecord]:
         """Return a job's history as the events from which a report is built, oldest first."""
-        found = [record_of(WindowMeasured(dataclasses.asdict(window)), "", window.at) for window in self.windows(key)]
+        found = [record_of(WindowMeasured(asdict(window)), "", window.at) for window in self.windows(key)]
         found += [record_of(DecisionMade(each.to_data()), each.reason, each.at) for each in self.decisions(key)]
         return sorted(found, key=lambda event: event.at)
 
@@ -241,7 +240,7 @@ class JobHistory:
         """
         tried = self._tried(but)
         near = nearest(descriptor, [PastJob(job.key, job.updated_at, job.descriptor, ()) for job in tried])
-        found = [dataclasses.replace(job, windows=self.windows(job.job)) for job in near]
+        found = [replace(job, windows=self.windows(job.job)) for job in near]
         return [job for job in found if job.windows]
 
     def on_hardware_of(self, descriptor: Descriptor, *, but: str = "") -> list[tuple[StepProfile, ...]]:
@@ -310,12 +309,12 @@ class JobHistory:
 
 def export_windows(history: JobHistory, jobs: Sequence[JobEntry], form: Literal["csv", "jsonl"], output: IO[str]) -> int:
     """Write the windows of `jobs` in the format of `dlrover lab evaluate`. Return their number."""
-    table = csv.DictWriter(output, [f.name for f in dataclasses.fields(StepProfile)], lineterminator="\n")
+    table = csv.DictWriter(output, [f.name for f in fields(StepProfile)], lineterminator="\n")
     if form == "csv":
         table.writeheader()
     count = 0
     for window in (window for job in jobs for window in history.windows(job.key)):
-        row = dataclasses.asdict(window)
+        row = asdict(window)
         if form == "csv":
             table.writerow(row)
         else:
@@ -406,7 +405,7 @@ class _Tables:
             Column("updated_at", Float, index=True),
             Column("outcome", String(20)),
             Column("device", String(100)),
-            *(Column(f.name, Float) for f in dataclasses.fields(Descriptor) if f.name != "device"),
+            *(Column(f.name, Float) for f in fields(Descriptor) if f.name != "device"),
             Column("num_settings", Integer),
         )
         windows = table(
@@ -462,8 +461,8 @@ def _count_settings(connection: Connection, tables: _Tables, key: str) -> int:
 
 
 def _row_of_window(key: str, window: StepProfile) -> dict[str, Any]:
-    figures = {**dataclasses.asdict(settings_of(window)), "global_batch": window.global_batch}
-    data = _json(dataclasses.asdict(window))
+    figures = {**asdict(settings_of(window)), "global_batch": window.global_batch}
+    data = _json(asdict(window))
     return {"job": key, "at": window.at, **figures, "step_time_s": window.step_time_s, "data": data}
 
 
@@ -472,7 +471,7 @@ def _json(document: dict[str, Any]) -> str:
 
 
 def _entry_of(row: Mapping[Any, Any]) -> JobEntry | None:
-    figures = {f.name: row[f.name] for f in dataclasses.fields(Descriptor)}
+    figures = {f.name: row[f.name] for f in fields(Descriptor)}
     numbers = [row["started_at"], row["updated_at"], *(v for k, v in figures.items() if k != "device")]
     known = all(isinstance(v, int | float) and math.isfinite(v) for v in numbers) and isinstance(figures["device"], str)
     known = known and isinstance(row["num_settings"], int | None)

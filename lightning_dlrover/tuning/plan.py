@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from typing import Any, Literal, get_args
 
@@ -140,7 +139,7 @@ class Decision:
 
     def to_data(self) -> dict[str, Any]:
         """Plain lists and dicts, for `EventRecord.data`."""
-        data = dataclasses.asdict(self)
+        data = asdict(self)
         data["candidates"] = list(data["candidates"])
         return data
 

@@ -13,10 +13,9 @@ trusted.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -361,7 +360,7 @@ class PhysicalPrior:
         own = None
         if population is not None and population.residual_gp is not None:
             own = JobResidualGP.of(population.residual_gp, prior.residuals(columns, measured))
-        return dataclasses.replace(prior, own=own, network=network)
+        return replace(prior, own=own, network=network)
 
     @classmethod
     def _best_of_each(cls, fits: Sequence[Fit]) -> PhysicalPrior:
@@ -391,7 +390,7 @@ class PhysicalPrior:
             fast_s = np.array([shape.overlapped(amounts, overlaps, 1 / factor).step_s for shape in self.shapes])
             slow_s = np.array([shape.overlapped(amounts, overlaps, factor, more_s).step_s for shape in self.shapes])
         faster, slower = (several * (self.weights @ np.log(ratios)) for ratios in (near_s / fast_s, slow_s / near_s))
-        return dataclasses.replace(predicted, faster=faster, slower=slower)
+        return replace(predicted, faster=faster, slower=slower)
 
     def residuals(self, columns: Columns, measured: Measured) -> Residuals:
         """Return how measurements deviate from the predictions."""

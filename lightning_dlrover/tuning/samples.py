@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
@@ -198,7 +197,7 @@ def configuration_of(profile: StepProfile, node_cores: float = 0.0) -> Configura
     return Configuration(**measured, node_cores=node_cores)
 
 
-_MEASURED = tuple(f.name for f in dataclasses.fields(Configuration) if f.name != "node_cores")
+_MEASURED = tuple(f.name for f in fields(Configuration) if f.name != "node_cores")
 _measured_of = attrgetter(*_MEASURED)
 
 
@@ -211,7 +210,7 @@ def windows_by_configuration(samples: Sequence[StepProfile], node_cores: float) 
     return groups
 
 
-_FIGURES = tuple(f.name for f in dataclasses.fields(Configuration) if f.name != "device")
+_FIGURES = tuple(f.name for f in fields(Configuration) if f.name != "device")
 _figures_of = attrgetter(*_FIGURES)
 
 
@@ -254,12 +253,12 @@ class Columns:
             emptiest=emptiest,
             threads=np.where(threads > 0, np.minimum(threads, cores), cores),
             core_share=np.where(node_cores > 0, np.minimum(cores, node_cores / fullest), cores),
-            **{f.name: raw[f.name] for f in dataclasses.fields(cls) if f.name in raw},
+            **{f.name: raw[f.name] for f in fields(cls) if f.name in raw},
         )
 
     def rows(self, index: NDArray[Any]) -> Columns:
         """Return the rows at `index`, which is positions or a mask."""
-        return Columns(**{f.name: getattr(self, f.name)[index] for f in dataclasses.fields(self)})
+        return Columns(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
     def __len__(self) -> int:
         return len(self.num_workers)

@@ -7,11 +7,10 @@ use of a prediction.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -129,11 +128,11 @@ class _Layers:
         columns, measured = observed.columns, observed.measured
         trees = None
         if with_trees:
-            plain = dataclasses.replace(prior, own=None)
+            plain = replace(prior, own=None)
             trees = _fit_trees(columns, np.log(measured.step_s) - plain.predict(columns).log_s, measured.weight)
             if prior.own is not None:
                 # Trees and `own` explain the same residuals in different ways, so their mean has a smaller error than each.
-                prior, trees = dataclasses.replace(prior, own=prior.own.scaled(0.5)), _Scaled(trees, 0.5)
+                prior, trees = replace(prior, own=prior.own.scaled(0.5)), _Scaled(trees, 0.5)
         residuals = np.log(measured.step_s) - prior.predict(columns).log_s - _bent(trees, columns)
         from_noise = observed.noise**2 / observed.counts
         least = MIN_SIGMA if len(residuals) >= MIN_TESTED_CONFIGURATIONS else UNTESTED_SIGMA

@@ -199,7 +199,7 @@ def test_progress_without_the_files_shows_rows_and_the_reason(streams: Streams) 
     streams.put_window()
     text = streams.text()
     assert "epoch 1: 56 of 100 rows (56 %)\n" in text
-    assert "files are not shown: Own() is a source of the script's own" in text
+    assert "files are not shown: Own() is the script's own source" in text
 
 
 def test_status_shows_the_guarantee(streams: Streams) -> None:

@@ -17,11 +17,6 @@ from lightning_dlrover.data.file_source import cache_file
 NUM_ROWS = 10
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def write(folder: Path, *tables: dict[str, Any]) -> str:
     """Write files a, b, and so on."""
     (folder / "data").mkdir(exist_ok=True)
@@ -139,7 +134,7 @@ def test_given_type_makes_files_fit(tmp_path: Path) -> None:
     folder = write(tmp_path, {"a": [1, 2]}, {"a": [None, None]}, {"a": [0.5, 1.5]})
     (filled,) = batches(parquet(folder, types={"a": "float64"}), collate_fn=fill)
     assert filled == [1.0, 2.0, 0.0, 0.0, 0.5, 1.5]
-    with pytest.raises(DataError, match=r"c.parquet: column 'a' is double there and cannot be read as int64"):
+    with pytest.raises(DataError, match=r"c.parquet: column 'a' is double and cannot be read as int64"):
         batches(parquet(folder, types={"a": "int64"}), collate_fn=fill)
     with pytest.raises(DataError, match="has no column z to read, only a"):
         len(stream(parquet(folder, types={"z": "int64"})))
@@ -149,7 +144,7 @@ def test_given_type_makes_files_fit(tmp_path: Path) -> None:
 
 def test_number_that_the_wider_type_lacks_is_named(tmp_path: Path) -> None:
     source = parquet(write(tmp_path, {"a": [2**60 + 1]}, {"a": [0.5]}))
-    with pytest.raises(DataError, match=r"a.parquet: column 'a' is int64 there and cannot be read as double"):
+    with pytest.raises(DataError, match=r"a.parquet: column 'a' is int64 and cannot be read as double"):
         batches(source)
 
 

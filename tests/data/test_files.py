@@ -26,12 +26,7 @@ from torch.utils.data import DataLoader
 from lightning_dlrover.data import DataError, Source, file_source, files, parquet, parquet_source, stream
 from lightning_dlrover.data.dataset import Positions
 from lightning_dlrover.data.file_source import cache_file
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+from tests.support.spoiled_files import spoil_row_group
 
 
 @pytest.fixture(autouse=True)
@@ -240,12 +235,7 @@ def test_nulls_are_named_with_their_column(tmp_path: Path) -> None:
 def test_corrupt_row_group_is_named_or_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"a": list(range(300))}), path, row_group_size=100, compression="zstd", use_dictionary=False)
-    group = pq.ParquetFile(path).metadata.row_group(1).column(0)
-    content = bytearray(path.read_bytes())
-    begin = group.data_page_offset + 30
-    content[begin : begin + 60] = b"\xff" * 60
-    path.write_bytes(content)
-
+    spoil_row_group(path, 1)
     with pytest.raises(
         DataError, match=r"row group 1 of .*a.parquet \(rows from 0 of its 100\) cannot be read.*on_error='skip'"
     ):
@@ -288,11 +278,11 @@ def test_types_that_do_not_fit_are_named_with_the_remedy(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        ("a.bin", {}, "its name does not say what it is"),
+        ("a.bin", {}, "its name has no known ending"),
         ("missing.txt", {}, "has no files: check the path"),
         ("a.csv", {"types": {"z": "int64"}}, "has no column z, only x"),
         ("a.csv", {"types": {"x": "nonsense"}}, "nonsense"),
-        ("a.parquet", {}, "its name does not say what it is"),
+        ("a.parquet", {}, "its name has no known ending"),
         ("b.tar", {}, "cannot be read as a tar archive"),
     ],
 )
@@ -390,7 +380,7 @@ def test_decoder_is_imported_before_loader_workers_are_forked(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("content", [b"no database", None])
-def test_unusable_cache_is_no_obstacle(tmp_path: Path, content: bytes | None) -> None:
+def test_unusable_cache_is_ignored(tmp_path: Path, content: bytes | None) -> None:
     place = Path(cache_file())
     if content is None:
         place.mkdir(parents=True)
@@ -449,10 +439,7 @@ print([name for name in sorted(set(sys.modules) - before) if name.startswith(("p
 def test_corrupt_row_group_behind_others_is_named(tmp_path: Path, size: int, corrupt: int) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"a": list(range(36_000))}), path, row_group_size=size, compression="zstd", use_dictionary=False)
-    group = pq.ParquetFile(path).metadata.row_group(corrupt).column(0)
-    content = bytearray(path.read_bytes())
-    content[group.data_page_offset + 30 : group.data_page_offset + 90] = b"\xff" * 60
-    path.write_bytes(content)
+    spoil_row_group(path, corrupt)
     source = parquet(str(path))
     (shard,) = source.shards()
     first = size * corrupt

@@ -23,7 +23,7 @@ from lightning_dlrover.data import iterable
 from lightning_dlrover.data.source import DataError
 from lightning_dlrover.live.data_agreement import settings_for
 from lightning_dlrover.live.loader import ElasticLoader
-from lightning_dlrover.live.order import UNKNOWN, IterableSettings
+from lightning_dlrover.live.order import UNKNOWN, IterableOrder, IterableSettings
 from lightning_dlrover.rdzv.transport import transfer
 from tests.support.iterable_loaders import (
     SETTINGS,
@@ -42,6 +42,11 @@ from tests.support.iterable_loaders import (
     rest,
     shares,
 )
+
+
+def order_of(loader: ElasticLoader) -> IterableOrder:
+    assert loader.iterable is not None
+    return loader.iterable
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +123,7 @@ def test_number_of_batches_limits_an_epoch() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_worker_info_is_hidden_so_that_no_row_is_left_out(num_workers: int) -> None:
+def test_worker_info_is_hidden_so_that_no_row_is_skipped(num_workers: int) -> None:
     loader = make(SplitByWorker(), num_workers=num_workers, persistent_workers=num_workers > 0)
     assert shares(loader) == chunks(30)
     loader.close()
@@ -134,7 +139,7 @@ def test_start_up_function_of_loader_workers_finds_the_users_dataset() -> None:
     loader.close()
 
 
-def test_state_with_classes_of_the_users_is_not_handed_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_state_with_classes_of_the_script_is_not_shared(caplog: pytest.LogCaptureFixture) -> None:
     class WithObjects(Stateful):
         def state_dict(self) -> dict[str, Any]:
             return {"next": self.next, "how": make}
@@ -142,7 +147,7 @@ def test_state_with_classes_of_the_users_is_not_handed_on(caplog: pytest.LogCapt
     old = make(WithObjects(100))
     shares(old, 6)
     assert old.state().iterable["snapshot"] is None  # type: ignore[index]
-    assert "the state of WithObjects is not handed on" in caplog.text
+    assert "the state of WithObjects is not shared" in caplog.text
 
 
 def test_time_that_serializing_takes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +166,7 @@ def test_time_that_serializing_takes_is_limited(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_unseeded_numbers_are_alike_on_all_workers_and_differ_by_epoch(num_workers: int) -> None:
+def test_unseeded_numbers_are_the_same_on_all_workers_and_differ_by_epoch(num_workers: int) -> None:
     read = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -208,8 +213,7 @@ def test_last_batch_is_given_again_after_the_end() -> None:
 def test_accumulated_batches_are_kept() -> None:
     dataset = Opaque(100)
     loader = make(dataset)
-    assert loader.iterable is not None
-    loader.iterable.redo_batches = 5
+    order_of(loader).redo_batches = 5
     for _ in range(8):
         next(loader)
     loader.reshard(0, 1, rewind=4)
@@ -245,7 +249,7 @@ def test_epoch_after_a_state_was_loaded_begins_with_the_first_row(kind: Any, end
 
 
 @pytest.mark.parametrize("num_read", [0, 2, 9])
-def test_state_that_fails_in_the_middle_of_a_pass_is_forgotten(num_read: int) -> None:
+def test_state_that_fails_in_the_middle_of_an_epoch_is_forgotten(num_read: int) -> None:
     old, joiner = make(GoesOnElsewhere(100)), make(GoesOnElsewhere(100))
     shares(joiner, num_read)
     shares(old, 6)
@@ -266,7 +270,7 @@ def test_rollback_further_than_rows_are_kept_reads_the_epoch_again() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", [Opaque, Stateful])
-def test_joiner_goes_on_where_the_others_are(kind: Any, num_workers: int) -> None:
+def test_joiner_continues_where_the_others_are(kind: Any, num_workers: int) -> None:
     old = make(kind(100), 0, 1)
     before = shares(old, 6)
     state = old.state()
@@ -280,7 +284,7 @@ def test_joiner_goes_on_where_the_others_are(kind: Any, num_workers: int) -> Non
     joiner.close()
 
 
-def test_joiner_with_unseeded_numbers_goes_on_with_the_same_rows() -> None:
+def test_joiner_with_unseeded_numbers_continues_with_the_same_rows() -> None:
     class StatefulNoise(Stateful):
         def __iter__(self) -> Iterator[Any]:
             return (row + random.random() / 2 for row in super().__iter__())
@@ -297,12 +301,12 @@ def test_joiner_with_unseeded_numbers_goes_on_with_the_same_rows() -> None:
         assert shares(joiner) == shares(old)
 
 
-def test_state_that_does_not_bring_back_the_rows_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_state_that_does_not_restore_the_rows_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     old, joiner = make(LossyState(100)), make(LossyState(100))
     shares(old, 6)
     joiner.load_state(old.state())
     assert shares(joiner) == shares(old) == chunks(100)[6:]
-    assert "with another row than it had next" in caplog.text
+    assert "with another row than expected" in caplog.text
 
 
 class Thing:
@@ -315,7 +319,7 @@ class Unknown(Thing):
         raise TypeError("cannot be pickled")
 
 
-@pytest.mark.parametrize("kind, message", [(Thing, "another row than it had next: rows in"), (Unknown, "cannot be recognised")])
+@pytest.mark.parametrize("kind, message", [(Thing, "another row than expected: rows in"), (Unknown, "cannot be recognised")])
 def test_state_is_checked_by_objects_as_rows(kind: type[Thing], message: str, caplog: pytest.LogCaptureFixture) -> None:
     class Things(LossyState):
         def __iter__(self) -> Iterator[Any]:
@@ -331,7 +335,7 @@ def test_state_is_checked_by_objects_as_rows(kind: type[Thing], message: str, ca
     assert message in caplog.text
 
 
-def test_state_is_checked_though_workers_compare_no_rows(caplog: pytest.LogCaptureFixture) -> None:
+def test_state_is_checked_even_if_workers_do_not_compare_rows(caplog: pytest.LogCaptureFixture) -> None:
     trainer = SimpleNamespace(testing=False, limit_val_batches=1.0)
     settings = settings_for(trainer, training=False, global_batch_size=8, max_catch_up_s=60.0, compare_data=False)
     old, joiner = (make(LossyState(100), settings=settings) for _ in range(2))
@@ -341,21 +345,19 @@ def test_state_is_checked_though_workers_compare_no_rows(caplog: pytest.LogCaptu
     shares(old, 6)
     joiner.load_state(old.state())
     assert shares(joiner) == chunks(100)[6:]
-    assert "with another row than it had next" in caplog.text
+    assert "with another row than expected" in caplog.text
 
 
 def test_checkpoint_resumes_in_another_world() -> None:
     for kind in (Opaque, Stateful, GoesOn, NumpyState):
         old = make(kind(100))
         before = shares(old, 7)
-        assert old.iterable is not None
-        saved = torch.load(_bytes(old.iterable.in_checkpoint()), weights_only=True)
+        saved = torch.load(_bytes(order_of(old).in_checkpoint()), weights_only=True)
         datasets = [kind(100) for _ in range(3)]
         resumed = [make(dataset, rank, 3) for rank, dataset in enumerate(datasets)]
         for loader in resumed:
             loader.cursor = 7
-            assert loader.iterable is not None
-            loader.iterable.resume_from(saved)
+            order_of(loader).resume_from(saved)
         assert before + global_batches([shares(loader) for loader in resumed]) == chunks(100)
         assert all(dataset.num_read == 44 for dataset in datasets if kind is NumpyState)  # rows after the state
 
@@ -374,10 +376,8 @@ def test_order_that_depends_on_the_number_of_passes_is_refused_after_a_checkpoin
         iter(loader)
         loader.set_epoch(1)
     shares(old, 7)
-    assert old.iterable is not None
-    assert resumed.iterable is not None
     resumed.cursor = 7
-    resumed.iterable.resume_from(torch.load(_bytes(old.iterable.in_checkpoint()), weights_only=True))
+    order_of(resumed).resume_from(torch.load(_bytes(order_of(old).in_checkpoint()), weights_only=True))
     with pytest.raises(DataError, match=r"Counts gives other rows than before: row 0 of epoch 1.* set_epoch\(epoch\)"):
         next(resumed)
 
@@ -389,36 +389,29 @@ def _bytes(obj: object) -> Any:
     return file
 
 
-def test_joiner_that_reads_too_slowly_is_refused_early_and_in_words() -> None:
+def catching_up(joiner: ElasticLoader, cursor: int) -> ElasticLoader:
+    joiner.cursor = cursor
+    order_of(joiner).is_catching_up = True
+    return joiner
+
+
+@pytest.mark.parametrize(
+    "row_s, limit_s, cursor, message",
+    [(0.001, 0.5, 10_000, r"80000 rows .* limit of 0.5 s. Give Slow the methods state_dict\(\)"), (0.02, 0.2, 6, "48 rows")],
+    ids=["refused early", "few rows, refused at the limit"],
+)
+def test_joiner_that_reads_too_slowly_is_refused(row_s: float, limit_s: float, cursor: int, message: str) -> None:
     class Slow(Opaque):
         def __iter__(self) -> Iterator[int]:
             for row in super().__iter__():
-                time.sleep(0.001)
+                time.sleep(row_s)
                 yield row
 
-    joiner = make(Slow(None), 1, 2, settings=IterableSettings(max_catch_up_s=0.5))
-    joiner.cursor = 10_000
-    assert joiner.iterable is not None
-    joiner.iterable.is_catching_up = True
+    joiner = catching_up(make(Slow(None), 1, 2, settings=IterableSettings(max_catch_up_s=limit_s)), cursor)
     began = time.monotonic()
-    with pytest.raises(DataError, match=r"80000 rows .* limit of 0.5 s. Give Slow the methods state_dict\(\)"):
+    with pytest.raises(DataError, match=message):
         joiner.peek()
     assert time.monotonic() - began < 0.5
-
-
-def test_few_slow_rows_end_with_the_limit() -> None:
-    class Slow(Opaque):
-        def __iter__(self) -> Iterator[int]:
-            for row in super().__iter__():
-                time.sleep(0.02)
-                yield row
-
-    joiner = make(Slow(None), 1, 2, settings=IterableSettings(max_catch_up_s=0.2))
-    joiner.cursor = 6
-    assert joiner.iterable is not None
-    joiner.iterable.is_catching_up = True
-    with pytest.raises(DataError, match="48 rows"):
-        joiner.peek()
 
 
 def test_time_that_a_state_takes_counts_for_the_limit() -> None:
@@ -431,8 +424,7 @@ def test_time_that_a_state_takes_counts_for_the_limit() -> None:
     shares(old, 6)
     joiner = make(SlowState(100), settings=replace(SETTINGS, max_catch_up_s=0.2))
     joiner.load_state(old.state())
-    assert joiner.iterable is not None
-    joiner.iterable.is_catching_up = True
+    order_of(joiner).is_catching_up = True
     with pytest.raises(DataError, match="0 of them in 0"):
         joiner.peek()
 
@@ -443,10 +435,7 @@ def test_slow_first_row_does_not_show_the_speed() -> None:
             time.sleep(0.1)
             yield from super().__iter__()
 
-    joiner = make(SlowStart(1000), settings=IterableSettings(max_catch_up_s=0.5))
-    joiner.cursor = 100
-    assert joiner.iterable is not None
-    joiner.iterable.is_catching_up = True
+    joiner = catching_up(make(SlowStart(1000), settings=IterableSettings(max_catch_up_s=0.5)), 100)
     assert shares(joiner) == chunks(1000)[100:]
 
 
@@ -531,11 +520,10 @@ def test_epoch_ends_before_a_length_that_is_too_large() -> None:
 def test_forked_process_has_an_iterator_of_its_own() -> None:
     loader = make(Opaque(100))
     next(loader)
-    assert loader.iterable is not None
-    reader: Any = loader.iterable.reading_loader.dataset
+    reader: Any = order_of(loader).reading_loader.dataset
     child = os.fork()
     if not child:
-        request = next(loader.iterable.requests(1))
+        request = next(order_of(loader).requests(1))
         rows = reader.__getitems__(request)
         os._exit(0 if list(rows) == list(range(8, 16)) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -558,19 +546,17 @@ def test_loaders_that_make_batches_themselves_are_refused() -> None:
 @pytest.mark.parametrize("accumulated", [1, 4])
 def test_reader_keeps_as_many_rows_as_documented(accumulated: int, drop_last: bool) -> None:
     loader = ElasticLoader(DataLoader(Opaque(400), 8, drop_last=drop_last), 8, training=True)
-    assert loader.iterable is not None
-    loader.iterable.redo_batches = accumulated + 1  # as the loaders of a Trainer that accumulates so many batches
+    order_of(loader).redo_batches = accumulated + 1  # as the loaders of a Trainer that accumulates so many batches
     iter(loader)
     for _ in range(20):
         loader.refetch()
     reader: Any = loader.workers._feed.loader.dataset
-    assert len(reader._pass._kept) == (accumulated + 2) * 8 + (8 if drop_last else 1)
+    assert len(reader._current._kept) == (accumulated + 2) * 8 + (8 if drop_last else 1)
 
 
 def test_reader_keeps_batches_that_are_prepared_ahead_too() -> None:
     loader = ElasticLoader(DataLoader(Opaque(400), 8, num_workers=1, prefetch_factor=3), 8, training=True)
-    assert loader.iterable is not None
-    loader.iterable.redo_batches = 2
+    order_of(loader).redo_batches = 2
     iter(loader)
     try:
         for _ in range(20):

@@ -26,7 +26,7 @@ from stream_schedules import SEED, SimulatedJob, Tally, follow, random_schedule
 from lightning_dlrover.data import DataError, Skipped, Stream, kafka, kafka_source, locations, stream
 from lightning_dlrover.data.kafka_source import Kafka, Partition
 from lightning_dlrover.data.lane_plan import BLOCK_ROWS
-from lightning_dlrover.data.source import Ranges, num_rows
+from lightning_dlrover.data.source import Ranges, WindowKeeper, num_rows
 from lightning_dlrover.live.data_agreement import difference, fingerprint_data
 from lightning_dlrover.live.loader import ElasticLoader
 from tests.support.kafka_brokers import NUM_PARTITIONS, MockCluster, Tansu
@@ -280,7 +280,7 @@ def test_broker_that_is_gone_is_named_after_the_deadline(monkeypatch: pytest.Mon
         assert time.monotonic() - began < 10
 
 
-def test_topic_that_is_not_there_is_named_at_once(brokers: MockCluster) -> None:
+def test_missing_topic_is_named_at_once(brokers: MockCluster) -> None:
     began = time.monotonic()
     with pytest.raises(DataError, match=r"Kafka's nothing cannot be read: .*Unknown topic.*Check the topic's name"):
         kafka("nothing", brokers.servers).shards()
@@ -356,8 +356,8 @@ class KafkaJob(SimulatedJob):
         return len(self.loaders[0])
 
 
-class Records:
-    """Windows on record, as etcd has them."""
+class Records(WindowKeeper):
+    """Windows of one epoch after another, as etcd holds them."""
 
     def __init__(self) -> None:
         self.windows: dict[int, Ranges] = {}
@@ -401,7 +401,7 @@ def test_each_message_is_trained_once_in_random_schedules(brokers: MockCluster, 
 # --- windows of a source that grows -------------------------------------------------------------------------------------------
 
 
-def test_each_epoch_is_a_window_that_goes_on_where_the_one_before_has_ended(brokers: MockCluster) -> None:
+def test_each_epoch_is_a_window_that_begins_where_the_last_one_ended(brokers: MockCluster) -> None:
     brokers.produce_numbers("growing", 50)
     data = stream(numbers(brokers, "growing", stop=None, dry_s=0.0))
     assert len(data) == 50
@@ -448,7 +448,7 @@ def test_source_that_begins_at_the_end_begins_where_it_was_first_looked_for(brok
     assert {*rows} <= {30, 31, 32}
 
 
-def test_later_fit_goes_on_where_the_one_before_has_ended(brokers: MockCluster) -> None:
+def test_later_fit_continues_where_the_last_one_ended(brokers: MockCluster) -> None:
     brokers.produce_numbers("twice", 60)
     data = stream(numbers(brokers, "twice", stop=None, window_rows=30, dry_s=0.0))
     first = drawn(data)
@@ -484,7 +484,7 @@ def test_later_fit_looks_again_where_the_topic_was_dry(brokers: MockCluster, is_
     assert [*lengths, len(data)] == [30, 0, 0, 20]
 
 
-def test_later_job_goes_on_after_the_checkpoints_window(brokers: MockCluster) -> None:
+def test_later_job_continues_after_the_checkpoints_window(brokers: MockCluster) -> None:
     brokers.produce_numbers("resumed", 40)
 
     def growing() -> Stream:

@@ -20,11 +20,6 @@ from lightning_dlrover.rdzv.job.events import StreamOpened
 LENGTHS = [30, 0, 7, 44, 1]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder of files whose rows are numbered through."""
@@ -70,6 +65,11 @@ def made(folder: Path, shuffle_rows: int = 0, drop_last: bool = False) -> tuple[
     return data, loader
 
 
+def lineage_of(folder: Path, **changes: object) -> tuple[Lineage, ElasticLoader]:
+    data, loader = made(folder)
+    return Lineage(opened_by(data, loader, **changes), data.shards), loader  # type: ignore[arg-type]
+
+
 def ids(lineage: Lineage, shards: Sequence[Shard], epoch: int, batches: range) -> list[int]:
     firsts = {shard.key: sum(LENGTHS[:number]) for number, shard in enumerate(shards)}
     return [
@@ -82,7 +82,7 @@ def ids(lineage: Lineage, shards: Sequence[Shard], epoch: int, batches: range) -
 
 @pytest.mark.parametrize("shuffle_rows", [0, 40, 1000])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_rows_of_a_batch_are_those_that_the_loader_deals(folder: Path, shuffle_rows: int, drop_last: bool) -> None:
+def test_rows_of_a_batch_are_those_of_the_loader(folder: Path, shuffle_rows: int, drop_last: bool) -> None:
     data, loader = made(folder, shuffle_rows, drop_last)
     opened = opened_by(data, loader)
     shards = listed_shards(opened)
@@ -132,8 +132,7 @@ def test_row_beyond_the_end_of_the_epochs_is_in_no_batch(folder: Path) -> None:
 
 
 def test_files_are_counted_as_they_are_used(folder: Path) -> None:
-    data, loader = made(folder)
-    lineage = Lineage(opened_by(data, loader), data.shards)
+    lineage, loader = lineage_of(folder)
     assert lineage.files_progress(0, 0) == FilesProgress(1, 0, 4)  # one is empty
     found = [lineage.files_progress(0, batches) for batches in range(len(loader) + 1)]
     assert all(each is not None and each.done + each.in_work + each.left == 5 for each in found)
@@ -143,17 +142,15 @@ def test_files_are_counted_as_they_are_used(folder: Path) -> None:
 
 
 def test_position_is_an_epoch_and_batches_of_it(folder: Path) -> None:
-    data, loader = made(folder)
-    lineage = Lineage(opened_by(data, loader, epoch=1), data.shards)
+    lineage, _ = lineage_of(folder, epoch=1)
     assert [lineage.place_in_epoch(batches) for batches in (0, 10, 11, 25)] == [(1, 0), (1, 10), (2, 0), (3, 3)]
     assert lineage.place_in_epoch(22, is_over=True) == (2, 11)
 
 
 @pytest.mark.parametrize("step", [-1, 0, 4])
 def test_step_before_the_record_is_refused(folder: Path, step: int) -> None:
-    data, loader = made(folder)
     with pytest.raises(DataError, match=f"there is no step {step}: "):
-        Lineage(opened_by(data, loader, steps_before=4), data.shards).batches_of_step(step)
+        lineage_of(folder, steps_before=4)[0].batches_of_step(step)
 
 
 @pytest.mark.parametrize(
@@ -165,17 +162,15 @@ def test_step_before_the_record_is_refused(folder: Path, step: int) -> None:
     ],
 )
 def test_unknown_row_is_named(folder: Path, file: str, row: int, message: str) -> None:
-    data, loader = made(folder)
     with pytest.raises(DataError, match=message):
-        Lineage(opened_by(data, loader), data.shards).places_of(file, row, range(1))
+        lineage_of(folder)[0].places_of(file, row, range(1))
 
 
 def test_name_of_several_files_is_refused(tmp_path: Path) -> None:
     for day in ("day=1", "day=2"):
         (tmp_path / day).mkdir()
         pq.write_table(pa.table({"id": [1]}), tmp_path / day / "a.parquet")
-    data, loader = made(tmp_path)
-    lineage = Lineage(opened_by(data, loader), data.shards)
+    lineage, _ = lineage_of(tmp_path)
     with pytest.raises(DataError, match=r"2 files are named a.parquet, such as .*day=1/a.parquet: give more of the path"):
         lineage.places_of("a.parquet", 0, range(1))
     assert len(lineage.places_of("day=2/a.parquet", 0, range(1))) == 1
@@ -196,12 +191,12 @@ def test_files_are_listed_again_from_the_scripts_folder_or_from_another_place(fo
         listed_shards(opened, [str(folder.parent / "moved")])
 
 
-def test_source_of_ones_own_cannot_be_listed(folder: Path) -> None:
+def test_source_of_the_script_cannot_be_listed(folder: Path) -> None:
     data, loader = made(folder)
     for source in ("<Own object at 0x1>", "Own()", "parquet(paths())"):
-        with pytest.raises(DataError, match=r"a source of the script's own"):
+        with pytest.raises(DataError, match=r"the script's own source"):
             listed_shards(opened_by(data, loader, source=source))
-    with pytest.raises(DataError, match=r"Parquet has too long a list of paths .* with --files"):
+    with pytest.raises(DataError, match=r"Parquet has too many paths .* with --files"):
         listed_shards(opened_by(data, loader, source="Parquet"))
     assert listed_shards(opened_by(data, loader, source="Parquet"), [str(folder)]) == data.shards
 

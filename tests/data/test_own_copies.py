@@ -221,11 +221,6 @@ PATHS = [next_epochs, lost_steps, resizes, validations, rollbacks, restarts]
 SOURCES = [*MAKERS, "tar", "csv", "parquet"]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def makes(data: Any, num_workers: int, collate_fn: Any) -> Callable[..., ElasticLoader]:
     def make(training: bool = True) -> ElasticLoader:
         loader = DataLoader(data, batch_size=GLOBAL_BATCH, num_workers=num_workers, collate_fn=collate_fn)
@@ -242,7 +237,7 @@ def makes(data: Any, num_workers: int, collate_fn: Any) -> Callable[..., Elastic
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("where", ["transform", "collate_fn"])
-def test_rows_of_a_stream_come_again_as_they_were_read(kind: str, path: Any, where: str, tmp_path: Path) -> None:
+def test_rows_of_a_stream_are_repeated_as_they_were_read(kind: str, path: Any, where: str, tmp_path: Path) -> None:
     source = Source(kind) if kind in MAKERS else files_of(kind, tmp_path)
     if where == "transform":
         path(makes(stream(source, change), 0, None))
@@ -253,13 +248,13 @@ def test_rows_of_a_stream_come_again_as_they_were_read(kind: str, path: Any, whe
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("dataset", [Sequential, Stateful])
-def test_rows_of_an_iterable_dataset_come_again_as_they_were_read(dataset: Any, kind: str, path: Any) -> None:
+def test_rows_of_an_iterable_dataset_are_repeated_as_they_were_read(dataset: Any, kind: str, path: Any) -> None:
     path(makes(dataset(kind), 0, collate))
 
 
 @pytest.mark.parametrize("path", [lost_steps, resizes])
 @pytest.mark.parametrize("data", [stream(Source("arrays")), Sequential("arrays")])
-def test_loader_worker_gives_rows_again_as_they_were_read(data: Any, path: Any) -> None:
+def test_loader_worker_repeats_rows_as_they_were_read(data: Any, path: Any) -> None:
     path(makes(data, 1, collate))
 
 
@@ -297,5 +292,5 @@ def test_row_that_comes_twice_is_two_rows() -> None:
     assert copies[0] is not copies[1]
 
 
-def test_rows_that_cannot_be_copied_are_told_apart() -> None:
+def test_rows_that_cannot_be_copied_are_recognised() -> None:
     assert own_copies([1, Locked(3)]) is None

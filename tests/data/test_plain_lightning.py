@@ -78,7 +78,7 @@ def test_callback_gives_each_epoch_its_own_order(tmp_path: Path, num_workers: in
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_plain_lightning_goes_on_from_a_jobs_checkpoint(tmp_path: Path, num_workers: int) -> None:
+def test_plain_lightning_continues_from_a_jobs_checkpoint(tmp_path: Path, num_workers: int) -> None:
     first, _ = epochs(numbers())
     saving = ModelCheckpoint(tmp_path, filename="at3", every_n_train_steps=3, save_top_k=1, save_on_train_epoch_end=False)
     fit(tmp_path, numbers(), max_steps=3, callbacks=[saving])
@@ -97,7 +97,7 @@ def test_plain_lightning_goes_on_from_a_jobs_checkpoint(tmp_path: Path, num_work
     assert list(chain.from_iterable(seen)) == first[3 * BATCH :]
 
 
-def test_checkpoint_of_an_epochs_end_goes_on_with_the_next_epoch() -> None:
+def test_checkpoint_of_an_epochs_end_continues_with_the_next_epoch() -> None:
     data = numbers()
     job = ElasticLoader(DataLoader(numbers(), BATCH), BATCH, training=True)
     list(job)

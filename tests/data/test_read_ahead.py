@@ -122,7 +122,7 @@ def test_fork_waits_for_reads() -> None:
     assert process.exitcode == 0
 
 
-def test_parquet_files_are_read_alike_in_threads(tmp_path: Path) -> None:
+def test_threads_read_the_same_rows_of_parquet_files(tmp_path: Path) -> None:
     for number in range(3):
         values = np.arange(40_000) + 40_000 * number
         pq.write_table(pa.table({"number": values}), tmp_path / f"{number}.parquet", row_group_size=3_000)

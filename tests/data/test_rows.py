@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from lightning_dlrover.data import DataError, Row, Rows
 from lightning_dlrover.data import rows as module
-from lightning_dlrover.data.rows import NAMES_OF_ROWS, Block, collate, prepare_default_collate
+from lightning_dlrover.data.rows import NAMES, Block, collate, prepare_default_collate
 from lightning_dlrover.private_names import MissingNamesError, missing_names
 
 VALUES: dict[str, list[Any]] = {
@@ -163,7 +163,7 @@ def test_table_shares_no_memory_with_the_block(values: list[Any]) -> None:
         ([b"a", b"b", b"c", b"d", b"e"], "column 'c' holds binary, which is not a number"),
     ],
 )
-def test_column_that_is_no_tensor_is_named(column: list[Any], message: str) -> None:
+def test_column_that_cannot_be_a_tensor_is_named(column: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         two_blocks(c=column).tensor("c")
 
@@ -173,13 +173,13 @@ def test_column_of_dates_is_named_in_a_batch() -> None:
         collate(two_blocks(d=np.array(["2026-01-01"] * 5, dtype="datetime64[us]")))
 
 
-def test_numbers_are_no_lists() -> None:
+def test_numbers_are_not_lists() -> None:
     with pytest.raises(DataError, match="column 'i' holds int64, not lists"):
         two_blocks().jagged("i")
 
 
 def test_private_names_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert missing_names(NAMES_OF_ROWS) == []
-    monkeypatch.setattr(module, "NAMES_OF_ROWS", {"torch.utils.data._utils.collate": ("no_such_map",)})
+    assert missing_names(NAMES) == []
+    monkeypatch.setattr(module, "NAMES", {"torch.utils.data._utils.collate": ("no_such_map",)})
     with pytest.raises(MissingNamesError, match="no_such_map"):
         prepare_default_collate()

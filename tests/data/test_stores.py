@@ -160,9 +160,8 @@ def store() -> Iterator[FaultyStore]:
 
 
 @pytest.fixture(autouse=True)
-def impatient(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the first pauses, and make requests small so that a file takes several."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(locations, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(locations, "GIVE_UP_S", 60.0)
     monkeypatch.setattr(locations, "READ_AHEAD_BYTES", 8192)
@@ -172,6 +171,14 @@ def impatient(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def read(source: Any, first: int = 0) -> list[int]:
     (shard,) = source.shards()
     return [value for batch in source.read(shard, first) for value in batch.column("number").to_pylist()]
+
+
+def served(store: FaultyStore, content: bytes | None = None, **options: Any) -> tuple[Any, Any]:
+    """Return a source with one Parquet file at the store, and the file as its shard."""
+    store.files["/a.parquet"] = table_bytes(0) if content is None else content
+    source = parquet(f"{store.url}/a.parquet", **options)
+    (shard,) = source.shards()
+    return source, shard
 
 
 FAULTS = ["500", "503", "429", "408", "drop", "truncate", "garbled", "short"]
@@ -193,7 +200,7 @@ def test_failures_that_pass_while_files_are_listed_are_waited_for(store: FaultyS
     assert read(parquet(f"{store.url}/a.parquet")) == list(range(ROWS))
 
 
-def test_request_that_hangs_is_made_anew(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_request_is_repeated(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locations, "REQUEST_TIMEOUT_S", 0.6)
     store.files["/a.parquet"] = table_bytes(0)
     store.faults["GET /a.parquet"] = ["", "hang"]
@@ -204,9 +211,7 @@ def test_request_that_hangs_is_made_anew(store: FaultyStore, monkeypatch: pytest
 
 def test_attempt_that_was_given_up_shares_no_file_with_a_later_one(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locations, "REQUEST_TIMEOUT_S", 0.6)
-    store.files["/a.parquet"] = table_bytes(0)
-    source = parquet(f"{store.url}/a.parquet")
-    (shard,) = source.shards()
+    source, shard = served(store)
     opened = locations._PatientFile._opened
     made: list[Any] = []
     may_go_on = threading.Event()
@@ -230,9 +235,7 @@ def test_attempt_that_was_given_up_shares_no_file_with_a_later_one(store: Faulty
 
 
 def test_store_that_stays_away_ends_the_read_after_the_deadline(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.files["/a.parquet"] = table_bytes(0)
-    source = parquet(f"{store.url}/a.parquet")
-    (shard,) = source.shards()
+    source, shard = served(store)
     monkeypatch.setattr(locations, "GIVE_UP_S", 0.5)
     store.faults["GET /a.parquet"] = ["503"] * 1000
     with pytest.raises(DataError, match=r"/a.parquet could not be read for \d s, the last time because of: 503"):
@@ -263,9 +266,7 @@ def replace(store: FaultyStore) -> None:
 def test_refusal_comes_at_once_with_the_name_of_the_file(
     store: FaultyStore, change: Callable[[FaultyStore], None], message: str, while_read: bool
 ) -> None:
-    store.files["/a.parquet"] = table_bytes(0)
-    source = parquet(f"{store.url}/a.parquet", on_error="skip")  # skips corrupt row groups, not absent files
-    (shard,) = source.shards()
+    source, shard = served(store, on_error="skip")  # skips corrupt row groups, not absent files
     rows = iter(source.read(shard, 0))
     if while_read:
         next(rows)
@@ -352,9 +353,7 @@ def test_large_row_group_in_a_store_is_read_in_pieces(store: FaultyStore, monkey
     sink = io.BytesIO()
     numbers = list(range(50_000))
     pq.write_table(pa.table({"a": numbers, "b": numbers}), sink, compression="none", use_dictionary=False, data_page_size=5_000)
-    store.files["/a.parquet"] = sink.getvalue()
-    source = parquet(f"{store.url}/a.parquet")
-    (shard,) = source.shards()
+    source, shard = served(store, sink.getvalue())
     asked: list[int] = []
     for heavy_bytes in (100_000, 10_000_000):
         monkeypatch.setattr(parquet_source, "HEAVY_BYTES", heavy_bytes)
@@ -368,9 +367,7 @@ def test_large_row_group_in_a_store_is_read_in_pieces(store: FaultyStore, monkey
 def test_file_is_read_ahead(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locations, "READ_AHEAD_BYTES", 2**20)
     monkeypatch.setattr(locations, "MAX_REQUEST_BYTES", 2**20)
-    store.files["/a.parquet"] = table_bytes(0, 400_000)
-    source = parquet(f"{store.url}/a.parquet")
-    (shard,) = source.shards()
+    source, shard = served(store, table_bytes(0, 400_000))
     store.requests.clear()
     assert sum(batch.num_rows for batch in source.read(shard, 0)) == 400_000
     size = len(store.files["/a.parquet"])
@@ -389,9 +386,7 @@ def test_forked_loader_workers_read_from_the_store_their_parent_has_read_from(st
 
 
 def test_pickled_source_reads_the_same_rows(store: FaultyStore) -> None:
-    store.files["/a.parquet"] = table_bytes(0)
-    source = parquet(f"{store.url}/a.parquet")
-    (shard,) = source.shards()
+    source, shard = served(store)
     copy = pickle.loads(pickle.dumps(source))
     assert [batch.to_pydict() for batch in copy.read(shard, 70)] == [batch.to_pydict() for batch in source.read(shard, 70)]
 

@@ -79,7 +79,7 @@ def test_a_stop_within_a_row_group_loses_none_of_its_rows(files: Files, stop: in
 
 
 @pytest.mark.parametrize("sizes", [(4, 2, 3), (1, 5, 1), (3, 7, 8), (8, 1, 6)])
-def test_any_number_of_workers_goes_on_within_an_epoch(files: Files, sizes: Sequence[int]) -> None:
+def test_any_number_of_workers_continues_within_an_epoch(files: Files, sizes: Sequence[int]) -> None:
     """Grain's elastic iterators need a number of shards that each number of workers divides.
 
     LitData doubled and lost samples (https://github.com/Lightning-AI/litData/pull/878, its `tests/streaming/test_elastic.py`).
@@ -91,7 +91,7 @@ def test_any_number_of_workers_goes_on_within_an_epoch(files: Files, sizes: Sequ
     assert finished(job) == undisturbed(files)
 
 
-def test_a_second_resume_goes_on_where_the_first_one_ended(files: Files) -> None:
+def test_a_second_resume_continues_where_the_first_one_ended(files: Files) -> None:
     """https://github.com/huggingface/datasets/issues/8308: the state does not advance after a resume."""
     job = started(files, 2)
     for _ in range(BATCHES - 1):

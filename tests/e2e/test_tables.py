@@ -493,7 +493,7 @@ def test_loss_of_all_copies_returns_the_job_to_its_checkpoint(new_job: MakeJob) 
     assert codes[2:] == [0, 0], job.report()
     assert min(r["step"] for w in again for r in w.records("done")) == 10
     assert judge(job, settings, undisturbed(new_job, settings), read_at=9) == [], job.report()
-    assert any("cannot be used: no worker has the parts of" in event.text for event in job.events("snapshot"))
+    assert any("cannot be used: no worker holds the parts of" in event.text for event in job.events("snapshot"))
 
 
 def test_job_without_shared_memory_resumes_from_the_snapshot_on_disk(new_job: MakeJob) -> None:

@@ -175,7 +175,7 @@ def test_line_numbers_count_all_chunks(tmp_path: Path, monkeypatch: pytest.Monke
         convert([path], tmp_path / "folder", SMALL)
 
 
-def test_files_that_are_no_log_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_not_a_log_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "clicks.tsv.gz"
     path.write_bytes(gzip.compress("\n".join(many_rows(200)).encode())[:-100])
     with pytest.raises(DataError, match="cannot be read after line"):
@@ -258,7 +258,7 @@ def test_damaged_description_is_named(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "clicks.json").write_text(text)
     assert is_click_folder(tmp_path)
-    with pytest.raises(DataError, match=r"clicks\.json is no description of click rows .*examples/criteo_to_parquet\.py"):
+    with pytest.raises(DataError, match=r"clicks\.json is not a description of click rows .*examples/criteo_to_parquet\.py"):
         Description.read(tmp_path)
 
 

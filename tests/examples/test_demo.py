@@ -57,11 +57,11 @@ def test_wait_ends_with_the_awaited_value(watched: Demo, client: EtcdClient, key
 
 
 @pytest.mark.parametrize("number, members", [(2, ["a", "b"]), (4, ["a"]), (4, ["a", "gone"])])
-def test_wait_in_vain_names_the_awaited_value(
+def test_wait_that_times_out_names_the_awaited_value(
     watched: Demo, client: EtcdClient, keys: Keys, number: int, members: list[str]
 ) -> None:
     put_round(client, keys, number, members)
-    with pytest.raises(DemoError, match="in vain for the replacement"):
+    with pytest.raises(DemoError, match="no sign of the replacement within"):
         watched.wait("the replacement", watched.round_of(2, after=2, without="gone"), timeout_s=0.3)
 
 
@@ -77,7 +77,7 @@ def test_a_corrupt_record_is_reported_with_its_key(watched: Demo, client: EtcdCl
         watched.wait("a round", watched.round_of(2), timeout_s=5)
 
 
-def test_a_process_that_is_no_worker_of_the_demo_is_not_killed(
+def test_a_process_that_is_not_a_worker_of_the_demo_is_not_killed(
     watched: Demo, client: EtcdClient, keys: Keys, sleeper: subprocess.Popen[bytes]
 ) -> None:
     put_worker(client, keys, "other", sleeper.pid)

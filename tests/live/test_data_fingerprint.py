@@ -108,7 +108,7 @@ def test_unseeded_split_has_another_fingerprint() -> None:
     assert difference(data_of(rows, sampler=samplers[0]), data_of(rows, sampler=samplers[1]))
 
 
-def test_last_digits_of_another_machine_are_no_difference() -> None:
+def test_last_digits_of_another_machine_do_not_count() -> None:
     ours, theirs = data_of(Images()), data_of(Images(change=decoded_elsewhere))
     assert ours != theirs
     assert difference(ours, theirs) == ""
@@ -156,7 +156,7 @@ def test_random_augmentation_is_not_compared(change: Callable[[Any], object], nu
     assert difference(data, data_of(Images())) == ""
 
 
-def test_one_differing_sample_is_taken_for_chance() -> None:
+def test_one_differing_sample_may_be_chance() -> None:
     same, odd = Sketch("a", []), Sketch("b", [])
     ours = DataFingerprint([LoaderFingerprint(9, [same, None, None])], None)
     theirs = DataFingerprint([LoaderFingerprint(9, [odd, same, same])], None)
@@ -165,7 +165,7 @@ def test_one_differing_sample_is_taken_for_chance() -> None:
     assert difference(theirs, DataFingerprint([LoaderFingerprint(9, [same, odd, odd])], None))
 
 
-def test_random_numbers_go_on_as_if_no_sample_was_fetched() -> None:
+def test_fetched_samples_leave_the_random_numbers_unchanged() -> None:
     def drawn() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(1))
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,6 +25,7 @@ from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.order import FitPosition
 from lightning_dlrover.live.train_loaders import TrainLoaders
 from lightning_dlrover.rdzv.group.world import World
+from tests.support.loaders import indices, over, workers_of
 from tests.support.waiting import eventually
 
 FORK: Any = multiprocessing.get_context("fork")
@@ -185,35 +187,22 @@ def log(tmp_path: Path) -> Path:
 
 def make_loader(log: Path, loader_workers: int = 2) -> ElasticLoader:
     data = stream(Logged(log), shuffle_rows=NUM_ROWS)
-    users = DataLoader(data, batch_size=40, num_workers=loader_workers, persistent_workers=loader_workers > 0)
-    return ElasticLoader(users, 40, training=True)
-
-
-def numbers(batch: Any) -> list[int]:
-    found: list[int] = batch.tolist()
-    return found
+    return over(DataLoader(data, batch_size=40, num_workers=loader_workers, persistent_workers=loader_workers > 0), 40)
 
 
 @pytest.mark.parametrize("loader_workers", [0, 2])
 def test_batches_are_the_same_with_lanes_ahead(log: Path, loader_workers: int) -> None:
     with_ahead, plain = make_loader(log, loader_workers), make_loader(log, loader_workers)
-    for loader in (with_ahead, plain):
-        iter(loader)
-        loader.reshard(0, 2)
-    places = [(0, 3), (2, 3), (0, 1)]
-    for place in places:
-        with_ahead.expect_place(*place)
-        for _ in range(6):
-            assert numbers(next(with_ahead)) == numbers(next(plain))
+    for place, following in pairwise([(0, 2), (0, 3), (2, 3), (0, 1)]):
         for loader in (with_ahead, plain):
             loader.reshard(*place)
-    with_ahead.close()
-    plain.close()
+        with_ahead.expect_place(*following)
+        for _ in range(6):
+            assert indices(next(with_ahead)) == indices(next(plain))
 
 
 def test_member_has_opened_its_lanes_before_it_changes_its_place(log: Path) -> None:
     loader = make_loader(log)
-    iter(loader)
     loader.reshard(0, 2)
     next(loader)
     loader.expect_place(1, 2)
@@ -224,13 +213,14 @@ def test_member_has_opened_its_lanes_before_it_changes_its_place(log: Path) -> N
     for _ in range(6):
         next(loader)
     assert len(log.read_text().splitlines()) == expected
-    loader.close()
 
 
 def test_joiner_has_opened_its_lanes_before_it_gets_the_state(log: Path) -> None:
+    def read_by_loader() -> list[str]:
+        pids = {worker.pid for worker in workers_of(loader)}
+        return [line for line in log.read_text().splitlines() if int(line.split()[0]) in pids]
+
     loader, member = make_loader(log), make_loader(log)
-    for each in (loader, member):
-        iter(each)
     loader.workers.warm_up()
     loader.open_lanes(epoch=3, cursor=7, seed=11, global_rank=1, world_size=2)
     assert (loader.epoch, loader.cursor, loader.global_rank, loader.world_size) == (0, 0, 0, 1)
@@ -239,20 +229,12 @@ def test_joiner_has_opened_its_lanes_before_it_gets_the_state(log: Path) -> None
     member.set_epoch(3)
     member.cursor = 9
     member.reshard(1, 2)
-    expected = [numbers(next(member)) for _ in range(4)]
-    before = [line for line in log.read_text().splitlines() if int(line.split()[0]) in pids_of(loader)]
+    expected = [indices(next(member)) for _ in range(4)]
+    before = read_by_loader()
     loader.load_state(replace(member.state(), cursor=9))
     loader.reshard(1, 2)
-    assert [numbers(next(loader)) for _ in range(4)] == expected
-    after = [line for line in log.read_text().splitlines() if int(line.split()[0]) in pids_of(loader)]
-    assert after == before
-    loader.close()
-    member.close()
-
-
-def pids_of(loader: ElasticLoader) -> set[int]:
-    running: Any = loader.workers._feed.loader._iterator
-    return {worker.pid for worker in running._workers}
+    assert [indices(next(loader)) for _ in range(4)] == expected
+    assert read_by_loader() == before
 
 
 def test_read_ahead_that_never_ends_is_an_error_that_names_the_source(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

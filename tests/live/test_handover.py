@@ -50,7 +50,7 @@ def test_worker_that_a_round_leaves_out_while_it_packs_closes_no_job() -> None:
 
 
 @pytest.mark.parametrize("error, is_kept", [(KeyError("best"), False), (RoundEndedError("a worker was lost"), True)])
-def test_a_left_state_that_cannot_be_restored_is_not_met_again(
+def test_left_state_that_cannot_be_restored_is_removed(
     error: Exception, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def restore(*args: Any, **options: Any) -> None:
@@ -168,7 +168,7 @@ def test_checkpoint_that_is_written_again_is_not_removed(cut: Cut) -> None:
     assert cut.files["old.ckpt"] == "again"
 
 
-def test_checkpoint_that_somebody_has_moved_holds_up_nothing(cut: Cut, tmp_path: Path) -> None:
+def test_checkpoint_that_was_moved_does_not_stop_the_others(cut: Cut, tmp_path: Path) -> None:
     cut.save("last.ckpt", "first")
     cut.remove("old.ckpt")
     (tmp_path / "cut-off-7-last.ckpt").unlink()

@@ -99,7 +99,7 @@ def test_worker_alone_notices_a_branch_without_gradient() -> None:
     assert after_step(UnusedParameters({}, is_live=True), "used")
 
 
-def test_tables_are_no_unused_parameters() -> None:
+def test_tables_are_not_counted_as_unused() -> None:
     assert not after_step(UnusedParameters({}, is_live=True), "used", ignored={"other.weight", "other.bias"})
 
 
@@ -135,7 +135,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_search_that_fails_in_reentrant_checkpoints_is_refused_in_words(use_reentrant: bool, group_of_one: None) -> None:
+def test_search_that_fails_in_reentrant_checkpoints_is_explained(use_reentrant: bool, group_of_one: None) -> None:
     unused = UnusedParameters({}, is_live=True)
     unused.agree(found=True, is_reporter=True)
     model = DistributedDataParallel(Checkpointed(use_reentrant), find_unused_parameters=True)

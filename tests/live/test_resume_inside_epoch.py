@@ -1,4 +1,4 @@
-"""Loaders that continue from a checkpoint inside an epoch: the samples that are missing follow, or it is refused in words."""
+"""Loaders that continue from a checkpoint inside an epoch: the missing samples follow, or it is refused with a reason."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -202,7 +203,7 @@ def test_order_follows_the_seed_of_the_loader(options: Callable[[int], dict[str,
     assert first != other
 
 
-def test_a_sampler_of_the_users_own_gives_the_order_and_learns_the_epoch() -> None:
+def test_users_sampler_gives_the_order_and_gets_the_epoch() -> None:
     sampler = Backwards(20)
     loader = elastic(20, 8, sampler=sampler, place=(1, 2))
     assert [indices(batch) for batch in loader] == [[15, 14, 13, 12], [7, 6, 5, 4], [1, 0]]
@@ -247,7 +248,7 @@ def test_random_samplers_with_a_number_of_their_own_keep_it(sampler: RandomSampl
     assert sum(map(len, elastic(9, 3, sampler=sampler))) == len(sampler)
 
 
-def test_a_joiner_goes_on_in_an_order_it_did_not_draw() -> None:
+def test_joiner_continues_in_an_order_that_it_did_not_draw() -> None:
     there = elastic(12, 4, sampler=WeightedRandomSampler([1.0] * 12, 12))
     next(there)
     joiner = elastic(12, 4, sampler=WeightedRandomSampler([1.0] * 12, 12))
@@ -628,6 +629,39 @@ def test_only_open_resources_prevent_loader_workers() -> None:
         assert "socket" in open_handle(Reader(opened))
 
 
+class Signalled:
+    """Sends SIGTERM to each process that is forked, before torch or the package runs in it, as long as it is referenced."""
+
+    def __init__(self) -> None:
+        multiprocessing.util.register_after_fork(self, Signalled.end)
+
+    def end(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class SignalMasks(Numbers):
+    """Whether the process that fetches a sample blocks SIGTERM."""
+
+    def __getitem__(self, index: int) -> int:
+        assert get_worker_info() is not None
+        return int(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, set()))
+
+
+def test_loader_worker_survives_the_end_of_its_group_while_it_starts() -> None:
+    loader = elastic(4, 1, training=False, num_workers=1)
+    signalled = Signalled()
+    try:
+        assert rest_of(loader) == [[0], [1], [2], [3]]
+    finally:
+        del signalled
+
+
+def test_started_loader_worker_takes_signals_again() -> None:
+    loader = over(DataLoader(SignalMasks(4), 1, num_workers=1), 1, training=False)
+    assert not any(bool(batch) for batch in loader)
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+
+
 # --- several loaders, one epoch ---------------------------------------------------------------------------------------------
 
 
@@ -662,7 +696,7 @@ def test_loader_that_is_cycled_gives_whole_laps_in_any_world(
     assert found == expected
 
 
-def test_loader_that_has_ended_counts_on_and_can_be_rewound() -> None:
+def test_ended_loader_keeps_counting_and_can_be_rewound() -> None:
     loader = elastic(6, 2)
     loader.keep_step(5, cycles=False)
     assert rest_of(loader) == [[0, 1], [2, 3], [4, 5]]
@@ -708,7 +742,7 @@ def test_one_global_batch_size_for_unlike_loaders_is_refused() -> None:
         train_loaders(CombinedLoader(loaders), has_global_batch_size=True).keep_step()
 
 
-def test_iterable_dataset_beside_another_loader_is_refused() -> None:
+def test_iterable_dataset_with_another_loader_is_refused() -> None:
     class Endless(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(int, 1)
@@ -810,7 +844,7 @@ def test_state_of_an_unread_loader_is_not_saved() -> None:
     assert copy.copy(loader).batch_size == 2
 
 
-def test_batches_come_in_order_though_the_user_does_not_ask_for_it() -> None:
+def test_batches_come_in_order_even_with_in_order_false() -> None:
     class FirstIsSlow(Numbers):
         def __getitem__(self, index: int) -> int:
             if index == 0:

@@ -103,7 +103,7 @@ def test_rows_with_reasons_of_their_own_are_one_range_and_one_line(caplog: pytes
     assert [record.getMessage() for record in caplog.records] == ["telling: 100 rows are skipped so far: cannot decode 100"]
 
 
-def test_only_rows_that_are_not_on_record_are_news() -> None:
+def test_only_rows_without_a_record_are_news() -> None:
     rows = SkippedRows()
     rows.add(
         [SkippedRange(0, "a", 10, 20, "broken"), SkippedRange(1, "b", 0, 5, "gone"), SkippedRange(0, "a", 10, 20, "broken")]

@@ -89,7 +89,7 @@ def test_several_batches_start_over_together() -> None:
     assert done == ["first", "first", "second"]
 
 
-def test_memory_that_runs_out_between_passes_is_not_halved_for_ever() -> None:
+def test_memory_that_runs_out_between_passes_ends_the_halving() -> None:
     parts = automatic_worker().steps.parts
 
     def compute(again: bool) -> None:
@@ -113,7 +113,7 @@ def test_loss_of_a_worker_ends_a_share_in_parts() -> None:
     assert not live.position.is_in_parts
 
 
-def test_share_in_parts_is_no_hang() -> None:
+def test_share_in_parts_is_not_taken_for_a_hang() -> None:
     live = automatic_worker()
     live.position.formation = SimpleNamespace(round=SimpleNamespace(number=1), rank=0, size=1)
     val_loop = SimpleNamespace(batch_progress=SimpleNamespace(total=SimpleNamespace(ready=0)))

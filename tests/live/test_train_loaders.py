@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, TensorDataset
 
 from lightning_dlrover.checks import UnsupportedLoaderError
 from lightning_dlrover.data import stream
@@ -20,6 +20,7 @@ from lightning_dlrover.live.train_loaders import SettingsInForce, TrainLoaders
 from lightning_dlrover.live.wiring import UsersLoaders
 from lightning_dlrover.rdzv.job.events import SettingsApplied
 from lightning_dlrover.rdzv.job.records import PlanRecord
+from tests.support.loaders import Numbers, over
 
 PLAN = PlanRecord(1, "planner", "a test says so", binding=False, loader_workers=1, prefetch_factor=2)
 CORES = 2.0
@@ -40,11 +41,11 @@ class Tens:
         return [Shard("tens", 10)]
 
     def read(self, shard: Shard, row: int) -> Iterator[int]:
-        return iter(range(row, 10))
+        return iter(range(row, shard.rows))
 
 
 def make_loader() -> ElasticLoader:
-    return ElasticLoader(DataLoader(TensorDataset(torch.arange(100)), 1), 1, training=True)
+    return over(DataLoader(TensorDataset(torch.arange(100)), 1), 1)
 
 
 def follow(settings: SettingsInForce, plan: PlanRecord, loader: ElasticLoader, num_batches: int = 10) -> list[SettingsApplied]:
@@ -60,24 +61,18 @@ def test_rebuilt_loaders_follow_the_plan() -> None:
     """Lightning recreates loaders with `reload_dataloaders_every_n_epochs`."""
     settings = SettingsInForce(CORES)
     first, second = make_loader(), make_loader()
-    try:
-        assert len(follow(settings, PLAN, first)) == 1
-        assert len(follow(settings, PLAN, second)) == 1
-        assert (first.num_workers, second.num_workers) == (1, 1)
-        assert follow(settings, PLAN, second) == []
-    finally:
-        first.close()
-        second.close()
+    assert len(follow(settings, PLAN, first)) == 1
+    assert len(follow(settings, PLAN, second)) == 1
+    assert (first.num_workers, second.num_workers) == (1, 1)
+    assert follow(settings, PLAN, second) == []
 
 
-class Bank(Dataset[int]):
+class Bank(Numbers):
     """Samples that training writes."""
 
     def __init__(self) -> None:
+        super().__init__(40)
         self.values = [0] * 40
-
-    def __len__(self) -> int:
-        return len(self.values)
 
     def __getitem__(self, index: int) -> int:
         return self.values[index]
@@ -85,7 +80,7 @@ class Bank(Dataset[int]):
 
 def test_planner_gives_no_loader_workers_to_a_dataset_that_training_may_write_to() -> None:
     bank, settings = Bank(), SettingsInForce(CORES)
-    loader = ElasticLoader(DataLoader(bank, 1), 1, training=True)
+    loader = over(DataLoader(bank, 1), 1)
     fetched = []
     for step in range(20):
         settings.follow(PLAN, [loader], may_add_workers=False)
@@ -106,31 +101,24 @@ def test_planner_gives_no_loader_workers_to_a_dataset_that_training_may_write_to
     ],
 )
 def test_first_loader_workers_need_a_permission(loader: dict[str, Any], source: Any, allowed: bool, expected: int) -> None:
-    settings, made = SettingsInForce(CORES), ElasticLoader(DataLoader(batch_size=1, **loader), 1, training=True)
-    try:
-        for _ in range(8):
-            settings.follow(replace(PLAN, source=source), [made], may_add_workers=allowed)
-            next(made)
-        assert made.num_workers == expected
-    finally:
-        made.close()
+    settings, made = SettingsInForce(CORES), over(DataLoader(batch_size=1, **loader), 1)
+    for _ in range(8):
+        settings.follow(replace(PLAN, source=source), [made], may_add_workers=allowed)
+        next(made)
+    assert made.num_workers == expected
 
 
 def test_change_of_threads_is_not_charged_with_an_earlier_change() -> None:
     settings, loader = SettingsInForce(CORES), make_loader()
-    try:
-        next(loader)
-        (loaders,) = follow(settings, PLAN, loader)
-        assert loaders.seconds > 0
-        more_threads = PlanRecord(1, "planner", "", binding=False, loader_workers=1, prefetch_factor=2, intra_op_threads=2)
-        (threads,) = follow(settings, more_threads, loader)
-        assert threads.intra_op_threads == 2
-        assert threads.seconds == 0
-    finally:
-        loader.close()
+    next(loader)
+    (loaders,) = follow(settings, PLAN, loader)
+    assert loaders.seconds > 0
+    (threads,) = follow(settings, replace(PLAN, intra_op_threads=2), loader)
+    assert threads.intra_op_threads == 2
+    assert threads.seconds == 0
 
 
-class Growing:
+class Growing(Tens):
     """Source of ten rows in each window."""
 
     grows, dry_s = True, 0.0
@@ -144,9 +132,6 @@ class Growing:
 
     def shards_in(self, ranges: Ranges) -> Sequence[Shard]:
         return [Shard(key, stop - first) for key, (first, stop) in ranges.items()]
-
-    def read(self, shard: Shard, row: int) -> Iterator[int]:
-        return iter(range(row, shard.rows))
 
 
 def replaced(loader: DataLoader[Any], **options: Any) -> Any:
@@ -228,17 +213,14 @@ def test_global_batch_follows_a_batch_size_that_the_script_changes() -> None:
     assert global_batch_of_next(96, 48, 48, (1, 3)) == 96  # a joiner's first loader was made where it was alone
 
 
-class Weighed:
-    """Source whose rows weigh as much as this worker's host says."""
+class Weighed(Tens):
+    """Source whose blocks have another number of rows on each host."""
 
     def __init__(self, block_rows: int) -> None:
         self.block_rows = block_rows
 
     def shards(self) -> Sequence[Shard]:
         return [Shard("a", 10_000)]
-
-    def read(self, shard: Shard, row: int) -> Iterator[int]:
-        return iter(range(row, shard.rows))
 
 
 def test_loader_that_is_made_again_has_the_layout_of_rank_0() -> None:
@@ -248,7 +230,7 @@ def test_loader_that_is_made_again_has_the_layout_of_rank_0() -> None:
         return ElasticLoader(DataLoader(stream(Weighed(block_rows), shuffle_rows=100), 4), 8, training=True)
 
     trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(_combined_loader=None))
-    loaders = TrainLoaders(trainer, FitPosition(None), has_global_batch_size=False)
+    loaders = TrainLoaders(trainer, FitPosition(None), False)
     of_rank_zero = made(256).order.layout
     assert of_rank_zero is not None
     loaders.before_set_up()

@@ -45,14 +45,10 @@ def test_workers_end_with_equal_numbers_of_batches(seed: int) -> None:
     assert len({begun + len(batches) for begun, batches in zip(started, by_rank, strict=True)}) == 1
 
 
-def test_few_samples_are_repeated_rather_than_hang_a_step() -> None:
-    by_rank = dealt([5], [3, 3], 8, in_step=True)
-    assert [[list(batch) for batch in batches] for batches in by_rank] == [[[5]], [[5]]]
-
-
-def test_few_samples_go_to_some_where_steps_have_no_collectives() -> None:
-    by_rank = dealt([5], [3, 3], 8, in_step=False)
-    assert [[list(batch) for batch in batches] for batches in by_rank] == [[[5]], []]
+@pytest.mark.parametrize(("in_step", "expected"), [(True, [[[5]], [[5]]]), (False, [[[5]], []])])
+def test_few_samples_are_repeated_only_if_steps_have_collectives(in_step: bool, expected: list[list[list[int]]]) -> None:
+    by_rank = dealt([5], [3, 3], 8, in_step)
+    assert [[list(batch) for batch in batches] for batches in by_rank] == expected
 
 
 def test_buffers_sent_before_a_validation_reach_all_despite_a_loss() -> None:

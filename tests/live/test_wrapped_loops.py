@@ -13,6 +13,7 @@ import torch
 
 from lightning_dlrover.live import lightning_adapter
 from lightning_dlrover.live.wiring import wrap_restarts
+from tests.support.quiet_trainer import quiet_trainer
 
 
 class Batches:
@@ -83,8 +84,7 @@ class Saving(L.Callback):
 
 
 def fitted(batches: Batches, model: Model, callbacks: list[Any], ckpt_path: Path | None, **limits: int) -> Any:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(accelerator="cpu", callbacks=callbacks, **quiet, **limits)  # type: ignore[arg-type]
+    trainer = quiet_trainer(enable_checkpointing=False, callbacks=callbacks, **limits)
     batches.fit_loop = fit_loop = trainer.fit_loop
 
     def set_up(own: Any) -> None:  # `LiveTraining.set_up_data` does this

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
-from tests.support.torchrun_agent import Agent
+from tests.support.torchrun_agent import StartAgent
 
 SOURCE = """
 import dataclasses, os, time
@@ -25,9 +24,7 @@ with World(dataclasses.replace(config, wait_timeout_s=7.0)) as world:
 CAUSE = "ArithmeticError: a mistake of the user's"
 
 
-def test_every_node_shows_the_first_failure_last(
-    start_agent: Callable[..., Agent],
-) -> None:
+def test_every_node_shows_the_first_failure_last(start_agent: StartAgent) -> None:
     agents = [start_agent(SOURCE, nnodes="2:2", conf="live=1") for _ in range(2)]
     ended_at: dict[int, float] = {}
     deadline = time.monotonic() + 120

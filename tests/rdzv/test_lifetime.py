@@ -58,11 +58,7 @@ def assert_bounded(client: EtcdClient, keys: Keys, ttl_s: float) -> None:
 @pytest.mark.parametrize(
     "script, conf, kept",
     [
-        (
-            LIVE.replace("STEPS", "30"),
-            "live=1,history_ttl=3600",
-            FINISHED,
-        ),
+        (LIVE.replace("STEPS", "30"), "live=1,history_ttl=3600", FINISHED),
         (PLAIN, "last_call_timeout=0.5", {"live/agent_round"}),  # closed, so late nodes are refused
     ],
 )

@@ -29,6 +29,8 @@ from tests.tables.resharding_oracle import (
     batch_of,
     constraints,
     gather,
+    join_world,
+    leave_world,
     train_step,
 )
 from tests.tables.worker_pool import Worker
@@ -144,9 +146,7 @@ def play_first_weights(worker: Worker, case: WeightsCase) -> list[str]:
     group = ProcessGroupGloo(PrefixStore("transfer", store), union.index(me), len(union))  # type: ignore[call-arg]
     for number, members in enumerate((first, second)):
         if me in members:
-            dist.init_process_group(
-                "gloo", store=PrefixStore(f"world{number}", store), rank=members.index(me), world_size=len(members)
-            )
+            join_world(PrefixStore(f"world{number}", store), me, members)
         plan: Plan = replan(old_plan, members) if old_plan else {}
         if number == 0 and me in first:
             plan = tables.first_plan(members)
@@ -177,8 +177,7 @@ def play_first_weights(worker: Worker, case: WeightsCase) -> list[str]:
         if call is not None:
             failures += stock.compare(gather(tables.blocks(), plan, failures), f"world {number}", exactly=False)
             call = None
-            dist.barrier()
-            dist.destroy_process_group()
+            leave_world()
         old_plan = plan
     tables.close()
     return [f"{case.optimizer} {case.way} {first} {second}: {failure}" for failure in failures]
@@ -191,7 +190,7 @@ def play_outside_of_a_job(worker: Worker, case: WeightsCase) -> list[str]:
     members = case.worlds[0]
     if worker.name not in members:
         return []
-    dist.init_process_group("gloo", store=worker.store, rank=members.index(worker.name), world_size=len(members))
+    join_world(worker.store, worker.name, members)
     module: Any = model_of(case, worker.name == members[0])
     settings = TablesSettings(constraints(case), None, SnapshotConfig())
     tables = TablesOfTrainer(module, CPU, settings, lambda module, ignored, syncs: module)
@@ -201,8 +200,7 @@ def play_outside_of_a_job(worker: Worker, case: WeightsCase) -> list[str]:
     found = gather(tables.sharded.blocks(), tables.sharded.plan, failures)
     failures += Unsharded(case, set()).compare(found, "plain DDP", exactly=True)
     assert tables.sharded.given() == []  # their memory is free again
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_world()
     return failures
 
 

@@ -234,6 +234,20 @@ def plan_by_hand(case: Case, number: int, members: Sequence[str]) -> dict[str, T
     return plan
 
 
+def first_plan(case: Case, tables: ShardedTables, members: Sequence[str]) -> dict[str, TablePlan]:
+    return plan_by_hand(case, 0, members) if case.plans == "by_hand" else tables.first_plan(members)
+
+
+def join_world(store: Any, me: str, members: Sequence[str]) -> None:
+    dist.init_process_group("gloo", store=store, rank=members.index(me), world_size=len(members))
+
+
+def leave_world() -> None:
+    """End the process group once all its workers are done."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def stock_plan(model: Model, plan: Plan, members: Sequence[str]) -> Any:
     """Plan for the same tables on the same workers, built by torchrec's own helpers."""
     from torchrec.distributed import sharding_plan as helpers
@@ -292,10 +306,7 @@ def stock_blocks(model: Any) -> list[Block]:
             tables = kernel.config.embedding_tables
             states = parts_module.optimizer_states(kernel.emb_module, len(tables))
             for table, weight, of_table in zip(tables, kernel.emb_module.split_embedding_weights(), states, strict=True):
-                region = Region(0, table.num_embeddings, 0, table.embedding_dim)
-                if table.local_metadata is not None:
-                    (row0, col0), (rows, cols) = table.local_metadata.shard_offsets, table.local_metadata.shard_sizes
-                    region = Region(row0, row0 + rows, col0, col0 + cols)
+                region = parts_module.held_by(table)
                 values = [weight.detach(), *of_table]
                 for what, tensor in zip(["weight", "state0", "state1"], values, strict=False):
                     blocks.append(Block(f"{path}.{table.name}", what, region, tensor))
@@ -379,11 +390,9 @@ def play(worker: Worker, case: Case) -> Outcome:
             continue
         group = ProcessGroupGloo(PrefixStore(f"transfer{number}", store), union.index(me), len(union)) if previous else None  # type: ignore[call-arg]
         if me in members:
-            dist.init_process_group(
-                "gloo", store=PrefixStore(f"world{number}", store), rank=members.index(me), world_size=len(members)
-            )
+            join_world(PrefixStore(f"world{number}", store), me, members)
         if not previous:
-            plan = plan_by_hand(case, 0, members) if case.plans == "by_hand" else tables.first_plan(members)
+            plan = first_plan(case, tables, members)
         else:
             if me == previous[0]:
                 store.set(f"plan{number}", json.dumps(plan_to_dict(plan)))
@@ -418,8 +427,7 @@ def play(worker: Worker, case: Case) -> Outcome:
             train_step(call, tables.data_parallel_names(), batch_of(case, 1000 * number + 500 + members.index(me)))
             before = gather(tables.blocks(), plan, failures)
             call = None
-            dist.barrier()
-            dist.destroy_process_group()
+            leave_world()
         else:
             tables.reset()
         previous = members
@@ -518,9 +526,9 @@ def first_values(worker: Worker, case: Case) -> State:
     members = case.worlds[0]
     if worker.name not in members:
         return {}
-    dist.init_process_group("gloo", store=worker.store, rank=members.index(worker.name), world_size=len(members))
+    join_world(worker.store, worker.name, members)
     tables = ShardedTables(Model(case), CPU, constraints=constraints(case))
-    plan = plan_by_hand(case, 0, members) if case.plans == "by_hand" else tables.first_plan(members)
+    plan = first_plan(case, tables, members)
     call = tables.build(plan, members)
     tables.initialise(7)
     failures: list[str] = []
@@ -528,6 +536,5 @@ def first_values(worker: Worker, case: Case) -> State:
     assert not failures
     assert all(torch.equal(part_of(b, b.region), b.values) for b in tables.blocks())
     del call
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_world()
     return state if worker.name == members[0] else {}

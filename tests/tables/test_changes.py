@@ -61,7 +61,9 @@ def test_a_copy_that_is_sent_changes_only_is_the_part_itself(
         writer = own.begin(header(blocks, batch, state=state), keep)
         use = since_base if writer.base is not None and not whole[batch] else None
         assert (writer.base is not None) == (batch >= 2)
-        writer.put(blocks, state, lambda block, use=use: use)  # type: ignore[misc]
+        for block in blocks:
+            writer.put_block(block, use)
+        writer.put([], state)
         part = writer.commit()
         copy = other.begin(part.header, keep)
         assert copy.base == writer.base
@@ -80,7 +82,7 @@ def test_a_copy_that_is_sent_changes_only_is_the_part_itself(
         keep = part.header.name
 
 
-def test_other_shards_in_the_slot_are_no_base(tmp_path: Path) -> None:
+def test_other_shards_in_the_slot_are_not_a_base(tmp_path: Path) -> None:
     store = SnapshotStore("job", "a", 1 << 24, root=tmp_path)
     blocks = shards(0)
     for batch in range(2):
@@ -91,7 +93,7 @@ def test_other_shards_in_the_slot_are_no_base(tmp_path: Path) -> None:
     assert store.begin(header(smaller, 2), None).base is None
 
 
-def test_a_part_that_was_not_finished_is_no_base(tmp_path: Path) -> None:
+def test_an_unfinished_part_is_not_a_base(tmp_path: Path) -> None:
     store = SnapshotStore("job", "a", 1 << 24, root=tmp_path)
     blocks = shards(0)
     kept = store.begin(header(blocks, 1), None)

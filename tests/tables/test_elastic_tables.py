@@ -18,19 +18,25 @@ from lightning_dlrover.tables import elastic as module
 from lightning_dlrover.tables.elastic import ElasticTables
 from lightning_dlrover.tables.exchange import Block
 from lightning_dlrover.tables.layout import Region
-from lightning_dlrover.tables.snapshot_store import SnapshotStore, part_header
+from lightning_dlrover.tables.snapshot_store import PartHeader, SnapshotStore, part_header
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 
 
-def test_unfinished_copy_stops_before_a_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    header = part_header(5, 1, ["a"], "a", {}, [], 0)
+def elastic_with(headers: list[PartHeader], worker_id: str, **world: Any) -> tuple[ElasticTables, list[str]]:
+    """Return tables whose snapshots have parts with these headers, and a list of the snapshots' stops."""
+    stops: list[str] = []
+    parts = [SimpleNamespace(header=header, is_in_memory=True) for header in headers]
     elastic = ElasticTables.__new__(ElasticTables)
-    elastic._world, elastic._fit = SimpleNamespace(worker_id="a", num_fits=1), 1  # type: ignore[assignment]
-    elastic._first_round = 0
+    elastic._world = SimpleNamespace(worker_id=worker_id, num_fits=1, **world)  # type: ignore[assignment]
+    elastic._fit, elastic._first_round = 1, 0
     elastic._snapshots = SimpleNamespace(  # type: ignore[assignment]
-        readable=lambda: [SimpleNamespace(header=header, is_in_memory=True)], stop=lambda: calls.append("stop")
+        store=SimpleNamespace(parts=lambda: parts), stop=lambda: stops.append("stop")
     )
+    return elastic, stops
+
+
+def test_unfinished_copy_stops_before_a_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
+    elastic, calls = elastic_with([part_header(5, 1, ["a"], "a", {}, [], 0)], "a")
 
     def replan(*_: object) -> None:
         calls.append("replan")
@@ -46,25 +52,16 @@ def test_unfinished_copy_stops_before_a_rollback(monkeypatch: pytest.MonkeyPatch
 def test_snapshot_with_lost_parts_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     events: list[tuple[Event, str]] = []
     headers = [part_header(5, 1, ["a", "b", "c"], owner, {}, [], 0) for owner in ("a", "b")]
-    elastic = ElasticTables.__new__(ElasticTables)
-    elastic._world = SimpleNamespace(  # type: ignore[assignment]
-        worker_id="d",
-        num_fits=1,
-        config=SimpleNamespace(run_id="r"),
-        event=lambda event, text: events.append((event, text)),
-    )
-    elastic._fit, elastic._first_round = 1, 0
-    elastic._snapshots = SimpleNamespace(  # type: ignore[assignment]
-        readable=lambda: [SimpleNamespace(header=h, is_in_memory=True) for h in headers], stop=lambda: None
-    )
+    config = SimpleNamespace(run_id="r")
+    elastic, _ = elastic_with(headers, "d", config=config, event=lambda event, text: events.append((event, text)))
     formation: Any = SimpleNamespace(round=SimpleNamespace(members=["d"], number=2), size=1, rank=0)
     assert elastic.roll_back(formation) is None
-    text = "the snapshot of batch 5 cannot be used: no worker has the parts of c any more"
+    text = "the snapshot of batch 5 cannot be used: no worker holds the parts of c"
     assert events == [(SnapshotLost(2, 5, ["c"]), text)]
     assert text in caplog.text
 
 
-def test_workers_initialise_tables_alike_with_any_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_initialise_tables_the_same_way_with_any_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "all_gather", lambda formation, mine: [[3, ["t"]], mine])
     monkeypatch.setattr(module.dist, "group", SimpleNamespace(WORLD=None))  # type: ignore[attr-defined]
     seeds: list[tuple[Any, ...]] = []
@@ -140,7 +137,7 @@ def test_loss_in_a_later_fit_does_not_lead_back_into_the_earlier(tmp_path: Path)
 
     def batches() -> set[int]:
         assert elastic._snapshots is not None
-        return {part.header.batch for part in elastic._snapshots.readable()}
+        return {part.header.batch for part in elastic._snapshots.store.parts()}
 
     world.num_fits = 1
     assert vote(100)

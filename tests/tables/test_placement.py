@@ -154,41 +154,28 @@ def test_data_parallel_tables_are_whole_on_every_worker() -> None:
     assert plan["t"].shards == tuple(Shard(w, Region(0, 7, 0, 8)) for w in ("w2", "w0", "w1"))
 
 
-def test_a_joiner_takes_its_share_and_nothing_moves_between_the_others() -> None:
-    plan = {f"t{i:02}": whole(f"w{i % 2}") for i in range(12)}
-    moves = [m for m in plan_moves(layout_of(plan), layout_of(replan(plan, ["w0", "w2", "w1"]))) if m.source != m.target]
-    assert {m.target for m in moves} == {"w2"}
-    assert len(moves) == 4
-    assert sorted(m.source for m in moves) == ["w0", "w0", "w1", "w1"]
+@pytest.mark.parametrize(
+    "num_before, members, expected",
+    [
+        (2, ["w0", "w2", "w1"], [("w0", "w2")] * 2 + [("w1", "w2")] * 2),
+        (3, ["w1", "w2"], [("w0", "w1")] * 2 + [("w0", "w2")] * 2),
+        (3, ["w3", "w1", "w2"], [("w0", "w3")] * 4),
+    ],
+    ids=["joiner", "leaver", "replacement"],
+)
+def test_only_the_share_of_a_joiner_or_leaver_moves(
+    num_before: int, members: list[str], expected: list[tuple[str, str]]
+) -> None:
+    plan = {f"t{i:02}": whole(f"w{i % num_before}") for i in range(12)}
+    moves = [m for m in plan_moves(layout_of(plan), layout_of(replan(plan, members))) if m.source != m.target]
+    assert sorted((m.source, m.target) for m in moves) == expected
 
 
-def test_only_the_tables_of_a_leaver_move() -> None:
-    plan = {f"t{i:02}": whole(f"w{i % 3}") for i in range(12)}
-    moves = [m for m in plan_moves(layout_of(plan), layout_of(replan(plan, ["w1", "w2"]))) if m.source != m.target]
-    assert {m.source for m in moves} == {"w0"}
-    assert sorted(m.target for m in moves) == ["w1", "w1", "w2", "w2"]
-
-
-def test_a_replacement_gets_the_tables_of_the_one_that_left() -> None:
-    plan = {f"t{i:02}": whole(f"w{i % 3}") for i in range(12)}
-    moves = [m for m in plan_moves(layout_of(plan), layout_of(replan(plan, ["w3", "w1", "w2"]))) if m.source != m.target]
-    assert len(moves) == 4
-    assert {(m.source, m.target) for m in moves} == {("w0", "w3")}
-
-
-@pytest.mark.parametrize("num_workers", [2, 4, 16, 64])
-def test_a_worker_with_far_more_than_the_others_gives_some_of_it_away(num_workers: int) -> None:
-    members = [f"w{i:02}" for i in range(num_workers)]
-    plan = {f"t{i:03}": whole(members[0]) for i in range(4 * num_workers)}
-    of_worker, largest = loads(replan(plan, members), members)
-    mean = sum(of_worker.values()) / num_workers
-    assert max(of_worker.values()) <= (1 + TOLERANCE) * mean + largest
-
-
-def test_one_overloaded_worker_among_many_gives_rows_away() -> None:
-    members = [f"w{i:02}" for i in range(20)]
-    # Nineteen workers have 19 small tables each, one has 39, so the mean is 20.
-    plan = {f"t{i:02}-{j:02}": whole(w) for i, w in enumerate(members) for j in range(39 if i == 0 else 19)}
+# One of them has all tables, or, of 20 workers with 19 small tables each, one has 39, so that the mean is 20.
+@pytest.mark.parametrize("tables", [[4 * n, *[0] * (n - 1)] for n in (2, 4, 16, 64)] + [[39, *[19] * 19]])
+def test_a_worker_with_far_more_than_the_others_gives_some_of_it_away(tables: list[int]) -> None:
+    members = [f"w{i:02}" for i in range(len(tables))]
+    plan = {f"t{i:02}-{j:03}": whole(w) for i, w in enumerate(members) for j in range(tables[i])}
     of_worker, largest = loads(replan(plan, members), members)
     mean = sum(of_worker.values()) / len(members)
     assert max(of_worker.values()) <= (1 + TOLERANCE) * mean + largest

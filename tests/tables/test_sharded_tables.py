@@ -172,12 +172,8 @@ def test_copy_made_during_training_shows_the_state_at_its_start(tables: ShardedT
         kept = touched.end_copy()
         assert kept
         for block, rows, values in kept:
-            (copy,) = (
-                c
-                for b, c in zip(blocks, copies, strict=True)
-                if (b.table, b.what, b.region) == (block.table, block.what, block.region)
-            )
-            copy[rows] = values
+            keys = [(b.table, b.what, b.region) for b in blocks]
+            copies[keys.index((block.table, block.what, block.region))][rows] = values
         train(tables, first + 50)
         assert all(torch.equal(copy, was) for copy, was in zip(copies, as_begun, strict=True))
         assert not all(torch.equal(copy, block.values) for copy, block in zip(copies, blocks, strict=True))
@@ -270,6 +266,14 @@ def test_kind_that_no_change_could_reassign_is_refused_at_the_start(tables: Shar
         ShardedTables(nn.ModuleDict({"tables": collection_of()}), torch.device("cpu"), constraints)
 
 
+def built(configs: Sequence[EmbeddingBagConfig]) -> ShardedTables:
+    collection = EmbeddingBagCollection(device=torch.device("meta"), tables=list(configs))
+    tables = ShardedTables(nn.ModuleDict({"tables": collection}), torch.device("cpu"))
+    tables.build(tables.first_plan(["w"]), ["w"])
+    tables.initialise(1)
+    return tables
+
+
 def test_init_fn_sees_the_whole_table_and_a_plain_distribution_blocks_of_rows(tables: ShardedTables) -> None:
     sizes: list[int] = []
 
@@ -279,10 +283,7 @@ def test_init_fn_sees_the_whole_table_and_a_plain_distribution_blocks_of_rows(ta
 
     config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=20_000, feature_names=["f"], init_fn=wide)
     other = EmbeddingBagConfig(name="u", embedding_dim=8, num_embeddings=20_000, feature_names=["g"])
-    module = nn.ModuleDict({"tables": EmbeddingBagCollection(device=torch.device("meta"), tables=[config, other])})
-    ours = ShardedTables(module, torch.device("cpu"))
-    ours.build(ours.first_plan(["w"]), ["w"])
-    ours.initialise(1)
+    ours = built([config, other])
     drawn, default = (b.values for b in ours.blocks())
     assert sizes == [20_000]
     assert float(drawn.std()) == pytest.approx((2 / (20_000 + 8)) ** 0.5, rel=0.02)
@@ -290,7 +291,7 @@ def test_init_fn_sees_the_whole_table_and_a_plain_distribution_blocks_of_rows(ta
     ours.close()
 
 
-def test_init_fn_draws_alike_on_all_workers_and_leaves_no_trace_in_their_generators(tables: ShardedTables) -> None:
+def test_init_fn_draws_the_same_on_all_workers_and_leaves_their_generators_as_they_were(tables: ShardedTables) -> None:
     def drawn_by_numpy(table: torch.Tensor) -> None:
         table.copy_(torch.from_numpy(np.random.rand(*table.shape) + random.random()))
 
@@ -300,10 +301,7 @@ def test_init_fn_draws_alike_on_all_workers_and_leaves_no_trace_in_their_generat
         random.seed(worker)
         state = np.random.get_state(legacy=False), random.getstate(), torch.get_rng_state()
         config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=30, feature_names=["f"], init_fn=drawn_by_numpy)
-        module = nn.ModuleDict({"tables": EmbeddingBagCollection(device=torch.device("meta"), tables=[config])})
-        ours = ShardedTables(module, torch.device("cpu"))
-        ours.build(ours.first_plan(["w"]), ["w"])
-        ours.initialise(1)
+        ours = built([config])
         found.append(ours.blocks()[0].values.clone())
         assert str(np.random.get_state(legacy=False)) == str(state[0])
         assert random.getstate() == state[1]

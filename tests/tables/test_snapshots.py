@@ -215,7 +215,7 @@ def test_snapshots_are_tried_again_after_memory_was_full_on_one_worker(tmp_path:
     assert isinstance(events[-1], SnapshotRecord)
     assert events[-1].batch == workers[0]._keep[1]  # type: ignore[index]
     for worker in workers:  # every part has a copy on the other host
-        assert {p.header.owner for p in worker.readable() if p.header.name == worker._keep} == {"w0", "w1"}
+        assert {p.header.owner for p in worker.store.parts() if p.header.name == worker._keep} == {"w0", "w1"}
         worker.stop()
 
 

@@ -84,6 +84,12 @@ def train(folder: Path, strategy: Any, model: Model, epochs: int = 3, **options:
     return {block.table: block.values.clone() for block in tables.sharded.blocks() if block.what == "weight"}
 
 
+def assert_same(stock: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
+    assert stock.keys() == ours.keys()
+    for name, table in stock.items():
+        torch.testing.assert_close(ours[name], table, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
+
+
 def one_group(kind: Any, **arguments: Any) -> Configure:
     return lambda model: kind(model.parameters(), **arguments)
 
@@ -127,9 +133,7 @@ def in_groups(*rates: float) -> Configure:
 def test_tables_end_as_with_the_ordinary_optimizer(configure: Configure, tmp_path: Path) -> None:
     stock = train(tmp_path, "auto", Model(configure))
     ours = train(tmp_path, DLRoverStrategy(), Model(configure))
-    assert stock.keys() == ours.keys()
-    for name, table in stock.items():
-        torch.testing.assert_close(ours[name], table, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
+    assert_same(stock, ours)
     assert not torch.equal(ours["tables.a"], torch.full_like(ours["tables.a"], 0.1))
 
 
@@ -145,8 +149,7 @@ def test_separate_tables_have_the_rates_of_a_later_fit(later: Configure, tmp_pat
         train(tmp_path, strategy(), model, epochs=1)
         model._configure = later
         found.append(train(tmp_path, strategy(), model, epochs=1))
-    for name, table in found[0].items():
-        torch.testing.assert_close(found[1][name], table, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
+    assert_same(*found)
 
 
 def test_frozen_table_stays_frozen_in_a_later_fit(tmp_path: Path) -> None:
@@ -157,19 +160,19 @@ def test_frozen_table_stays_frozen_in_a_later_fit(tmp_path: Path) -> None:
         assert torch.equal(tables["tables.b"], torch.full_like(tables["tables.b"], 0.1))
 
 
-def test_tables_of_one_kernel_stay_in_one_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "later, message",
+    [
+        (in_groups(0.1, 0.2), r"bags\.a and tables\.embedding_bags\.b are in different parameter groups"),
+        (without("b"), r"bags\.b is in none .* or make a new model"),
+    ],
+    ids=["groups of its own", "missing"],
+)
+def test_table_of_a_shared_kernel_cannot_leave_it_in_a_later_fit(later: Configure, message: str, tmp_path: Path) -> None:
     model = Model(one_group(SGD, lr=0.1))
     train(tmp_path, DLRoverStrategy(), model, epochs=1)
-    model._configure = in_groups(0.1, 0.2)
-    with pytest.raises(TableOptimizerError, match=r"bags\.a and tables\.embedding_bags\.b are in different parameter groups"):
-        train(tmp_path, DLRoverStrategy(), model, epochs=1)
-
-
-def test_table_left_out_of_a_later_fit_is_refused(tmp_path: Path) -> None:
-    model = Model(one_group(SGD, lr=0.1))
-    train(tmp_path, DLRoverStrategy(), model, epochs=1)
-    model._configure = without("b")
-    with pytest.raises(TableOptimizerError, match=r"bags\.b is in none .* or make a new model"):
+    model._configure = later
+    with pytest.raises(TableOptimizerError, match=message):
         train(tmp_path, DLRoverStrategy(), model, epochs=1)
 
 
@@ -188,8 +191,7 @@ def test_whole_tables_are_trained_by_any_optimizer(kind: Any, tmp_path: Path) ->
     whole = {name: ParameterConstraints(sharding_types=["data_parallel"]) for name in ROWS}
     stock = train(tmp_path, "auto", Model(one_group(kind, lr=0.01)))
     ours = train(tmp_path, DLRoverStrategy(sharding_constraints=whole), Model(one_group(kind, lr=0.01)))
-    for name, table in stock.items():
-        torch.testing.assert_close(ours[name], table)
+    assert_same(stock, ours)
 
 
 @pytest.mark.parametrize(
@@ -206,23 +208,26 @@ def test_optimizer_without_a_kernel_is_refused(configure: Configure, message: st
         train(tmp_path, DLRoverStrategy(), Model(configure))
 
 
-@pytest.mark.parametrize("kind", [Adam, AdamW])
-def test_gpus_get_adam_with_its_arguments(kind: Any) -> None:
-    optimizer = kind([nn.Parameter(torch.zeros(2))], lr=0.02, betas=(0.8, 0.9), eps=1e-7)
-    found = in_backward("t", optimizer, optimizer.param_groups[0], "cuda")
-    expected = {"lr": 0.02, "beta1": 0.8, "beta2": 0.9, "eps": 1e-7}
-    assert found.kind is Adam
-    assert found.arguments == (expected if kind is Adam else {**expected, "weight_decay": 0.01})
+ADAM = {"lr": 0.02, "beta1": 0.8, "beta2": 0.9, "eps": 1e-7}
 
 
-def test_row_wise_adagrad_keeps_its_arguments() -> None:
-    optimizer = RowWiseAdagrad([nn.Parameter(torch.zeros(2, 2))], lr=0.02, eps=1e-7)
-    found = in_backward("t", optimizer, optimizer.param_groups[0], "cpu")
-    assert found.kind is RowWiseAdagrad
-    assert found.arguments == {"lr": 0.02, "eps": 1e-7}
+@pytest.mark.parametrize(
+    "kind, options, device, found_kind, arguments",
+    [
+        (Adam, {"betas": (0.8, 0.9)}, "cuda", Adam, ADAM),
+        (AdamW, {"betas": (0.8, 0.9)}, "cuda", Adam, {**ADAM, "weight_decay": 0.01}),
+        (RowWiseAdagrad, {}, "cpu", RowWiseAdagrad, {"lr": 0.02, "eps": 1e-7}),
+    ],
+)
+def test_optimizer_in_backward_keeps_its_arguments(
+    kind: Any, options: Any, device: str, found_kind: Any, arguments: Any
+) -> None:
+    optimizer = kind([nn.Parameter(torch.zeros(2, 2))], lr=0.02, eps=1e-7, **options)
+    found = in_backward("t", optimizer, optimizer.param_groups[0], device)
+    assert (found.kind, found.arguments) == (found_kind, arguments)
 
 
-def test_sync_batchnorm_holds_beside_tables(tmp_path: Path) -> None:
+def test_sync_batchnorm_works_with_tables(tmp_path: Path) -> None:
     model = Model(one_group(SGD, lr=0.1))
     model.net = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))  # type: ignore[assignment]
     with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +13,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 
 from lightning_dlrover.private_names import missing_names
-from lightning_dlrover.tables.torchrec_adapter import NAMES, one_worker_per_node, patched
+from lightning_dlrover.tables.torchrec_adapter import NAMES, one_worker_per_node
 
 
 def test_torchrec_has_the_names() -> None:
@@ -34,22 +32,6 @@ def test_collections_and_parameters_of_torchrec_have_the_attributes() -> None:
         assert parameter._optimizer_classes == [torch.optim.SGD]
         assert parameter._optimizer_kwargs == [{"lr": 0.1}]
         assert hasattr(parameter, "_in_backward_optimizers")
-
-
-def test_patched_attribute_is_as_before_afterwards() -> None:
-    class Base:
-        name = 1
-
-    class Derived(Base):
-        pass
-
-    thing = SimpleNamespace(name=3)
-    for owner in (Base, Derived, thing):
-        before = dict(vars(owner))
-        with contextlib.suppress(ZeroDivisionError), patched(owner, "name", 2):
-            assert owner.name == 2
-            _ = 1 / 0
-        assert dict(vars(owner)) == before
 
 
 def test_environment_is_as_before_once_tables_are_built(monkeypatch: pytest.MonkeyPatch) -> None:

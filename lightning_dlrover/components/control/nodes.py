@@ -7,7 +7,6 @@ etcd, and `Observer` brings the registry up to date.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import logging
 import re
@@ -16,7 +15,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from lightning_dlrover.codec import RecordError
@@ -357,7 +356,7 @@ class ControllerTenure(Tenure[ControllerRecord]):
     def publish_nodes(self, apps: Mapping[str, str], held_up: str, spares: Spares | None) -> bool:
         """Update the controller's record. Return whether it has changed."""
         spare, spare_bytes = (spares.state, spares.memory_bytes) if spares is not None else ("", 0)
-        record = dataclasses.replace(self.record, apps=dict(apps), held_up=held_up[:2000], spare=spare, spare_bytes=spare_bytes)
+        record = replace(self.record, apps=dict(apps), held_up=held_up[:2000], spare=spare, spare_bytes=spare_bytes)
         if record == self.record:
             return False
         try:
@@ -453,7 +452,7 @@ class NodeEntry:
             return living
         ended_at = self.saved.ended_at if self.saved and self.saved.ended_at else time.time() - (now - (self.ended_at or now))
         found = self.post_mortem or PostMortem("", "")
-        return dataclasses.replace(
+        return replace(
             living,
             state="ended",
             ended_at=ended_at,
@@ -492,9 +491,7 @@ class NodeEntry:
         )
 
 
-_UNCHANGED = {each.name for each in dataclasses.fields(Node)} & {each.name for each in dataclasses.fields(NodeEntry)} - {
-    "status"
-}
+_UNCHANGED = {each.name for each in fields(Node)} & {each.name for each in fields(NodeEntry)} - {"status"}
 """Fields that `Node` copies from a `NodeEntry`, such as `workers`."""
 
 
@@ -569,7 +566,7 @@ class NodeRegistry:
         number = max(nodes.num_started, self._num_taken) + 1
         record = NodeRecord("asked", asked_at=time.time(), cpus=size.cpus, memory_mb=size.memory_mb)
         name = f"node{number}"
-        written = dataclasses.replace(nodes, num_started=number)
+        written = replace(nodes, num_started=number)
         key, own_key = self._keys.nodes, self._keys.each_node + name
         guard = [self._tenure.is_ours, modified(key) == found.revision, absent(own_key)]
         if not self._journal.fenced_write({key: written, own_key: record}, guard):
@@ -616,10 +613,10 @@ class NodeRegistry:
         """Record the limits of node sizes unless the record has them already. Return the record."""
         low, high = self._limits.min_size, self._limits.max_size
         limits = {"min_cpus": low.cpus, "max_cpus": high.cpus, "min_memory_mb": low.memory_mb, "max_memory_mb": high.memory_mb}
-        if dataclasses.replace(nodes, **limits) != nodes:  # type: ignore[arg-type]
+        if replace(nodes, **limits) != nodes:  # type: ignore[arg-type]
             # `dlrover cancel` may have written since.
             found = self._journal.get(NodesRecord, self._keys.nodes)
-            nodes = dataclasses.replace(found.record or nodes, **limits)  # type: ignore[arg-type]
+            nodes = replace(found.record or nodes, **limits)  # type: ignore[arg-type]
             self._tenure.write(self._keys.nodes, nodes, found.revision)
         return nodes
 

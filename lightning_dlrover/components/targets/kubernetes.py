@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -175,7 +174,7 @@ def _pod_spec(spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: 
             f"{', '.join(files.values())}, and name it with --secret"
         )
     access = {**spec.access, **{name: f"{SECRET_FOLDER}/{key}" for name, key in files.items()}}
-    inside = dataclasses.replace(spec, endpoint=options.endpoint or spec.endpoint, access=access)
+    inside = replace(spec, endpoint=options.endpoint or spec.endpoint, access=access)
     role = node_app(inside, node, dollar="$$").roles[0]
     resources = options.resources(size)
     exported = {**thread_variables(size.cpus, spec.workers_per_node), "PYTHONUNBUFFERED": "1", **role.env, **spec.environment}
@@ -316,7 +315,7 @@ class KubernetesTarget:
         self._makes_secret = has_own_etcd and "password_file" in spec.access
         self._has_made_secret = False
         if self._makes_secret:
-            options = dataclasses.replace(options, secret=secret_name(spec.run_id, ""))  # the mark follows in `open`
+            options = replace(options, secret=secret_name(spec.run_id, ""))  # the mark follows in `open`
         job_manifest(spec, options, ANY_SIZE, "node0", "")  # fail on invalid options now, once, instead of for every node
         self._spec = spec
         self._options = options
@@ -344,7 +343,7 @@ class KubernetesTarget:
     def open(self, mark: str) -> None:
         self._mark = mark
         if self._makes_secret:
-            self._options = dataclasses.replace(self._options, secret=secret_name(self._spec.run_id, mark))
+            self._options = replace(self._options, secret=secret_name(self._spec.run_id, mark))
 
     def start(self, node: str, size: NodeSize = ANY_SIZE) -> str:
         manifest = job_manifest(self._spec, self._options, size, node, self._mark, self._api_version)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -388,7 +387,7 @@ class TablesOverWorkers:
         plan = self._sharded.first_plan(members, point.batch // point.num_workers)
         if point.placement == REMOTE:
             plan = {
-                name: dataclasses.replace(table, shards=tuple(Shard(members[-1], s.region) for s in table.shards))
+                name: replace(table, shards=tuple(Shard(members[-1], s.region) for s in table.shards))
                 for name, table in plan.items()
             }
         self._sharded.build(plan, members)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -292,7 +291,7 @@ def _row(study: Study, result: Result) -> dict[str, Cell]:
     step, entropy = ((None,) * 3, interval) if is_loss else (interval, (None,) * 3)
     return {
         "study": study.name,
-        **dataclasses.asdict(point),
+        **asdict(point),
         "visits": result.num_visits,
         "blocks": result.num_blocks,
         **dict(zip(("step_s", "step_low_s", "step_high_s"), step, strict=True)),

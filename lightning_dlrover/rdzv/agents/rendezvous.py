@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -19,7 +18,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -243,7 +242,7 @@ class Registration:
         """
         if "state" in changes:
             changes = {"since": time.time(), **changes}
-        self.record = dataclasses.replace(self.record, **changes)
+        self.record = replace(self.record, **changes)
         while True:
             if self.lease is None or self.lease.lost.is_set():
                 self.lease = self._client.lease(self._lease_ttl_s).keep_alive()
@@ -337,7 +336,7 @@ class RunRecords:
             round_ = round_ or AgentRound(0, [], "complete")
             if round_.state == "closed":
                 return None
-            return dataclasses.replace(round_, state="closed", written_by=self._agent_id, reason=reason, created_at=time.time())
+            return replace(round_, state="closed", written_by=self._agent_id, reason=reason, created_at=time.time())
 
         try:
             self._journal.swap(AgentRound, self._keys.agent_round, closed, read=self.read, timeout_s=timeout_s)

@@ -11,12 +11,11 @@ triggered and use only the records: the next coordinator continues where the las
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from lightning_dlrover.codec import RecordError
@@ -377,7 +376,7 @@ class AgentCoordinator:
         now = time.monotonic()
         self._missing_since = {agent: self._missing_since.get(agent, now) for agent in view.missing}
         left_s = {agent: since + return_s - now for agent, since in self._missing_since.items()}
-        view = dataclasses.replace(view, returning={agent for agent, left in left_s.items() if left > 0})
+        view = replace(view, returning={agent for agent, left in left_s.items() if left > 0})
         pause_s = min([_IDLE_S, *(left_s[agent] + 0.001 for agent in view.returning)])
         if members_of_next_round(view, self._limits, last_call_is_over=True):
             self._enough_since = now if self._enough_since is None else self._enough_since

@@ -7,7 +7,6 @@ live copy of a prefix.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import logging
 import math
@@ -18,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -193,7 +192,7 @@ class SharedLease:
         with self._lock:
             if self._lease is None or self._lease.lost.is_set():
                 self._lease = self._leases.join(self.prefix, self.ttl_s)
-            return dataclasses.replace(op, lease_id=self._lease.id)
+            return replace(op, lease_id=self._lease.id)
 
     def keep(self, ops: Sequence[Op], write: Callable[[], T]) -> T:
         """Return the result of `write`, retried once if the lease that has expired can only be the shared one."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from lightning_dlrover import variables
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
@@ -55,7 +54,7 @@ class Timeouts:
     @classmethod
     def names(cls) -> list[str]:
         """Keys of `--rdzv-conf`."""
-        return [each.name.removesuffix("_s") for each in dataclasses.fields(cls)]
+        return [each.name.removesuffix("_s") for each in fields(cls)]
 
 
 def seconds(name: str, text: str) -> float:

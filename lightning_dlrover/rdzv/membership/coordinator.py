@@ -7,13 +7,12 @@ out.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import random
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from lightning_dlrover.output import counted
@@ -156,8 +155,8 @@ class Coordinator:
         may_decide = may_decide and not self.awaits_return(view, now_s)
         proposal = next_round(view, now_s - self._situation[1], self._timeouts) if may_decide else None
         if proposal is not None:
-            proposal = dataclasses.replace(proposal, convener=self._worker_id, created_at=created_at)
-        notice = self._notice(dataclasses.replace(view, round=proposal) if proposal is not None else view, term)
+            proposal = replace(proposal, convener=self._worker_id, created_at=created_at)
+        notice = self._notice(replace(view, round=proposal) if proposal is not None else view, term)
         fence = self._election.fence(term)
         if proposal is not None:
             # Workers that a round leaves out must see in the same moment whether they were asked to leave.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import socket
@@ -12,7 +11,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from lightning_dlrover.codec import RecordError
@@ -32,14 +31,7 @@ from lightning_dlrover.rdzv.job.records import (
 )
 from lightning_dlrover.rdzv.membership.coordinator import Announcer, Office, WorkerRecords, eviction
 from lightning_dlrover.rdzv.membership.member import EvictedError, MembershipError
-from lightning_dlrover.rdzv.membership.rounds import (
-    Decoder,
-    JobView,
-    RoundTimeouts,
-    WorkerView,
-    awaited,
-    read_view,
-)
+from lightning_dlrover.rdzv.membership.rounds import Decoder, JobView, RoundTimeouts, WorkerView, awaited, read_view
 from lightning_dlrover.rdzv.membership.worker_records import BATCH, OwnRecord, SharedRecords
 
 
@@ -460,7 +452,7 @@ class Membership:
         self._dirty = False
         view = self._decoder.worker_view(self._mirror.snapshot())
         if self.own.has_asked_to_leave:
-            view = dataclasses.replace(view, leaver=self.worker_id)
+            view = replace(view, leaver=self.worker_id)
         self._view = view
         if self._own_mirror is not None:
             with contextlib.suppress(EtcdFullError):  # it registers again once etcd has room, and follows the others until then

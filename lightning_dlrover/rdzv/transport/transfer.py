@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import dataclasses
 import datetime
 import enum
 import fractions
@@ -29,7 +28,7 @@ import re
 import sys
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -436,7 +435,7 @@ def is_plain_class(found: object) -> bool:
         return False
     if issubclass(found, enum.Enum):
         return found._missing_.__func__ is enum.Enum._missing_.__func__  # type: ignore[attr-defined]
-    init = found.__init__ if dataclasses.is_dataclass(found) else None
+    init = found.__init__ if is_dataclass(found) else None
     is_generated = getattr(getattr(init, "__code__", None), "co_filename", "") == "<string>"
     hooks = ("__post_init__", "__setstate__", "__del__", "__new__")
     return is_generated and all(getattr(found, hook, None) is getattr(object, hook, None) for hook in hooks)
