@@ -236,3 +236,18 @@ class ForkedProcess:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def why_no_orphans() -> str:
+    """Return why a process here cannot adopt orphans and show its arguments in `/proc`; empty if it can."""
+    if not sys.platform.startswith("linux"):
+        return f"the system is {sys.platform}, not Linux"
+    try:
+        start, end, first, last = memory_regions()
+        if not (0 < start < end and 0 < first < last):
+            return "/proc/self/stat hides the addresses of arguments, as some sandboxes do"
+        os.listdir("/proc/self/task")
+        with as_subreaper():
+            return ""
+    except (OSError, ValueError) as error:
+        return str(error)

@@ -18,6 +18,7 @@ the side that starts them. This file imports no torch: a template must not have 
 from __future__ import annotations
 
 import array
+import ast
 import contextlib
 import ctypes
 import dataclasses
@@ -50,7 +51,6 @@ from lightning_dlrover.host import (
     ForkedProcess,
     as_subreaper,
     fits_in_proc,
-    memory_regions,
     own_children,
     parent_of,
     pss_bytes,
@@ -71,7 +71,7 @@ OFF_FILE = "off"
 class Recipe:
     """Modules to import in advance."""
 
-    modules: list[tuple[str, str]]  # name and file, in the order in which their imports ended
+    modules: list[tuple[str, str]]  # name and file, in the order of import
     path: list[str]  # `sys.path` of the worker
 
     @classmethod
@@ -101,14 +101,28 @@ def note_first_step(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def _imported_modules() -> list[tuple[str, str]]:
-    """Return the modules of this process that another one can import from the same files."""
-    found = []
+    """Return the modules of this process that another one can import from the same files, in the order to import them."""
+    found = {}
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
         # A module under another name, or without a file, is made by a third one.
         if spec is not None and spec.name == name and spec.has_location and spec.origin and name != "__mp_main__":
-            found.append((name, spec.origin))
-    return found
+            found[name] = spec.origin
+    # What is in a circle of imports depends on the module that is imported first. All others follow as their imports ended.
+    first = [name for name in _imported_by(getattr(sys.modules["__main__"], "__file__", None) or "") if name in found]
+    return [(name, found[name]) for name in dict.fromkeys([*first, *found])]
+
+
+def _imported_by(script: str) -> list[str]:
+    """Return the modules that a script imports itself, in its order. The script is read, not run."""
+    names: list[str] = []
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(Path(script).read_bytes())):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
 
 
 # The template's imports.
@@ -332,14 +346,14 @@ def serve() -> None:
     initial_path = sys.path[1:]
     quiet = os.open(os.devnull, os.O_RDWR)
     kept = [os.dup(1), os.dup(2)]
-    threads_of_blas = os.environ.get("OPENBLAS_NUM_THREADS")
+    of_blas = {name: text for name, text in given.items() if name == "OPENBLAS_NUM_THREADS"}
     try:
         for number in (1, 2):  # what modules print has been printed by the workers that imported them
             os.dup2(quiet, number)
         os.environ["OPENBLAS_NUM_THREADS"] = "1"  # its pool would be started by the import of NumPy
         sys.path[:] = recipe.path
         with contextlib.suppress(_Unsafe):
-            imports.run([*recipe.modules, *((name, "") for name in agent)])
+            imports.run([*((name, "") for name in agent), *recipe.modules])  # torch loads the agent's module itself
             imports.check()
     except BaseException as error:
         _tell(connection, {"state": "refused", "reason": f"it has failed: {type(error).__name__}: {error}"})
@@ -351,10 +365,8 @@ def serve() -> None:
             os.dup2(copy, number)
             os.close(copy)
         os.close(quiet)
-    if threads_of_blas is None:
-        del os.environ["OPENBLAS_NUM_THREADS"]
-    else:
-        os.environ["OPENBLAS_NUM_THREADS"] = threads_of_blas
+    del os.environ["OPENBLAS_NUM_THREADS"]
+    os.environ.update(of_blas)
     if imports.new:
         _start_again(connection, imports, len(recipe.modules))
     sys.path[:] = ["", *initial_path]
@@ -459,7 +471,8 @@ class _Server:
             os.setsid()
             os.write(writing, struct.pack("i", os.getpid()))
             os.close(writing)
-            self._wait_for_parent(fds[3])
+            if os.read(fds[3], 1) != b"y" or os.getppid() != self._owner:  # the owner takes it on as a child, or does not
+                os._exit(0)
             self._connection.close()
             program.environ.update(self._set_by_imports)
             _prepare(program, fds[:3], self._path)
@@ -472,11 +485,6 @@ class _Server:
         os.close(reading)
         _tell(self._connection, {"state": "forked", "pid": struct.unpack("i", pid)[0]} if pid else {"state": "failed"})
         return False
-
-    def _wait_for_parent(self, permission: int) -> None:
-        """Wait until the owner has taken this process on as its child."""
-        if os.read(permission, 1) != b"y" or os.getppid() != self._owner:
-            os._exit(0)
 
 
 _server: _Server | None = None
@@ -615,7 +623,7 @@ def keep_template() -> None:
         show_in_proc([sys.executable, "-c", TITLE], dict(os.environ))
         raise _Forked(server.serve())
     theirs.close()
-    _own = Template.of_child(ours, pid)
+    _own = Template(ours, ForkedProcess(pid, [sys.executable]), "ready")
 
 
 class _Forked(BaseException):
@@ -623,11 +631,6 @@ class _Forked(BaseException):
 
     def __init__(self, program: Program) -> None:
         self.program = program
-
-
-def kept_template() -> Template | None:
-    """Return the template that this program keeps, see `keep_template`."""
-    return _own
 
 
 # The side that starts programs.
@@ -668,22 +671,7 @@ def check_platform() -> None:
     Raises:
         SparesError: they cannot.
     """
-    problem = ""
-    if not sys.platform.startswith("linux"):
-        problem = f"the system is {sys.platform}, not Linux"
-    else:
-        try:
-            start, end, first, last = memory_regions()
-            if not (0 < start < end and 0 < first < last):
-                problem = "/proc/self/stat hides the addresses of arguments, as some sandboxes do"
-            elif not os.path.isdir("/proc/self/task"):
-                problem = "/proc/self/task is missing"
-            else:
-                with as_subreaper():
-                    pass
-        except (OSError, ValueError) as error:
-            problem = str(error)
-    if problem:
+    if problem := why_no_orphans():
         raise SparesError(f"no spare process can be kept here: {problem}; leave out --spares, or set it to 0")
 
 
@@ -729,10 +717,6 @@ class Template:
         finally:
             theirs.close()
         return cls(ours, process, "importing")
-
-    @classmethod
-    def of_child(cls, connection: socket.socket, pid: int) -> Template:
-        return cls(connection, ForkedProcess(pid, [sys.executable]), "ready")
 
     @property
     def pid(self) -> int:
@@ -827,7 +811,7 @@ class Spares:
         self._memory_file = self._folder / f"{MEMORY_FILE}{os.getpid()}"
         self._say = say
         self._owner = owner
-        self._template = kept_template() if owner == "node" else None
+        self._template = _own if owner == "node" else None
         self._environ: dict[str, str] | None = None  # of the newest program that was started as usual
         self._is_unbuffered = True
         self._started: set[int] = set()  # process ids of programs

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_dlrover import spares, variables
+from lightning_dlrover import host, spares, variables
 from lightning_dlrover.host import ForkedProcess
 from lightning_dlrover.spares import Spares
 from tests.support.waiting import eventually
@@ -392,7 +392,7 @@ def test_platform_without_proc_is_refused_with_a_reason(monkeypatch: pytest.Monk
 
 def test_sandbox_that_hides_addresses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden: Callable[[], tuple[int, int, int, int]] = lambda: (0, 0, 0, 0)  # noqa: E731
-    monkeypatch.setattr(spares, "memory_regions", hidden)
+    monkeypatch.setattr(host, "memory_regions", hidden)
     with pytest.raises(spares.SparesError, match="hides the addresses"):
         spares.check_platform()
 

@@ -446,7 +446,7 @@ def _run_job(
     # A node may be without a worker while one is restarted.
     policy = FailurePolicy(exit_s=180.0) if options.max_restarts or options.workers_per_node > 1 else FailurePolicy()
     if options.spares:  # a node costs little then
-        policy = dataclasses.replace(policy, first_backoff_s=0.1)
+        policy = replace(policy, first_backoff_s=0.1)
     if asked is not None:
         policy = replace(policy, surplus_s=asked.surplus_s)
     if options.target != "local":
