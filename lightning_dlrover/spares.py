@@ -55,6 +55,7 @@ from lightning_dlrover.host import (
     parent_of,
     pss_bytes,
     show_in_proc,
+    why_no_orphans,
 )
 
 # Records of the first worker that has trained. They are in a folder of the process that starts the workers.
