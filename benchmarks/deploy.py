@@ -20,15 +20,14 @@ change to that of its first one after it, less one usual step. Two figures accom
 others' steps per second from the decision to their last step before the switch, as a share of those before the decision.
 
 With `--spares 1` the job keeps a process that has imported the script's modules. Once it is ready, the job grows as above, and
-then a worker gets SIGKILL. `spare_s` is the time from the signal to the end of the first step at full size, which includes the
-end of the worker's node and the decision to start another one. `spare_mb` is the memory of all spare processes once they are
-ready, where a page that n processes share counts as 1 / n (PSS).
+then a worker gets SIGKILL. `spare_s` is the time from the decision to the end of the first step at full size. The decision is
+the controller's request for another node, or SIGKILL where the worker's agent restarts it. The time from SIGKILL is printed,
+too. `spare_mb` is the memory of one such process, where a page that n processes share counts as 1 / n (PSS).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import random
@@ -51,13 +50,9 @@ from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import Keys
 from lightning_dlrover.rdzv.membership.rounds import read_view
-from lightning_dlrover.spares import TITLE as SPARE_TITLE
 
 PARTS = ("plan seen", "scheduler", "agent", "imports", "model and data", "round", "switch")
 TARGETS = ("local", "slurm")
-
-SPARE_READY = "spare ready"
-"""Text in the job's output when its spare process can be used."""
 
 START_S = 120.0
 """Limit in seconds on the start of a worker, or of a spare process."""
@@ -70,8 +65,9 @@ class Successor:
     """A worker in the place of a killed one."""
 
     target: str
-    seconds: float  # from SIGKILL to the end of the first step at full size
-    spare_mb: float  # memory of the spare processes before, MiB
+    seconds: float  # from the decision to the end of the first step at full size
+    since_kill_s: float  # from SIGKILL to the same
+    spare_mb: float  # memory of a spare process, MiB
 
 
 @dataclass(frozen=True)
@@ -155,18 +151,28 @@ def grow(job: ControlledJob, endpoint: str, target: str, size: Size, dice: rando
 
 
 def wait_for_spare(job: ControlledJob) -> None:
-    """Wait until a spare process is ready: the controller's, whose output shows it, or one of each agent."""
-    log = job.folder / "run.log"
+    """Wait until a spare process is ready: the controller's, or one of each agent."""
+    job.wait_for("a spare process", lambda: bool(_ready_spares(job)) or None, START_S)
 
-    def look() -> bool | None:
-        of_agents = [agent.spare == "ready" for agent in job.view().agents.values()]
-        return SPARE_READY in log.read_text(errors="replace") or (bool(of_agents) and all(of_agents)) or None
 
-    job.wait_for("a spare process", look, START_S)
+def spare_bytes(job: ControlledJob) -> float:
+    """Mean memory of the job's spare processes that workers have not been forked from yet."""
+    found = _ready_spares(job)
+    return sum(found) / len(found)
+
+
+def _ready_spares(job: ControlledJob) -> list[int]:
+    """Memory of the controller's spare process, or of those of all agents; empty while one is not ready."""
+    if (controller := job.controller()) is not None and controller.spare:
+        return [controller.spare_bytes] if controller.spare == "ready" else []
+    agents = list(job.view().agents.values())
+    return [agent.spare_bytes for agent in agents] if all(agent.spare == "ready" for agent in agents) else []
 
 
 def succeed(job: ControlledJob, target: str, size: Size, dice: random.Random, spare_mb: float) -> Successor:
     """Kill a worker of a training job, and wait until it trains at full size again."""
+    wait_for_spare(job)
+    known = set(job.nodes())
     before, round_ = job.member_pids(), job.view().round
     assert round_ is not None
     job.wait_for_steps(size.steady_steps, len(before), since_s=time.monotonic())
@@ -177,17 +183,10 @@ def succeed(job: ControlledJob, target: str, size: Size, dice: random.Random, sp
         steps = [step for step in job.steps() if step.round_number > round_.number]
         return min((step.ended_s for step in steps if step.world_size == len(before)), default=None)
 
-    return Successor(target, job.wait_for("a successor", look, START_S) - killed_at, spare_mb)
-
-
-def spare_bytes() -> int:
-    """Memory of the spare processes below this one, where pages that n processes share count as 1 / n."""
-    total = 0
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if SPARE_TITLE in process.cmdline():
-                total += process.memory_full_info().pss
-    return total
+    trained_at = job.wait_for("a successor", look, START_S)
+    to_monotonic = time.monotonic() - time.time()
+    asked_at = [record.asked_at + to_monotonic for name, record in job.nodes().items() if name not in known]
+    return Successor(target, trained_at - max([killed_at, *asked_at]), trained_at - killed_at, spare_mb)
 
 
 def _first_process(pid: int, controller_pid: int) -> psutil.Process:
@@ -252,7 +251,7 @@ def main() -> int:
                     job.wait_for_steps(size.steady_steps, options.workers)
                     if options.spares:
                         wait_for_spare(job)
-                        spare_mb = spare_bytes() / 2**20
+                        spare_mb = spare_bytes(job) / 2**20
                     growth = grow(job, endpoint, target, size, dice)
                     growths.append(growth)
                     print(f"{target}: {growth.decision_to_training_s:.2f} s from decision to training", flush=True)
@@ -260,8 +259,8 @@ def main() -> int:
                         successor = succeed(job, target, size, dice, spare_mb)
                         successors.append(successor)
                         print(
-                            f"{target}: {successor.seconds:.2f} s from SIGKILL to training at full size; spare processes take "
-                            f"{successor.spare_mb:.0f} MiB",
+                            f"{target}: {successor.seconds:.2f} s from decision to training after a kill, "
+                            f"{successor.since_kill_s:.2f} s from SIGKILL; a spare process takes {successor.spare_mb:.0f} MiB",
                             flush=True,
                         )
     print(table(growths, targets))
