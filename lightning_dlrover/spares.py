@@ -333,7 +333,7 @@ _is_forked = False
 def serve() -> None:
     """Import the modules of a recipe, then fork programs until the owner ends. Returns in each of them, and runs it."""
     connection, owner = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    file, excluded, agent = Path(sys.argv[3]), json.loads(sys.argv[4]), AGENT_MODULES if sys.argv[6] == "1" else ()
+    file, excluded, is_node = Path(sys.argv[3]), json.loads(sys.argv[4]), sys.argv[6] == "1"
     os.environ.pop(variables.SPARES_PADDING, None)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != owner:
@@ -343,6 +343,8 @@ def serve() -> None:
         Path("/proc/self/autogroup").write_text("10")
     imports = _Imports(excluded)
     recipe = Recipe.read(file)
+    has_torch = any(name == "torch" for name, _ in recipe.modules)
+    agent = AGENT_MODULES if is_node and has_torch else ()  # most of what an agent imports is torch
     given = dict(os.environ)
     initial_path = sys.path[1:]
     quiet = os.open(os.devnull, os.O_RDWR)
