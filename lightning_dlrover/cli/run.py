@@ -48,21 +48,7 @@ from lightning_dlrover.rdzv.etcd.health import warn_of_troubles
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
 from lightning_dlrover.rdzv.etcd.types import EtcdError, parse_endpoints
-from lightning_dlrover.rdzv.job.events import (
-    DecisionMade,
-    FitResumed,
-    HangFound,
-    IterableOpened,
-    MemoryShort,
-    ReplicaDrifted,
-    RoundFormed,
-    RowsSkipped,
-    SizeRequested,
-    StragglerFound,
-    StreamOpened,
-    ValuesLost,
-    WorkerLost,
-)
+from lightning_dlrover.rdzv.job import events as kinds
 from lightning_dlrover.rdzv.job.folders import EtcdDefaults, remove_snapshots
 from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, ProgressRecord
@@ -152,8 +138,9 @@ def _try_to_lock(lock: IO[str]) -> bool:
 
 
 _SHOWN_EVENTS = (
-    *(RoundFormed, DecisionMade, SizeRequested, WorkerLost, FitResumed, StragglerFound, MemoryShort, HangFound),
-    *(StreamOpened, IterableOpened, RowsSkipped, ValuesLost, ReplicaDrifted),
+    *(kinds.RoundFormed, kinds.DecisionMade, kinds.SizeRequested, kinds.WorkerLost, kinds.FitResumed),
+    *(kinds.StragglerFound, kinds.MemoryShort, kinds.HangFound, kinds.StreamOpened, kinds.IterableOpened),
+    *(kinds.RowsSkipped, kinds.ValuesLost, kinds.ReplicaDrifted),
 )
 SHOWN = {each.KIND for each in _SHOWN_EVENTS}
 """Kinds of events that `dlrover run` prints."""
@@ -174,7 +161,7 @@ class Announcer:
 
     def __call__(self) -> None:
         for event in self._log.new():
-            if event.kind == DecisionMade.KIND:
+            if event.kind == kinds.DecisionMade.KIND:
                 chosen, current = event.data.get("chosen"), event.data.get("current")
                 if chosen == current == self._stays_at:
                     continue
@@ -219,7 +206,7 @@ def write_final_report(run_id: str, folder: Path) -> None:
     """Write the report of a job that has ended into its run folder, unless nothing was trained."""
     file = folder / EVENTS_FILE
     events = read_event_file(file) if file.exists() else []
-    if not any(event.kind == RoundFormed.KIND for event in events):
+    if not any(event.kind == kinds.RoundFormed.KIND for event in events):
         return  # nothing was trained; an empty report would only hide the error
     report = f"\nreport: {folder / 'report.html'}"
     try:

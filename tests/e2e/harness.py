@@ -200,6 +200,10 @@ class Job:
         )
         return self.workers[-1]
 
+    def start_all(self, number: int) -> list[Worker]:
+        """Fork several workers, which train together once all have come."""
+        return [self.start() for _ in range(number)]
+
     def grow_to(self, num_workers: int, after_step: int = 3) -> None:
         """Start workers one by one: the second after some steps of the first, the next ones after a step of all before."""
         self.start()

@@ -591,8 +591,7 @@ def test_a_checkpoint_is_read_by_another_number_of_workers_bit_for_bit(
 ) -> None:
     settings = replace(SETTINGS, save_at=6, kinds=kinds)
     job = new_job(settings, min_workers=before)
-    for _ in range(before):
-        job.start()
+    job.start_all(before)
     job.wait_until(lambda: (job.folder / "checkpoint").exists(), "the checkpoint")
     job.wait_for_step(7)
     kill_all(job)

@@ -87,8 +87,7 @@ class Gathers(ToyModel):
 
 def test_script_with_collectives_in_its_step_keeps_equal_shares(make_job: MakeJob) -> None:
     job = make_job(SLOW, script=partial(train_toy, model=Gathers))
-    for _ in range(2):
-        job.start()
+    job.start_all(2)
     job.wait_for_world(2)
     job.wait_for_step(60)
     assert job.events("shares") == []
