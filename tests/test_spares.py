@@ -20,7 +20,7 @@ from lightning_dlrover.host import ForkedProcess
 from lightning_dlrover.spares import Spares
 from tests.support.waiting import eventually
 
-START_S = 30.0
+START_S = 90.0
 
 RECORDING = "from lightning_dlrover.spares import note_first_step; note_first_step()\n"
 
