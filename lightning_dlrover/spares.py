@@ -665,7 +665,7 @@ class SparesError(RuntimeError):
 
 
 class NotForkedError(Exception):
-    """A template has not forked a program; the message says why."""
+    """A template has not forked a program, for the reason in the message."""
 
 
 def check_platform() -> None:
