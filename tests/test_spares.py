@@ -218,7 +218,6 @@ def test_variable_that_an_import_has_read_must_be_the_same(place: Place) -> None
 def test_program_starts_without_its_template(
     place: Place, state: str, repetition: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spares, "FORK_S", 0.3)
     place.write("import time; time.sleep(0.5)\n", "slow_part")
     place.write("import slow_part; print('done')\n" + RECORDING)
     if state == "importing":
@@ -228,7 +227,9 @@ def test_program_starts_without_its_template(
     else:
         place.make_ready()
         place.template.send_signal(signal.SIGKILL if state == "ready" else signal.SIGSTOP)
-    code, out, _ = place.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(spares, "FORK_S", 0.3 if state == "stopped" else spares.FORK_S)
+        code, out, _ = place.run()
     assert (code, out) == (0, "done\n")
     place.await_state("ready")
     assert run_forked(place)[:2] == (0, "done\n")
