@@ -619,7 +619,7 @@ def test_joiner_with_another_learning_rate_is_refused(make_job: MakeJob) -> None
     [
         ("own_batches", "takes whole batches from OwnBatches", "let the dataset yield single samples"),
         ("rank_aware", "sampler Repeating gives every worker samples of its own", "the order of the whole epoch"),
-        ("split_by_user", "sampler Backwards decides by itself", "leave use_distributed_sampler at True"),
+        ("split_by_user", "sampler Backwards decides which samples this worker gets", "leave use_distributed_sampler at True"),
         ("list", "train_dataloader holds a range", "map-style dataset"),
         ("late_validation", "sampler Repeating gives every worker samples of its own", "the order of the whole epoch"),
         ("dataloader_iter", "training_step(self, dataloader_iter) fetches", "training_step(self, batch, batch_idx)"),

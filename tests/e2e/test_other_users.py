@@ -101,7 +101,10 @@ def private_paths(dlrover: Dlrover, run: Run) -> list[str]:
     if users_own.exists():
         found.add(str(users_own))
     for pid in dlrover.processes():
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
+        descriptors: list[Path] = []
+        with contextlib.suppress(OSError):  # the process has ended in between
+            descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+        for fd in descriptors:
             with contextlib.suppress(OSError):  # it was closed in between
                 flags = int((fd.parent.parent / "fdinfo" / fd.name).read_text().split("flags:")[1].split()[0], 8)
                 path = Path(os.readlink(fd))
