@@ -137,8 +137,11 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--rdzv-id", type=options.given, metavar="JOB", help="name of the job (default: made from the script's name)"
     )
-    text = "restarts of a worker by its own agent before the node fails (default 0)"
-    run.add_argument("--max-restarts", type=int, default=0, metavar="N", help=text)
+    text = "restarts of a worker by its own agent before the node fails (default 0; 3 if each node keeps a spare process)"
+    run.add_argument("--max-restarts", type=int, metavar="N", help=text)
+    text = "1: keep a process that has imported the script's modules, and fork new workers from it, which then train after a "
+    text += "second or two; `dlrover status` shows its memory (default 0)"
+    run.add_argument("--spares", type=int, choices=(0, 1), default=0, help=text)
     for name, text in options.TIMEOUTS.items():
         run.add_argument(
             options.flag(name), type=options.lease if name == "lease_ttl" else options.duration, metavar="TIME", help=text

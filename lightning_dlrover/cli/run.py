@@ -32,6 +32,7 @@ from lightning_dlrover.cli.run_options import (
     node_sizes,
     objective,
     pairs,
+    settle_spares,
     settle_workers,
     surrounding_target,
 )
@@ -353,6 +354,7 @@ def run_command(options: argparse.Namespace) -> int:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", run_id):
         raise UsageError(f"--rdzv-id {run_id!r} cannot name a folder: use letters, digits, '.', '_' and '-'")
     settle_workers(options)
+    settle_spares(options)
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
     objective(options)
@@ -430,6 +432,8 @@ def _run_job(
     spec = _node_spec(options, command, place, asked)
     # A node may be without a worker while one is restarted.
     policy = FailurePolicy(exit_s=180.0) if options.max_restarts or options.workers_per_node > 1 else FailurePolicy()
+    if options.spares:  # a node costs little then
+        policy = replace(policy, first_backoff_s=0.1)
     if asked is not None:
         policy = replace(policy, surplus_s=asked.surplus_s)
     if options.target != "local":
@@ -508,6 +512,7 @@ def _node_spec(options: argparse.Namespace, command: Sequence[str], place: JobPl
         min_workers=options.workers[0],
         max_workers=options.workers[1],
         max_restarts=options.max_restarts,
+        has_spares=bool(options.spares),
         workers_per_node=options.workers_per_node,
         access=place.access,
         environment={**objective(options), **of_pool, **pairs(options, "env", "NAME=VALUE")},

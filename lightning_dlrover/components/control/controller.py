@@ -572,7 +572,7 @@ class Controller:
     def _publish(self) -> None:
         """Update the controller's record. Add a new kind of obstacle to the job's history."""
         apps = {name: entry.handle or "" for name, entry in self._registry.entries.items() if entry.is_living}
-        if not self._tenure.publish_nodes(apps, self._held_up):
+        if not self._tenure.publish_nodes(apps, self._held_up, self._target.spares):
             return
         kind = likeness(self._held_up)  # a changed count or pause is not a new obstacle
         if kind and kind != self._known_trouble:
