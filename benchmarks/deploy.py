@@ -1,6 +1,7 @@
 """Time from the decision to add a worker until it trains, and its effect on the other workers.
 
     python benchmarks/deploy.py [--rounds N] [--workers N] [--spares 1] [--quick]
+    python benchmarks/deploy.py --api [--quick]
 
 A job of `dlrover run` trains the model of `live_resize.py` with one worker. It runs in turn on this machine and on a real
 Slurm started for it (one slurmctld, a slurmd per host, all here). Then its plan asks for two, as `dlrover scale` writes it:
@@ -23,6 +24,9 @@ With `--spares 1` the job keeps a process that has imported the script's modules
 then a worker gets SIGKILL. `spare_s` is the time from the decision to the end of the first step at full size. The decision is
 the controller's request for another node, or SIGKILL where the worker's agent restarts it. The time from SIGKILL is printed,
 too. `spare_mb` is the memory of one such process, where a page that n processes share counts as 1 / n (PSS).
+
+`--api` counts the requests that `KubernetesTarget` makes for 100 nodes from their start on: lists, and requests for output.
+Each node prints a line per second. The API server is that of the tests.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,11 +50,14 @@ from jobs import ControlledJob, Workspace, describe_machine, result_line
 from live_resize import FULL, QUICK, LiveResize, Size, Stall
 from slurm_cluster import missing_packages
 
+from lightning_dlrover.components.targets.kubernetes import KubernetesOptions, KubernetesTarget
+from lightning_dlrover.components.targets.target import NodeSpec
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import Keys
 from lightning_dlrover.rdzv.membership.rounds import read_view
+from tests.support.kubernetes_cluster import kubernetes_cluster
 
 PARTS = ("plan seen", "scheduler", "agent", "imports", "model and data", "round", "switch")
 TARGETS = ("local", "slurm")
@@ -203,6 +211,37 @@ def _started_at(process: psutil.Process) -> float:
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
+NUM_NODES = 100
+
+
+def api_requests_per_s(duration_s: float) -> float:
+    """Return the requests per second for `NUM_NODES` running nodes on Kubernetes, without those that create the nodes."""
+    spec = NodeSpec("/s/train.py", (), "h:1", "run", "/dlrover", 1, NUM_NODES)
+    with tempfile.TemporaryDirectory() as folder, kubernetes_cluster(Path(folder), runs_pods=False) as cluster:
+        os.environ["KUBECONFIG"] = str(cluster.kubeconfig)
+        target = KubernetesTarget(spec, KubernetesOptions(image="trainer:1"), Path(folder) / "logs")
+        target.open("0123456789")
+        nodes = [f"node{number}" for number in range(NUM_NODES)]
+        handles = {node: target.start(node) for node in nodes}
+        for node in nodes:
+            cluster.logs[node] = ""
+            cluster.set_pod(node, "Running")
+        began, before, num_lines = time.monotonic(), len(cluster.requests), 0
+        while (passed_s := time.monotonic() - began) < duration_s:
+            while num_lines <= passed_s:
+                now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+                cluster.logs.update({node: f"{text}{now} line {num_lines}\n" for node, text in cluster.logs.items()})
+                num_lines += 1
+            target.apps()
+            assert {target.status(handle) for handle in handles.values()} == {"running"}
+            time.sleep(0.2)  # as often as a controller looks
+        found = (len(cluster.requests) - before) / passed_s
+        num_copied = sum(file.stat().st_size > 0 for node in nodes for file in target.logs(handles[node]))
+        print(f"{found:.2f} requests per second in the first {passed_s:.0f} s; output of {num_copied} nodes was copied")
+        target.close()
+    return found
+
+
 def table(growths: Sequence[Growth], targets: Sequence[str]) -> str:
     def row(name: str, values: list[list[float]]) -> str:
         shown = "".join(f"{median(v):10.3f}  ({min(v):.3f} to {max(v):.3f})".ljust(34) for v in values)
@@ -230,7 +269,11 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one job on each target, with a small model, under 60 s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep logs and records")
+    parser.add_argument("--api", action="store_true", help="only the requests to a Kubernetes API server")
     options = parser.parse_args()
+    if options.api:
+        print(result_line({"api_rps_100": api_requests_per_s(30.0 if options.quick else 120.0)}))
+        return 0
     size = QUICK if options.quick else FULL
     dice = random.Random(options.seed)
     print(describe_machine(), flush=True)
@@ -274,7 +317,8 @@ def main() -> int:
         "spare_s": median(s.seconds for s in successors) if successors else math.nan,
         "spare_mb": median(s.spare_mb for s in successors) if successors else math.nan,
     }
-    print(result_line({**stalls, **times, **spares}))
+    requests = {"api_rps_100": api_requests_per_s(30.0 if options.quick else 120.0)}
+    print(result_line({**stalls, **times, **spares, **requests}))
     return 0
 
 

@@ -142,8 +142,12 @@ DIFFERING = {
 }
 """Variables that differ between the template and its programs, or between these."""
 
-AGENT_MODULES = ("torch.distributed.run", "lightning_dlrover.rdzv.agents.rendezvous")
-"""What a node imports in addition to its worker."""
+AGENT_MODULES = (
+    "torch.distributed.run",
+    "lightning_dlrover.rdzv.membership.coordinator",
+    "lightning_dlrover.rdzv.transport.transfer",
+)
+"""What a node imports in addition to its worker, and takes long."""
 
 OURS = variables.SPARES.removesuffix("SPARES")
 """Beginning of this package's variables, which differ as well."""

@@ -215,6 +215,10 @@ KUBERNETES_OPTIONS = {
     "pod_endpoint": ("HOST:PORT", "address at which pods reach etcd (default: --endpoint)"),
     "pod_template": ("FILE", "YAML file with a pod template, for fields without an option here, such as tolerations"),
     "python": ("PROGRAM", "Python interpreter of the image (default python)"),
+    "run_as": (
+        "UID[:GID]",
+        "user and group of the nodes' processes (default: the image's user, which must not be root); or root",
+    ),
     "queue": ("NAME", "Volcano queue of the nodes (default: default)"),
 }
 

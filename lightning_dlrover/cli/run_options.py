@@ -202,6 +202,8 @@ def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
         raise UsageError(f"--gpus {options.gpus!r} is not [RESOURCE:]NUMBER, such as 1 or amd.com/gpu:1")
     if options.queue and options.plain_jobs:
         raise UsageError(f"--queue {options.queue} needs Volcano, and --plain-jobs disables it: leave one of them out")
+    if options.run_as and not re.fullmatch(r"root|\d+(:\d+)?", options.run_as):
+        raise UsageError(f"--run-as {options.run_as!r} is not UID[:GID] or root, such as 1000:1000")
     template: Any = {}
     if options.pod_template:
         try:
@@ -222,6 +224,7 @@ def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
         **({"grace_s": options.preemption_notice} if options.preemption_notice is not None else {}),
         template={name: template[name] for name in ("metadata", "spec") if name in template},
         queue=options.queue,
+        run_as=options.run_as,
         plain_jobs=bool(options.plain_jobs),
     )
 

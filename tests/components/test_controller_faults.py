@@ -46,6 +46,8 @@ QUICK = FailurePolicy(
     first_backoff_s=0.01,
     max_backoff_s=0.02,
     max_long_backoff_s=0.02,
+    first_refusal_s=0.01,
+    max_refusal_s=0.02,
     exit_s=5.0,
     surplus_s=5.0,
     settle_s=0.1,
@@ -448,7 +450,9 @@ def test_full_scheduler_is_asked_again_while_others_train(make_job: MakeJob) -> 
     job.run_until("the second worker", job.trains_with(2))
 
 
-def test_refused_cancellation_is_repeated_ever_more_rarely(make_job: MakeJob) -> None:
+def test_refused_cancellation_is_repeated_ever_more_rarely_and_reported_once(
+    make_job: MakeJob, caplog: pytest.LogCaptureFixture
+) -> None:
     job = make_job()
     job.policy = dataclasses.replace(QUICK, first_cancel_s=0.1, cancel_s=60.0)
     job.run_until("a worker", job.trains_with(1))
@@ -461,6 +465,7 @@ def test_refused_cancellation_is_repeated_ever_more_rarely(make_job: MakeJob) ->
         job.controller._cancellations.repeat()
         time.sleep(0.001)
     assert job.target.num_cancels == 3  # after 0, 0.1 and 0.3 s; the next one after 0.7 s
+    assert caplog.text.count("node1 could not be ended") == 1
     job.target.answers = True
     job.run_until("its end, and another one", job.trains_with(1, without="node1"))
 

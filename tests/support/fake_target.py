@@ -28,6 +28,7 @@ class FakeTarget:
     cancelled: list[str] = field(default_factory=list)
     out_of_memory: set[str] = field(default_factory=set)
     wanted_back: set[str] = field(default_factory=set)
+    released: list[str] = field(default_factory=list)
     submissions: list[str] = field(default_factory=list)  # every accepted request
     refuses: str = ""  # reason why no node is accepted
     refusal: type[Exception] = NotTakenError
@@ -95,6 +96,10 @@ class FakeTarget:
 
     def ran_out_of_memory(self, handle: str) -> bool:
         return self._node(handle) in self.out_of_memory
+
+    def release(self, handle: str) -> bool:
+        self.released.append(self._node(handle))
+        return True
 
     def wants_back(self, handle: str) -> bool:
         return self._node(handle) in self.wanted_back

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import datetime
 import http.server
 import json
@@ -52,6 +53,7 @@ class Answer:
     body: bytes | None = None
     is_carried_out: bool = False
     delay_s: float = 0.0
+    stream: Iterator[bytes] | None = None  # pieces of the body as they arrive
 
 
 class _Refused(Exception):
@@ -104,6 +106,9 @@ class KubernetesCluster:
         self.logs: dict[str, str] = {}  # logs of pods that have no process
         self.forbidden: set[tuple[str, str]] = set()  # verb and resource
         self.killing: tuple[str, Callable[[], None]] | None = None  # action before or after the creation of the next Job
+        self.version = "v1.36.1"
+        self.pod_security = ""  # level that pods must meet: "" or "restricted"; of Jobs it only warns
+        self._num_cuts = 0  # see `cut_streams`
         self._answers: list[tuple[str, str, Answer]] = []
         self._processes: dict[str, _Process] = {}  # process by the pod's name
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -156,6 +161,10 @@ class KubernetesCluster:
         with self.lock:
             self._answers.clear()
 
+    def cut_streams(self) -> None:
+        """End all streams of output in their middle, as a load balancer does."""
+        self._num_cuts += 1
+
     def num_requests(self, method: str, kind: str) -> int:
         with self.lock:
             return sum(m == method and f"/{kind}" in path for m, path in self.requests)
@@ -197,6 +206,8 @@ class KubernetesCluster:
 
     def serve(self, method: str, path: str, body: bytes) -> Answer:
         url = urlsplit(path)
+        if url.path == "/version":
+            return _json(200, {"gitVersion": self.version})
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
         match = re.fullmatch(
             r"/(?:api/v1|apis/([^/]+/[^/]+))(?:/namespaces/([^/]+)/([a-z]+)(?:/([^/]+)(?:/([a-z]+))?)?)?", url.path
@@ -241,14 +252,23 @@ class KubernetesCluster:
     def _carry_out(
         self, verb: str, group: str, kind: str, name: str, is_log: bool, query: Mapping[str, str], body: Object
     ) -> Answer:
+        if verb == "create" and kind == "jobs":
+            answer = _json(201, self._create_job(group, body, query))
+            if self.pod_security and (wrong := self._violations(body)):
+                warning = f"299 - {json.dumps(f'would violate {wrong}')}"
+                return dataclasses.replace(answer, headers={**answer.headers, "Warning": warning})
+            return answer
         if verb == "create":
-            return _json(201, self._create_secret(body) if kind == "secrets" else self._create_job(group, body, query))
+            return _json(201, self._create_secret(body))
         objects = {n: o for n, o in self.objects[kind].items() if kind != "jobs" or o["apiVersion"] == group}
         if verb == "list":
             found = [o for o in objects.values() if _is_selected(o, query)]
             return _json(200, {"kind": f"{kind[:-1].capitalize()}List", "metadata": {"resourceVersion": "1"}, "items": found})
         if name not in objects:
             raise _Refused(404, "NotFound", f'{kind} "{name}" of {group or "v1"} not found')
+        if is_log and query.get("follow") == "true":
+            self._log(name, query)  # an error has no stream
+            return Answer(200, headers={"Content-Type": "text/plain"}, stream=self._followed_log(name, query))
         if is_log:
             return Answer(200, body=self._log(name, query).encode(), headers={"Content-Type": "text/plain"})
         if verb == "update":  # TorchX 0.8 aborts a Volcano Job this way; Volcano's controller then deletes the pods
@@ -301,6 +321,11 @@ class KubernetesCluster:
         self.objects["jobs"][name] = job
         if group == _VOLCANO:
             self._start_with_volcano(job)
+        elif self.pod_security and self._violations(job):
+            about = {"kind": "Job", "name": name}
+            text = f'Error creating: pods "{name}-{uuid.uuid4().hex[:5]}" is forbidden: violates {self._violations(job)}'
+            event = {"metadata": {"name": name}, "involvedObject": about, "type": "Warning", "message": text}
+            self.objects["events"][name] = event
         elif self.has_room_for_pods:
             template = job["spec"]["template"]
             labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": name}
@@ -308,6 +333,13 @@ class KubernetesCluster:
                 {"metadata": {"name": f"{name}-{uuid.uuid4().hex[:5]}", "labels": labels}, "spec": template["spec"]}
             )
         return job
+
+    def _violations(self, job: Object) -> str:
+        """Return why the level of Pod Security forbids a Job's pod; empty if it does not."""
+        spec = job["spec"]
+        template = spec["template"] if "template" in spec else spec["tasks"][0]["template"]
+        wrong = kubernetes_models.restricted_violations(template["spec"])
+        return f'PodSecurity "{self.pod_security}:latest": {", ".join(wrong)}' if wrong else ""
 
     def _start_with_volcano(self, job: Object) -> None:
         if job["spec"]["queue"] not in self.queues:
@@ -479,6 +511,21 @@ class KubernetesCluster:
         else:
             entry.process.send_signal(number)
 
+    def _followed_log(self, name: str, query: Mapping[str, str]) -> Iterator[bytes]:
+        num_sent, num_cuts = 0, self._num_cuts
+        while num_cuts == self._num_cuts:
+            with self.lock:
+                if name not in self.objects["pods"]:
+                    return
+                states = self.objects["pods"][name]["status"]
+                has_ended = states["phase"] in ("Succeeded", "Failed") or "terminated" in str(states.get("containerStatuses"))
+                text = self._log(name, query)
+            if text[num_sent:]:
+                yield text[num_sent:].encode()
+                num_sent = len(text)
+            if has_ended or self._stopped.wait(0.02):
+                return
+
     def _log(self, name: str, query: Mapping[str, str]) -> str:
         pod = self.objects["pods"][name]
         container = pod["spec"]["containers"][0]["name"]
@@ -525,6 +572,9 @@ def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHand
             if not answer.status:
                 self.close_connection = True
                 return
+            if answer.stream is not None:
+                self._send_stream(answer)
+                return
             content = answer.body if answer.body is not None else _status_body(answer)
             self.send_response(answer.status)
             for name, value in {"Content-Length": str(len(content)), **answer.headers}.items():
@@ -532,6 +582,16 @@ def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHand
             self.end_headers()
             with contextlib.suppress(ConnectionError):  # the client did not wait
                 self.wfile.write(content)
+
+        def _send_stream(self, answer: Answer) -> None:
+            self.send_response(answer.status)
+            for name, value in {"Transfer-Encoding": "chunked", **answer.headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):  # the client has read enough
+                for piece in answer.stream or ():
+                    self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+                self.wfile.write(b"0\r\n\r\n")
 
         do_GET = do_POST = do_PUT = do_DELETE = _serve
 

@@ -96,3 +96,24 @@ def _of(value: Any, kind: str, place: str) -> Iterator[str]:
 def _fields(model: str) -> dict[str, str]:
     found = getattr(models(), model)
     return {found.attribute_map[name]: kind for name, kind in found.openapi_types.items()}
+
+
+def restricted_violations(pod: Mapping[str, Any]) -> list[str]:
+    """Controls of the Pod Security Standard `restricted` that a pod's spec violates, in the words of the admission plugin."""
+    found = [f"{name}=true" for name in ("hostNetwork", "hostPID", "hostIPC") if pod.get(name)]
+    allowed = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+    found += [f"restricted volume types ({v['name']})" for v in pod.get("volumes", ()) if not v.keys() - {"name"} <= allowed]
+    for container in [*pod["containers"], *pod.get("initContainers", ())]:
+        own = container.get("securityContext", {})
+        both = {**pod.get("securityContext", {}), **own}
+        controls = {
+            "privileged": not own.get("privileged"),
+            "allowPrivilegeEscalation != false": own.get("allowPrivilegeEscalation") is False,
+            "unrestricted capabilities": "ALL" in own.get("capabilities", {}).get("drop", ())
+            and {*own["capabilities"].get("add", ())} <= {"NET_BIND_SERVICE"},
+            "runAsNonRoot != true": both.get("runAsNonRoot") is True,
+            "runAsUser=0": both.get("runAsUser") != 0,
+            "seccompProfile": both.get("seccompProfile", {}).get("type") in ("RuntimeDefault", "Localhost"),
+        }
+        found += [f'{text} (container "{container["name"]}")' for text, is_met in controls.items() if not is_met]
+    return found

@@ -37,6 +37,7 @@ from lightning_dlrover.components.control.reconcile import (
     Warn,
     WithdrawNode,
     enlargements,
+    kind_of_delay,
     likeness,
     reconcile,
     why_none_is_added,
@@ -123,6 +124,7 @@ class Cancellations:
         self._target = target
         self._registry = registry
         self._policy = policy
+        self._reported = ""  # kind of the newest refused cancellation in the log
         self._strays: dict[str, float] = {}  # handles of nodes without a record, and when they were last cancelled
 
     def cancel(self, names: Sequence[str]) -> None:
@@ -155,8 +157,11 @@ class Cancellations:
             for entry in due.values():
                 entry.cancel_at = now + pause_s
             text = "run %s: %s could not be ended; the next attempt follows in %.0f s: %s"
-            log.warning(text, self._run_id, ", ".join(due), pause_s, error)
+            level = logging.DEBUG if likeness(str(error)) == self._reported else logging.WARNING
+            self._reported = likeness(str(error))
+            log.log(level, text, self._run_id, ", ".join(due), pause_s, error)
             return
+        self._reported = ""
         for entry in due.values():
             entry.cancel_at, entry.cancel_failures = now + self._policy.cancel_s / 2, 0
             if not self._target.outlives_controller:
@@ -309,7 +314,8 @@ class Controller:
         self._policy = policy or FailurePolicy()
         self._hurry = hurry or threading.Event()
         self._held_up = ""  # why planned nodes are not added
-        self._known_trouble = ""  # kind of the newest such reason in the job's history
+        self._kind_of_delay = ""
+        self._known_delays: set[str] = set()  # kinds of such reasons in the job's history, since nodes were last added freely
         self._is_closed = False
         self._warned = ""
         self._etcd_away_since: float | None = None
@@ -356,6 +362,7 @@ class Controller:
         self._observer.note_plan_by_hand(view)
         job_view = self._job_view(view, may_act)
         self._held_up = why_none_is_added(job_view, self._policy) if may_act else ""
+        self._kind_of_delay = kind_of_delay(job_view, self._held_up)
         actions = reconcile(job_view, self._policy)
         if may_act and any(isinstance(action, AddNode | FinishJob) for action in actions):
             # The scheduler's list may be newer than our copy of etcd, where a leave or a smaller plan explains a missing node.
@@ -372,6 +379,9 @@ class Controller:
         if may_act:
             self._registry.save()
             self._publish()
+            if end is None and job_view.phase not in ("finished", "failed"):
+                # Those that ended with the job remain for a while, with their output, for `kubectl` and `dlrover logs`.
+                self._registry.release_ended()
         return end
 
     def wait(self, timeout_s: float) -> None:
@@ -555,9 +565,9 @@ class Controller:
             if not isinstance(error, NotTakenError):
                 log.warning("run %s: whether %s was started is unknown: %s", self._run_id, name, error)
                 return False
-            self._observer.note_refusal(name, str(error), now)
+            self._observer.note_refusal(name, str(error), error.kind, now)
         except Exception as error:  # schedulers may raise any type
-            self._observer.note_refusal(name, f"{type(error).__name__}: {error}", now)
+            self._observer.note_refusal(name, f"{type(error).__name__}: {error}", "", now)
         else:
             log.info("run %s: started %s", self._run_id, name)
         self._registry.save()
@@ -574,9 +584,10 @@ class Controller:
         apps = {name: entry.handle or "" for name, entry in self._registry.entries.items() if entry.is_living}
         if not self._tenure.publish_nodes(apps, self._held_up, self._target.spares):
             return
-        kind = likeness(self._held_up)  # a changed count or pause is not a new obstacle
-        if kind and kind != self._known_trouble:
+        if not self._held_up:
+            self._known_delays.clear()
+        elif self._kind_of_delay not in self._known_delays:
+            self._known_delays.add(self._kind_of_delay)
             log.warning("run %s: %s", self._run_id, self._held_up)
             with contextlib.suppress(EtcdError):  # the status shows it in any case
                 self._tenure.add_event(NodesHeldUp(), self._held_up)
-        self._known_trouble = kind

@@ -28,7 +28,16 @@ from lightning_dlrover.components.control.reconcile import (
     num_refusals,
     refusals,
 )
-from lightning_dlrover.components.targets.target import App, AppStatus, LogFile, NodeSize, Target, TargetError, read_tail
+from lightning_dlrover.components.targets.target import (
+    CANNOT_START,
+    App,
+    AppStatus,
+    LogFile,
+    NodeSize,
+    Target,
+    TargetError,
+    read_tail,
+)
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import Delete, EtcdError, KeyValue, absent, modified
@@ -195,6 +204,7 @@ _AGENT_FILE = "torch/distributed/run.py"
 _OUR_FILE = "/lightning_dlrover/"
 _START_OF_MODULE = re.compile(r'File "(?:<frozen runpy>|.*/runpy\.py)", line \d+, in _run_module_as_main')
 _CAUSE = re.compile(r"(?:this machine|Kubernetes|Slurm): (.+)$")
+_NO_PACKAGE = re.compile(r"(?:Error while finding module specification for '|No module named '?)lightning_dlrover\b")
 _EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+)")
 
 _FATAL = "Fatal Python error:"
@@ -215,6 +225,7 @@ class PostMortem:
     traceback: str  # empty if there is none
     place: str = ""  # innermost frame of the script; empty if the error was raised outside of its code
     cause: str = ""  # the place's reason for ending it, if it was appended to the node's output
+    could_not_start: bool = False  # its command never ran
 
 
 def examine(output: str) -> PostMortem:
@@ -226,6 +237,8 @@ def examine(output: str) -> PostMortem:
     lines = [RANK_PREFIX.sub("", line, count=1) for line in output.splitlines()]
     cause = found[1] if lines and (found := _CAUSE.search(lines[-1])) else ""
     tracebacks = list(_tracebacks(lines))
+    if not tracebacks and (why := _why_not_started(lines, cause)):
+        return PostMortem(why, "", cause=cause, could_not_start=True)
     own = next((t for t in tracebacks if not any(_AGENT_FILE in line for line in t)), None)
     codes = [int(code) for code in _EXIT_CODE.findall(output)]
     faults = [code for code in codes if code not in _ENDED_BY_OTHERS]
@@ -250,6 +263,14 @@ def examine(output: str) -> PostMortem:
     if last and _message(last) == next(line for line in reversed(lines) if line):
         return PostMortem(_message(last), "\n".join(last))
     return PostMortem("", "", cause=cause)
+
+
+def _why_not_started(lines: Sequence[str], cause: str) -> str:
+    """Return why a node's command never ran; empty if it did."""
+    if cause.startswith(CANNOT_START):
+        return cause
+    last = next((line for line in reversed(lines) if line and not _CAUSE.match(line)), "")
+    return f"its Python has no package lightning_dlrover: {last}" if _NO_PACKAGE.search(last) else ""
 
 
 def _has_ended_agent(traceback: list[str], before_torchrun: bool) -> bool:
@@ -411,6 +432,8 @@ class NodeEntry:
     cancelled: bool = False
     cancel_failures: int = 0  # consecutive cancellation requests that the scheduler has refused
     refusals_in_a_row: int = 1  # refused nodes: refusals in a row, this one included
+    refusal_kind: str = ""  # refused nodes: text that all refusals for this reason share
+    is_released: bool = False  # its scheduler may have forgotten it
     all_shown: bool = False
     wanted_back: bool = False  # the scheduler will end it soon
     whole_at: float | None = None  # last time at which all of its agents were registered; None: it has one, or they never were
@@ -485,6 +508,7 @@ class NodeEntry:
             refused=self.is_refused,
             forgiven=self.ended_at is not None and self.ended_at <= forgiven_at,
             error=found.error,
+            could_not_start=found.could_not_start,
             place=found.place,
             is_accepted=bool(self.handle),
             **{name: getattr(self, name) for name in _UNCHANGED},
@@ -593,6 +617,14 @@ class NodeRegistry:
         ended = sorted((e.ended_at or now, name) for name, e in self.entries.items() if e.has_ended and e.all_shown)
         for _, name in ended[: max(0, len(ended) - MAX_ENDED)]:
             self.forget(name)
+
+    def release_ended(self) -> None:
+        """Have the scheduler forget nodes whose end etcd holds, because ended ones may count against a quota."""
+        for entry in self.entries.values():
+            is_written = entry.saved is not None and entry.saved.state == "ended" and entry.all_shown
+            is_needed = entry.lacks_memory and not entry.is_enlarged
+            if is_written and entry.handle is not None and not entry.is_released and not is_needed:
+                entry.is_released = self._target.release(entry.handle)
 
     def forget(self, name: str) -> None:
         """Remove a node from memory and from etcd."""
@@ -809,14 +841,14 @@ class Observer:
             may_lack = has_just_failed and not entry.is_enlarged
             entry.lacks_memory = may_lack and entry.handle is not None and self._target.ran_out_of_memory(entry.handle)
 
-    def note_refusal(self, name: str, problem: str, now: float) -> None:
-        """Record that the scheduler refused a node. Only the newest refusals are kept."""
-        log.error("run %s: %s could not be started: %s", self._keys.run_id, name, problem)
+    def note_refusal(self, name: str, problem: str, kind: str, now: float) -> None:
+        """Record that the scheduler refused a node, for a reason of this kind. Only the newest refusals are kept."""
+        log.debug("run %s: %s could not be started: %s", self._keys.run_id, name, problem)
         entries = self._registry.entries
         # Carried over because the oldest are forgotten: the pause before the next attempt grows with the total.
         earlier = refusals([node for node in self.nodes(now) if node.name != name])
         entry = entries[name]
-        entry.refusals_in_a_row = 1 + num_refusals(earlier)
+        entry.refusals_in_a_row, entry.refusal_kind = 1 + num_refusals(earlier), kind
         entry.post_mortem = PostMortem(f"it could not be started: {problem}", "")
         entry.status, entry.ended_at, entry.all_shown = "failed", now, True
         refused = [other for other, each in entries.items() if each.is_refused]

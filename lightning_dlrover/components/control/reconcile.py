@@ -42,8 +42,10 @@ class Node:
     trained_s: float = 0.0  # total time as a member of rounds
     error: str = ""  # failed: the script's error; empty if it was killed
     place: str = ""  # failed: innermost frame of the script in the error's traceback
+    could_not_start: bool = False  # failed: its command never ran, `error` holds the reason
     refused: bool = False  # failed: the scheduler refused it, `error` holds the refusal
     refusals_in_a_row: int = 1  # refused: refusals in a row up to this one, forgotten nodes included
+    refusal_kind: str = ""  # refused: text that all refusals for this reason share
     after_training: bool = False  # failed in the script's code after `fit`
     stopped_job: bool = False  # failed, and the round lost its last member with it
     left_too_few: bool = False  # failed, and the members without it were too few to train
@@ -162,9 +164,16 @@ def num_refusals(refused: Sequence[Node]) -> int:
     return max(len(refused), refused[-1].refusals_in_a_row) if refused else 0
 
 
+MIN_NOT_STARTED = 2
+"""Nodes that could not start, after which the fault is that of their image or command."""
+
+
 def culprit(nodes: Sequence[Node], together_s: float) -> Node | None:
-    """Return the first node that failed by an error of its own."""
-    return max(root_causes(nodes, nodes, together_s), key=lambda n: n.ended_s, default=None)
+    """Return the first node that failed by an error of its own. One node that could not start may be its host's fault."""
+    causes = root_causes(nodes, nodes, together_s)
+    if sum(node.could_not_start for node in causes) < MIN_NOT_STARTED:
+        causes = [node for node in causes if not node.could_not_start]
+    return max(causes, key=lambda n: n.ended_s, default=None)
 
 
 def root_causes(failed: Iterable[Node], nodes: Sequence[Node], together_s: float) -> list[Node]:
@@ -227,7 +236,9 @@ class FailurePolicy:
     together_s: float = 30.0  # failures this close to each other may share one cause
     first_backoff_s: float = 0.5  # pause before a failed node is replaced; doubles with every failure in a row
     max_backoff_s: float = 30.0
-    max_long_backoff_s: float = 300.0  # limit while others train: after more than `max_failures`, or for refused nodes
+    max_long_backoff_s: float = 300.0  # limit while others train, after more than `max_failures`
+    first_refusal_s: float = 2.0  # pause after a refused node; doubles with every refusal in a row
+    max_refusal_s: float = 60.0
     submit_s: float = 20.0  # time for a scheduler to list an accepted node
     first_cancel_s: float = 2.0  # pause after a refused cancellation; doubles with every refusal, up to `cancel_s`
     cancel_s: float = 60.0  # pause between a node's cancellation and the next attempt
@@ -529,16 +540,16 @@ def _pause(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) 
     early = [n for n in early_failures(view.nodes, policy.useful_s) if n.ended_s <= policy.same_error_s]
     failures = max(view.failures_in_a_row, most_frequent(recent)[0], len(stops), len(early))
     refused = refusals(view.nodes)
-    may_be_long = any(node.is_member for node in living)
-
-    def pause_s(count: int, is_long: bool) -> float:
-        longest_s = policy.max_long_backoff_s if is_long and may_be_long else policy.max_backoff_s
-        return min(longest_s, policy.first_backoff_s * 2.0 ** min(20, count - 1)) if count else 0.0
-
     if refused and refused[-1].ended_s <= view.since_failure_s:
         count = num_refusals(refused)
-        return count, pause_s(count, True), refused[-1].ended_s
-    return failures, pause_s(failures, failures > policy.max_failures), view.since_failure_s
+        return count, _doubled_s(policy.first_refusal_s, policy.max_refusal_s, count), refused[-1].ended_s
+    is_long = failures > policy.max_failures and any(node.is_member for node in living)
+    longest_s = policy.max_long_backoff_s if is_long else policy.max_backoff_s
+    return failures, _doubled_s(policy.first_backoff_s, longest_s, failures), view.since_failure_s
+
+
+def _doubled_s(first_s: float, longest_s: float, count: int) -> float:
+    return min(longest_s, first_s * 2.0 ** min(20, count - 1)) if count else 0.0
 
 
 def _why_growth_stopped(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) -> str:
@@ -569,6 +580,13 @@ def why_none_is_added(view: ControllerView, policy: FailurePolicy = FailurePolic
     if count < policy.max_same_error:
         return ""
     return f"the next node is started {pause_s:.0f} s after the last failure, number {count} since the job's last progress"
+
+
+def kind_of_delay(view: ControllerView, why: str) -> str:
+    """Return a key that stays the same while `why`, from `why_none_is_added`, changes only in counts, names and wording."""
+    refused = refusals(view.nodes)
+    kind = refused[-1].refusal_kind if refused and refused[-1].error in why else ""
+    return kind or likeness(why)
 
 
 def _cancellations(view: ControllerView, living: Sequence[Node], policy: FailurePolicy) -> list[Action]:

@@ -8,19 +8,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 from lightning_dlrover import variables
-from lightning_dlrover.components.targets.kubernetes_api import ApiError, KubernetesApi, own_pod
+from lightning_dlrover.components.targets.kubernetes_api import (
+    READ_FILE,
+    ApiError,
+    KubernetesApi,
+    PodLogs,
+    kind_of_refusal,
+    own_pod,
+)
 from lightning_dlrover.components.targets.local import node_app
 from lightning_dlrover.components.targets.target import (
     ANY_SIZE,
+    CANNOT_START,
     App,
     AppStatus,
     NodeSize,
@@ -32,7 +38,6 @@ from lightning_dlrover.components.targets.target import (
     set_aside,
     thread_variables,
 )
-from lightning_dlrover.files import atomic_write
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError, read_password
 
 PLAIN_JOBS, VOLCANO_JOBS = "batch/v1", "batch.volcano.sh/v1alpha1"
@@ -44,6 +49,9 @@ JOB_LABEL, NODE_LABEL, MARK_LABEL = (f"lightning-dlrover/{name}" for name in ("j
 SECRET_FOLDER = "/etc/dlrover/etcd"
 SECRET_KEYS = {"password_file": "password", "ca_cert": "ca.crt", "cert": "tls.crt", "cert_key": "tls.key"}
 """Keys in a Secret that hold etcd's credentials. The last three match a Secret of type kubernetes.io/tls."""
+
+MIN_VERSION = (1, 29)
+"""Oldest release whose Jobs have a `podReplacementPolicy` by default."""
 
 REMEMBERED_S = 3600
 """Seconds that the cluster keeps an ended Job, so that a later controller can still read its outcome."""
@@ -77,6 +85,7 @@ class KubernetesOptions:
     template: Mapping[str, Any] = field(default_factory=dict)  # base pod template; our fields override it
     queue: str = ""  # Volcano's queue
     plain_jobs: bool = False  # ignore Volcano even if the cluster has it
+    run_as: str = ""  # UID[:GID] of the container's processes, or root; default: the image's user, which must not be root
 
     def resources(self, size: NodeSize) -> dict[str, str]:
         """Return requests, which are also the limits: a worker's speed must not depend on other pods of its host."""
@@ -124,7 +133,8 @@ def job_manifest(
     """
     metadata = _labelled(spec.run_id, mark)
     metadata["labels"][NODE_LABEL] = node
-    template = _laid_over(options.template, {"metadata": metadata, "spec": _pod_spec(spec, options, size, node)})
+    base = _laid_over({"spec": _security(options.run_as)}, options.template)
+    template = _laid_over(base, {"metadata": metadata, "spec": _pod_spec(spec, options, size, node)})
     return {
         "apiVersion": api_version,
         "kind": "Job",
@@ -164,6 +174,19 @@ def _volcano_spec(template: Mapping[str, Any], queue: str) -> dict[str, Any]:
         # TorchX finds pods by this name, the one of a role's first replica: its `status` and `log` work on nodes, too.
         "tasks": [{"name": f"{CONTAINER}-0", "replicas": 1, "template": template}],
     }
+
+
+def _security(run_as: str) -> dict[str, Any]:
+    """Return the part of a pod's spec that the Pod Security Standard `restricted` asks for, unless it is to run as root."""
+    if run_as == "root":
+        return {"securityContext": {"runAsUser": 0}}
+    user, _, group = run_as.partition(":")
+    pod: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    pod |= {"runAsUser": int(user)} if user else {}
+    # Volumes belong to the group, so that a user who is not root may write to them.
+    pod |= {"runAsGroup": int(group), "fsGroup": int(group)} if group else {}
+    container = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    return {"securityContext": pod, "containers": [{"name": CONTAINER, "securityContext": container}]}
 
 
 def _pod_spec(spec: NodeSpec, options: KubernetesOptions, size: NodeSize, node: str) -> dict[str, Any]:
@@ -245,14 +268,11 @@ _LOST_S = 60.0
 _DISMISS_S = 30.0
 """Seconds between two requests to delete a pod that has outlived its worker."""
 
+_MAX_PAUSE_S = 60.0
+"""Maximum seconds between two requests to delete ended Jobs while the cluster refuses."""
+
 _ASK_WHY_S = 30.0
 """Seconds between two reads of a waiting node's events."""
-
-_SET_BACK_S = 5
-"""Seconds that a host's clock may be set back without a loss of output. Each read overlaps the previous one by this much."""
-
-_READ_FILE = ".read"
-"""Name of the file with the position that a node's output has been copied up to."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +292,7 @@ class _Seen:
 
     @property
     def pod(self) -> Mapping[str, Any] | None:
-        return max(self.pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")), default=None)
+        return max(self.pods, key=_created, default=None)
 
 
 class KubernetesTarget:
@@ -323,6 +343,8 @@ class KubernetesTarget:
         self._clock = clock
         self._api = api or KubernetesApi()
         self._namespace = options.namespace or self._api.namespace
+        if not api_version:
+            _check_version(self._api)
         self._api_version = api_version or _offered(self._api, options)
         # With another namespace or the other kind of Job, a later controller would find no node and consider all deleted.
         self.name = f"kubernetes/{self._namespace}{'/volcano' if self._api_version == VOLCANO_JOBS else ''}"
@@ -333,11 +355,15 @@ class KubernetesTarget:
         self._cancelled: set[str] = set()  # nodes
         self._terminating_since: dict[str, float] = {}  # key: pod name
         self._ended_at: dict[str, float] = {}  # key: node; start of the wait for its remaining output
-        self._logged_waits: dict[str, str] = {}  # key: node; last logged reason for waiting
+        self._logged_waits: dict[str, str] = {}  # key: node; kind of the last logged reason for waiting
         self._asked_why_at: dict[str, float] = {}  # key: node
         self._dismissed_at: dict[str, float] = {}  # key: node; last request to delete a pod that has outlived its worker
+        self._release_at = -float("inf")  # time of the next request to delete an ended Job
+        self._release_pause_s = 0.0  # after a refused one
         self._logs = (
-            _PodLogs(self._api, self._namespace, log_dir, min(1.0, poll_s), output_since) if log_dir is not None else None
+            PodLogs(self._api, self._namespace, CONTAINER, log_dir, min(1.0, poll_s), output_since)
+            if log_dir is not None
+            else None
         )
 
     def open(self, mark: str) -> None:
@@ -360,7 +386,7 @@ class KubernetesTarget:
             else:
                 forbidden = self._api_version == VOLCANO_JOBS and "cannot create resource" in str(error)
                 instead = "; --plain-jobs starts nodes without Volcano" if forbidden else ""
-                raise NotTakenError(f"Job {name} was not created: {error}{instead}") from error
+                raise NotTakenError(f"Job {name} was not created: {error}{instead}", error.kind) from error
         self._polling.note_start(node)
         return self._handle(node)
 
@@ -412,6 +438,25 @@ class KubernetesTarget:
         self._polling.hasten()
         if problem is not None:
             raise TargetError(f"not all nodes could be deleted: {problem}") from problem
+
+    def release(self, handle: str) -> bool:
+        """Delete an ended node's Job, which may count against a quota, once all of its output is here."""
+        name, node = handle.split("/")
+        seen = self._polling.newest.get(node)
+        if seen is None:
+            return self._polling.covers(node)
+        if self._clock() < self._release_at or (self._logs is not None and not self._logs.finish(node)):
+            return False
+        try:
+            self._api.delete_job(self._namespace, self._api_version, name)
+        except ApiError as error:
+            level = logging.DEBUG if self._release_pause_s else logging.WARNING
+            log.log(level, "run %s: ended Jobs stay for now, and count against quotas: %s", self._spec.run_id, error)
+            self._release_pause_s = min(_MAX_PAUSE_S, 2.0 * self._release_pause_s or 2.0)
+            self._release_at = self._clock() + self._release_pause_s
+            return False
+        self._release_pause_s = 0.0
+        return True
 
     def ran_out_of_memory(self, handle: str) -> bool:
         seen = self._polling.newest.get(handle.split("/")[1])
@@ -466,7 +511,8 @@ class KubernetesTarget:
         except (ApiError, EtcdError) as error:
             raise NotTakenError(
                 f"Secret {self._options.secret} with the password of the job's own etcd was not created: {error}; allow it as "
-                "in examples/kubernetes/rbac.yaml, or name a permanent etcd with --endpoint"
+                "in examples/kubernetes/rbac.yaml, or name a permanent etcd with --endpoint",
+                kind_of_refusal(str(error)),
             ) from error
         self._has_made_secret = True
 
@@ -474,7 +520,7 @@ class KubernetesTarget:
         """Separate the output of an earlier job of this name, already gone from etcd, from that of a new node."""
         if self._log_dir is not None:
             with contextlib.suppress(OSError):
-                for name in ("stdout.log", "stderr.log", _READ_FILE):
+                for name in ("stdout.log", "stderr.log", READ_FILE):
                     set_aside(self._log_dir / node / name)
 
     def _handle(self, node: str) -> str:
@@ -488,8 +534,9 @@ class KubernetesTarget:
         terminating = {p["metadata"]["name"] for s in found.values() for p in s.pods if p["metadata"].get("deletionTimestamp")}
         self._terminating_since = {name: self._terminating_since.get(name, now) for name in terminating}
         for node, seen in found.items():
-            if self._logs is not None and seen.pod is not None and _phase(seen.pod) in ("Running", "Succeeded", "Failed"):
-                self._logs.follow(node, seen.pod["metadata"]["name"])
+            for pod in sorted(seen.pods, key=_created) if self._logs is not None else ():
+                if _phase(pod) in ("Running", "Succeeded", "Failed"):
+                    self._logs.follow(node, pod["metadata"]["name"])  # type: ignore[union-attr]
             self._log_why_it_waits(node, seen, now)
             self._dismiss_leftover(node, seen, now)
 
@@ -512,13 +559,15 @@ class KubernetesTarget:
         is_left = _phase(seen.pod) in ("Pending", "Running") and not seen.pod["metadata"].get("deletionTimestamp")
         if not is_left or now - self._dismissed_at.get(node, -float("inf")) < _DISMISS_S:
             return
+        is_first = node not in self._dismissed_at
         self._dismissed_at[node] = now
         log.info("run %s: deleting the pod of %s: its worker has ended, another container runs on", self._spec.run_id, node)
         try:
             self._api.delete_job(self._namespace, self._api_version, self._handle(node).split("/")[0])
             self._api.delete_pod(self._namespace, seen.pod["metadata"]["name"], _CANCEL_GRACE_S)
         except ApiError as error:
-            log.warning("run %s: the pod of %s could not be deleted, it keeps its host: %s", self._spec.run_id, node, error)
+            level = logging.WARNING if is_first else logging.DEBUG
+            log.log(level, "run %s: the pod of %s could not be deleted, it keeps its host: %s", self._spec.run_id, node, error)
 
     def _state(self, seen: _Seen) -> _State:
         pod = seen.pod
@@ -552,8 +601,9 @@ class KubernetesTarget:
                 why = self._reason_in_events(node, seen)
             except ApiError as error:
                 log.info("run %s: why %s waits is not known: %s", self._spec.run_id, node, error)
-        if why and why != self._logged_waits.get(node):
-            self._logged_waits[node] = why
+        kind = kind_of_refusal(why)  # a pod that is refused again has another name
+        if why and kind != self._logged_waits.get(node):
+            self._logged_waits[node] = kind
             log.warning("run %s: %s waits: %s", self._spec.run_id, node, why)
 
     def _reason_in_events(self, node: str, seen: _Seen) -> str:
@@ -600,6 +650,21 @@ def known_target(
     )
 
 
+def _check_version(api: KubernetesApi) -> None:
+    """Raise TargetError if the cluster is too old."""
+    try:
+        version = api.version()
+    except ApiError as error:
+        log.debug("the version of the cluster is unknown: %s", error)  # the API is read again in a moment
+        return
+    found = re.match(r"v?(\d+)\.(\d+)", version)
+    if found and (int(found[1]), int(found[2])) < MIN_VERSION:
+        raise TargetError(
+            f"the cluster runs Kubernetes {version}, and nodes need {'.'.join(map(str, MIN_VERSION))} or newer: older ones "
+            "count a pod as failed while it hands over; name a newer cluster with KUBECONFIG"
+        )
+
+
 def _offered(api: KubernetesApi, options: KubernetesOptions) -> str:
     """Return the `apiVersion` of Jobs in a cluster that fits the options; raise TargetError if it lacks them."""
     if options.plain_jobs:
@@ -631,6 +696,10 @@ def _unschedulable(group: Mapping[str, Any]) -> list[str]:
 
 def _node(found: Mapping[str, Any]) -> str:
     return str(found["metadata"].get("labels", {}).get(NODE_LABEL, ""))
+
+
+def _created(pod: Mapping[str, Any]) -> str:
+    return str(pod["metadata"].get("creationTimestamp", ""))
 
 
 def _phase(pod: Mapping[str, Any]) -> str:
@@ -686,6 +755,8 @@ def _why_it_failed(status: Mapping[str, Any]) -> str:
         if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
             parts.append(f"{condition.get('reason', '')}: {condition.get('message', '')}".strip(": "))
     ended = _end_of_worker({"status": status})
+    if ended is not None and ended.get("reason") in ("StartError", "ContainerCannotRun"):
+        return f"{CANNOT_START}: {ended.get('message') or ended['reason']} (exit code {ended.get('exitCode')})"
     if ended is not None and (parts or ended.get("reason") not in ("Error", "Completed", None)):
         parts.append(f"{ended.get('reason', 'ended')}, exit code {ended.get('exitCode')}")
     return "; ".join(parts)
@@ -697,145 +768,10 @@ def _waits_for(pod: Mapping[str, Any] | None) -> str:
     for container in status.get("containerStatuses") or ():
         waiting = (container.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
-            return f"{waiting['reason']}: {waiting.get('message', '')}".rstrip(": ")
+            why = f"{waiting['reason']}: {waiting.get('message', '')}".rstrip(": ")
+            as_root = "will run as root" in why
+            return why + ("; give --run-as UID, or --run-as root where the namespace allows it" if as_root else "")
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             return f"{condition.get('reason', '')}: {condition.get('message', '')}".strip(": ")
     return ""
-
-
-@dataclass
-class _PodLog:
-    """One pod's output and the read position: timestamp of the last line, and the number of lines with it."""
-
-    pod: str
-    folder: Path
-    is_placed: bool = False  # whether the position of an earlier process was looked for
-    newest: str = ""
-    num_newest: int = 0
-    unwritten: bytes = b""  # lines before the position that are not in the file yet
-    has_ended: bool = False
-    is_complete: bool = False
-    num_failures: int = 0  # consecutive failed reads
-    next_at: float = 0.0
-
-
-class _PodLogs:
-    """Copy the output of pods into files, in a background thread: an unresponsive host or a full disk blocks no caller.
-
-    The read position is saved in a file, so the next controller continues from there.
-    """
-
-    def __init__(self, api: KubernetesApi, namespace: str, folder: Path, pause_s: float, since: str = "") -> None:
-        self._api = api
-        self._namespace = namespace
-        self._folder = folder
-        self._pause_s = pause_s
-        self._since = since
-        self._logs: dict[str, _PodLog] = {}  # key: node
-        self._is_closed = threading.Event()
-        self._is_woken = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def follow(self, node: str, pod: str) -> None:
-        if node in self._logs:
-            return
-        self._logs[node] = _PodLog(pod, self._folder / node)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="dlrover-pod-logs", daemon=True)
-            self._thread.start()
-
-    def finish(self, node: str) -> bool:
-        """Mark a node as ended. Return whether all of its output has been copied."""
-        entry = self._logs.get(node)
-        if entry is None:
-            return True  # it has never run
-        if not entry.has_ended:
-            entry.has_ended = True
-            self._is_woken.set()
-        return entry.is_complete
-
-    def close(self) -> None:
-        self._is_closed.set()
-        self._is_woken.set()
-        if self._thread is not None:
-            self._thread.join(5.0)
-
-    def _run(self) -> None:
-        while not self._is_closed.is_set():
-            self._is_woken.clear()
-            for entry in [e for e in self._logs.copy().values() if not e.is_complete]:
-                if self._is_closed.is_set():
-                    return
-                if time.monotonic() < entry.next_at:
-                    continue
-                had_ended = entry.has_ended
-                try:
-                    self._read(entry, whole=had_ended)
-                except Exception as error:  # the output of all other pods, and of this one later, needs this thread
-                    # 400: its container has not started. 404: the pod and its output are gone.
-                    entry.is_complete = had_ended and isinstance(error, ApiError) and error.status in (400, 404)
-                    # An unresponsive host delays every request, and the other pods' output with it.
-                    entry.num_failures += 1
-                    entry.next_at = time.monotonic() + min(30.0, self._pause_s * 2.0 ** min(10, entry.num_failures))
-                    is_new = entry.num_failures == 1 and not isinstance(error, ApiError)
-                    level = logging.WARNING if is_new else logging.DEBUG
-                    log.log(level, "%s: its output cannot be copied now: %s", entry.pod, error)
-                else:
-                    entry.is_complete, entry.num_failures = had_ended, 0
-            self._is_woken.wait(self._pause_s)
-
-    def _read(self, entry: _PodLog, whole: bool) -> None:
-        """Append the new lines of a pod's output to its file. After an error, the next call continues from there."""
-        entry.folder.mkdir(parents=True, exist_ok=True)
-        if not entry.is_placed:
-            entry.newest, entry.num_newest = _read_position(entry.folder / _READ_FILE)
-            entry.is_placed = True
-        _write(entry)
-        since = _shortly_before(entry.newest) if entry.newest else self._since
-        text = self._api.pod_log(self._namespace, entry.pod, CONTAINER, since)
-        if not whole:
-            text = text[: text.rfind("\n") + 1]
-        lines = [line.partition(" ") for line in text.removesuffix("\n").split("\n")] if text else []
-        # Whatever follows the last line seen is new: a clock that was set back gives later lines earlier timestamps. If that
-        # line is missing, the host has begun another file since.
-        seen = [i for i, (stamp, _, _) in enumerate(lines) if stamp == entry.newest][: entry.num_newest]
-        new = lines[seen[-1] + 1 :] if seen else lines
-        if new:
-            entry.unwritten = "".join(f"{words}\n" for _, _, words in new).encode(errors="replace")
-            entry.newest = new[-1][0]
-            entry.num_newest = sum(stamp == entry.newest for stamp, _, _ in lines)
-            _write(entry)
-
-
-def _read_position(file: Path) -> tuple[str, int]:
-    """Return the timestamp of the last line that an earlier process has copied, and the number of lines with it."""
-    try:
-        newest, _, count = file.read_text(encoding="utf-8").partition(" ")
-        return newest, int(count)
-    except (FileNotFoundError, ValueError):
-        return "", 0
-
-
-def _write(entry: _PodLog) -> None:
-    """Append the lines that are not in the file yet, then save the position."""
-    if not entry.unwritten:
-        return
-    # Unbuffered, so that the number of bytes a full disk has accepted is exact.
-    with (entry.folder / "stdout.log").open("ab", buffering=0) as stream:
-        while entry.unwritten:
-            entry.unwritten = entry.unwritten[stream.write(entry.unwritten) :]
-    with contextlib.suppress(OSError):
-        atomic_write(entry.folder / _READ_FILE, f"{entry.newest} {entry.num_newest}")
-
-
-def _shortly_before(stamp: str) -> str:
-    """Return a time, in whole seconds of UTC, before that of a line: a host's clock may be set back for the lines after it."""
-    match = re.fullmatch(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.\d+)?(?:Z|([+-]\d\d:\d\d))", stamp)
-    try:
-        at = datetime.fromisoformat(f"{match[1]}{match[2] or '+00:00'}") if match else None
-    except ValueError:  # such as a leap second
-        at = None
-    if at is None:
-        return stamp
-    return (at.astimezone(timezone.utc) - timedelta(seconds=_SET_BACK_S)).strftime("%Y-%m-%dT%H:%M:%SZ")

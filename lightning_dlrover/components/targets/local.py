@@ -263,6 +263,9 @@ class LocalTarget:
     def ran_out_of_memory(self, handle: str) -> bool:
         return handle in self._out_of_memory
 
+    def release(self, handle: str) -> bool:
+        return True
+
     def wants_back(self, handle: str) -> bool:
         return False
 

@@ -298,6 +298,9 @@ class SlurmTarget:
         row = self._polling.newest.get(handle.split("/")[0])
         return handle in self._starved or (row is not None and row.state == "OUT_OF_MEMORY")
 
+    def release(self, handle: str) -> bool:
+        return True  # Slurm forgets ended jobs by itself
+
     def wants_back(self, handle: str) -> bool:
         return self._is_new_list_for(handle) and os.path.exists(notice_file(self._exit_file(handle.split("/")[1])))
 

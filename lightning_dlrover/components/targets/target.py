@@ -61,7 +61,15 @@ class TargetError(RuntimeError):
 
 
 class NotTakenError(TargetError):
-    """The scheduler has certainly not accepted a node."""
+    """The scheduler has certainly not accepted a node.
+
+    Args:
+        kind: text shared by all refusals for this reason, whose messages may differ; default: derived from the message.
+    """
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,9 @@ class Target(Protocol):
     def logs(self, handle: str) -> list[Path]:
         """Return the files with the node's output, stderr last."""
 
+    def release(self, handle: str) -> bool:
+        """Let the scheduler forget an app whose end is recorded in etcd. Return False to be called again."""
+
     def close(self) -> None:
         """Release this process's resources. End everything it started, unless nodes outlive the controller."""
 
@@ -142,6 +153,10 @@ LONG_LINE_BYTES = 64 * 1024
 
 PIECE_BYTES = 256 * 1024
 """Bytes to read at once. A longer line is returned in parts."""
+
+
+CANNOT_START = "its command could not start"
+"""Beginning of the reason that a target appends to the output of a node whose command never ran."""
 
 
 def set_aside(file: Path) -> None:

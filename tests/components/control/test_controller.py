@@ -40,7 +40,15 @@ from tests.support.stored import stored
 from tests.support.waiting import run_until
 
 QUICK = FailurePolicy(
-    first_backoff_s=0.01, max_backoff_s=0.02, max_long_backoff_s=0.02, exit_s=0.3, surplus_s=0.3, register_s=0.2, settle_s=0.1
+    first_backoff_s=0.01,
+    max_backoff_s=0.02,
+    max_long_backoff_s=0.02,
+    first_refusal_s=0.01,
+    max_refusal_s=0.02,
+    exit_s=0.3,
+    surplus_s=0.3,
+    register_s=0.2,
+    settle_s=0.1,
 )
 
 FAILED = """\

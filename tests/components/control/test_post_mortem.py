@@ -176,3 +176,21 @@ def trace(*frames: str) -> str:
 )
 def test_place_of_an_error_is_the_innermost_frame_of_the_script(frames: list[str], place: str) -> None:
     assert examine(trace(*frames)).place == place
+
+
+@pytest.mark.parametrize(
+    ("output", "error"),
+    [
+        (
+            "/usr/bin/python: Error while finding module specification for 'lightning_dlrover.components.node' "
+            "(ModuleNotFoundError: No module named 'lightning_dlrover')\n",
+            "its Python has no package lightning_dlrover: ",
+        ),
+        ("/usr/bin/python: No module named lightning_dlrover\n", "its Python has no package lightning_dlrover: "),
+        ("Kubernetes: its command could not start: no such file\n", "its command could not start: no such file"),
+    ],
+)
+def test_command_that_never_ran_is_an_error_of_its_own(output: str, error: str) -> None:
+    found = examine(output)
+    assert found.could_not_start
+    assert found.error.startswith(error)

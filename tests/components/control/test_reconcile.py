@@ -64,8 +64,12 @@ def refused(count: int, ended_s: float = 10.0) -> list[Node]:
 
 
 def newest_refused(count: int, of: int) -> list[Node]:
-    *others, last = reversed(refused(count, ended_s=299.0))
+    *others, last = reversed(refused(count, ended_s=59.0))
     return [*others, replace(last, refusals_in_a_row=of)]
+
+
+def not_started() -> Node:
+    return Node("n", "failed", ended_s=9.0, error="its command could not start: no such file", could_not_start=True)
 
 
 def unregistered(idle_s: float, warned: bool = False) -> Node:
@@ -131,12 +135,14 @@ OUT_OF_PLACE = replace(joining("b"), workerless_s=31.0)  # its worker has left
         ("there are fewer workers than the job needs", replace(growing(*alike(3)), fewest=2), [AddNode]),
         ("joiners are killed again and again", training(2, member("a"), *KILLED_JOINERS, since_s=290.0), []),
         ("and another one is tried", training(2, member("a"), *KILLED_JOINERS, since_s=301.0), [AddNode]),
-        ("a node is refused while others train", training(2, member("a"), *refused(1, ended_s=0.4)), []),
-        ("it is tried again", training(2, member("a"), *refused(1, ended_s=0.6)), [AddNode]),
-        ("ever more rarely", training(2, member("a"), *refused(12, ended_s=299.0)), []),
-        ("forever", training(2, member("a"), *refused(12, ended_s=301.0)), [AddNode]),
+        ("a node is refused while others train", training(2, member("a"), *refused(1, ended_s=1.9)), []),
+        ("it is tried again", training(2, member("a"), *refused(1, ended_s=2.1)), [AddNode]),
+        ("ever more rarely", training(2, member("a"), *refused(12, ended_s=59.0)), []),
+        ("forever", training(2, member("a"), *refused(12, ended_s=61.0)), [AddNode]),
         ("though the oldest are forgotten", training(2, member("a"), *newest_refused(8, of=11)), []),
-        ("before the first start, too", ControllerView("none", 2, [joining(), *refused(12, ended_s=31.0)]), [AddNode]),
+        ("before the first start, too", ControllerView("none", 2, [joining(), *refused(12, ended_s=61.0)]), [AddNode]),
+        ("one could not start, maybe by its host", ControllerView("none", 1, [not_started()], since_failure_s=9.0), [AddNode]),
+        ("two could not start", ControllerView("none", 1, [not_started(), not_started()]), [FinishJob]),
         ("all are refused at the first start", ControllerView("none", 2, refused(1)), [FinishJob]),
         ("the last one is lost, and no other is accepted", training(1, killed(ended_s=400.0), *refused(8)), [FinishJob]),
         ("all is as planned", training(2, member("a"), member("b")), []),

@@ -39,7 +39,7 @@ from lightning_dlrover.components.targets.target import ANY_SIZE, App, NodeSize,
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.records import Keys
 from tests.support.kubernetes_cluster import Answer, KubernetesCluster, kubernetes_cluster
-from tests.support.kubernetes_models import problems
+from tests.support.kubernetes_models import problems, restricted_violations
 from tests.support.manual_clock import ShiftedClock
 from tests.support.waiting import eventually
 
@@ -250,7 +250,7 @@ def test_template_adds_fields_without_an_option() -> None:
     assert pod["spec"]["tolerations"] == [toleration]
     assert (pod["spec"]["priorityClassName"], pod["spec"]["restartPolicy"]) == ("low", "Never")
     worker, side = pod["spec"]["containers"]
-    assert (worker["image"], worker["securityContext"]) == ("trainer:1", {"runAsUser": 1})
+    assert (worker["image"], worker["securityContext"]["runAsUser"]) == ("trainer:1", 1)
     assert side == {"name": "side"}
     assert [volume["name"] for volume in pod["spec"]["volumes"]] == ["scratch", "shm"]
 
@@ -393,7 +393,8 @@ def test_an_api_server_that_hangs_or_is_not_there_is_given_up_in_time(
     with pytest.raises(TargetError, match=r"cannot be listed: GET .*timed out"):
         target.apps()
     assert time.monotonic() - began < 5.0
-    gone = make_target(dataclasses.replace(PLAIN, plain_jobs=True))  # has no connection yet
+    gone = make_target()
+    gone._api.close()  # its connections would outlive the server
     cluster._server.shutdown()
     cluster._server.server_close()
     with pytest.raises(NotTakenError, match="Connection refused"):
@@ -583,6 +584,21 @@ def test_pod_that_outlives_its_worker_is_deleted(target: KubernetesTarget, clust
     assert target.status(HANDLE) == "failed"
 
 
+def test_command_that_cannot_start_ends_the_job_after_its_second_pod(
+    make_target: MakeTarget, cluster: KubernetesCluster, client: EtcdClient, keys: Keys
+) -> None:
+    ended = {"reason": "StartError", "exitCode": 128, "message": 'exec: "pythn": executable file not found in $PATH'}
+    policy = dataclasses.replace(QUICK, settle_s=0.1)
+    with Controller(client, keys, make_target(), Limits(1, 1), show=print, policy=policy) as controller:
+        for node in ("node1", "node2"):
+            step_until(controller, lambda: node in cluster.nodes(), node)  # noqa: B023
+            cluster.set_pod(node, "Failed", containerStatuses=[{"name": "worker", "state": {"terminated": ended}}])
+        end = eventually(controller.step, "the job's end", 15.0, 0.01)
+    assert end.exit_code == 1
+    assert 'failed before the first step: its command could not start: exec: "pythn": executable file not found' in end.reason
+    assert cluster.num_requests("POST", "jobs") == 2
+
+
 def test_out_of_memory_is_that_of_the_worker(target: KubernetesTarget, cluster: KubernetesCluster) -> None:
     cluster.set_pod("node1", "Running", **containers(proxy=137, worker=1))
     target.apps()
@@ -659,10 +675,47 @@ def test_no_output_is_lost_when_timestamps_step_back(
     cluster.logs["node1"] = f"{before} one\n{before} two\n"
     cluster.set_pod("node1", "Running")
     wait_for_output(target, "one\ntwo\n")
+    cluster.cut_streams()
     cluster.logs["node1"] += f"{after} three\n"
     wait_for_output(target, "one\ntwo\nthree\n")
     cluster.logs["node1"] += f"{after} four\n{before} five\n"
     wait_for_output(target, "one\ntwo\nthree\nfour\nfive\n")
+    cluster.cut_streams()
+    cluster.logs["node1"] += f"{before} six\n"
+    wait_for_output(target, "one\ntwo\nthree\nfour\nfive\nsix\n")
+
+
+def test_timestamps_are_compared_as_times(target: KubernetesTarget, cluster: KubernetesCluster) -> None:
+    cluster.logs["node1"] = "2026-10-25T02:59:58.500+02:00 one\n2026-10-25T02:59:59+02:00 two\n"
+    cluster.set_pod("node1", "Running")
+    wait_for_output(target, "one\ntwo\n")
+    # The kubelet was started again, in another time zone.
+    cluster.logs["node1"] = "2026-10-25T00:59:58.5Z one\n2026-10-25T00:59:59.000Z two\n2026-10-25T00:59:59.1Z three\n"
+    cluster.cut_streams()
+    wait_for_output(target, "one\ntwo\nthree\n")
+
+
+def test_every_pod_of_a_node_is_followed(target: KubernetesTarget, cluster: KubernetesCluster) -> None:
+    cluster.logs["node1"] = stamped(5, "first pod")
+    cluster.set_pod("node1", "Running")
+    wait_for_output(target, "first pod\n")
+    with cluster.lock:
+        [pod] = cluster.objects["pods"].values()
+        metadata = {**pod["metadata"], "name": "second", "creationTimestamp": "2099-01-01T00:00:00Z"}
+        cluster.objects["pods"] = {"second": {**pod, "metadata": metadata}}
+        cluster.logs["node1"] = stamped(4, "second pod")  # its host's clock is behind
+    wait_for_output(target, "first pod\nsecond pod\n")
+
+
+def test_output_costs_one_request_per_pod(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    target = make_target(poll_s=0.01)
+    target.start("node1")
+    cluster.logs["node1"] = ""
+    cluster.set_pod("node1", "Running")
+    for second in range(5):
+        cluster.logs["node1"] += stamped(second, "line")
+        wait_for_output(target, "line\n" * (second + 1))
+    assert cluster.num_requests("GET", "pods/") == 1
 
 
 def test_output_waits_for_room_on_a_full_disk(target: KubernetesTarget, cluster: KubernetesCluster, tmp_path: Path) -> None:
@@ -1031,6 +1084,57 @@ def test_node_with_every_option_has_only_known_fields(api_version: str, tmp_path
         assert wrong in found
 
 
+@pytest.mark.parametrize("api_version", [PLAIN_JOBS, VOLCANO_JOBS])
+@pytest.mark.parametrize("run_as", ["", "1000", "1000:100", "root"])
+def test_pods_of_nodes_meet_the_restricted_level_unless_they_run_as_root(api_version: str, run_as: str) -> None:
+    manifest = job_manifest(SPEC, dataclasses.replace(MUCH, run_as=run_as), NodeSize(4), "node3", MARK, api_version)
+    [template] = [t["template"] for t in manifest["spec"].get("tasks", [manifest["spec"]])]
+    assert bool(restricted_violations(template["spec"])) == (run_as == "root")
+    assert problems(manifest) == []
+
+
+def test_template_changes_the_security_context() -> None:
+    own = {"containers": [{"name": "worker", "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}]}
+    manifest = job_manifest(SPEC, dataclasses.replace(PLAIN, template={"spec": own}), ANY_SIZE, "node3", MARK)
+    context = container_of(manifest)["securityContext"]
+    assert context == {"allowPrivilegeEscalation": False, "capabilities": {"add": ["IPC_LOCK"], "drop": ["ALL"]}}
+
+
+def test_examples_meet_the_restricted_level() -> None:
+    specs = [
+        d["spec"]["template"]["spec"]
+        for name in ("etcd.yaml", "controller.yaml")
+        for d in documents(name)
+        if "template" in d.get("spec", {})
+    ]
+    assert [restricted_violations(spec) for spec in specs] == [[], []]
+
+
+def test_warnings_of_the_server_are_logged_once_and_refused_pods_are_explained(
+    make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture, clock: ShiftedClock
+) -> None:
+    cluster.pod_security = "restricted"
+    target = make_target(dataclasses.replace(PLAIN, run_as="root"))
+    for node in ("node1", "node2"):
+        target.start(node)
+    assert caplog.text.count('the API server warns: would violate PodSecurity "restricted:latest": allowPriv') == 1
+    target.apps()
+    clock.ahead_s += 31.0
+    target.apps()
+    assert 'node1 waits: Error creating: pods "run-node1' in caplog.text
+    assert 'is forbidden: violates PodSecurity "restricted:latest"' in caplog.text
+    make_target().start("node3")
+    assert cluster.pod_of("node3")
+
+
+def test_a_cluster_below_the_oldest_supported_release_is_refused(make_target: MakeTarget, cluster: KubernetesCluster) -> None:
+    cluster.version = "v1.28.9-eks-1"
+    with pytest.raises(TargetError, match=r"the cluster runs Kubernetes v1\.28\.9-eks-1, and nodes need 1\.29 or newer"):
+        make_target()
+    cluster.version = "v1.29.0+k3s1"
+    assert make_target()
+
+
 @pytest.mark.parametrize("name", ["rbac.yaml", "etcd.yaml", "controller.yaml"])
 def test_example_manifests_are_objects_that_fit_together(name: str) -> None:
     found = documents(name)
@@ -1053,20 +1157,99 @@ def test_example_manifests_are_objects_that_fit_together(name: str) -> None:
                     assert ("Secret", volume["secret"]["secretName"]) in named
 
 
-def test_job_goes_on_when_the_cluster_refuses_a_node(
-    make_target: MakeTarget, cluster: KubernetesCluster, client: EtcdClient, keys: Keys
-) -> None:
+QUICK = FailurePolicy(first_backoff_s=0.01, max_backoff_s=0.02, first_refusal_s=0.01, max_refusal_s=0.02, first_cancel_s=0.01)
+
+
+def step_until(controller: Controller, is_done: Callable[[], bool], what: str) -> None:
+    def look() -> bool:
+        assert controller.step() is None
+        controller.wait(0.01)
+        return is_done()
+
+    eventually(look, what, 15.0, 0.0)
+
+
+def refuse_with_quota(cluster: KubernetesCluster) -> None:
     cluster.max_jobs = 1
-    policy = FailurePolicy(first_backoff_s=0.01, max_backoff_s=0.02, max_long_backoff_s=0.02)
-    with Controller(client, keys, make_target(), Limits(2, 2), show=print, policy=policy) as controller:
-        while len(controller._registry.entries) < 4:  # three refusals
-            assert controller.step() is None
-            controller.wait(0.01)
+
+
+def refuse_with_role(cluster: KubernetesCluster) -> None:
+    cluster.forbidden |= {("create", "jobs"), ("create", "secrets")}
+
+
+def refuse_with_webhook(cluster: KubernetesCluster) -> None:
+    words = 'admission webhook "policy.example" denied the request: [{}] no owner'
+    cluster.answer_next("POST", "jobs", *(Answer(403, words.format("xyz"[i % 3] * i), "Forbidden") for i in range(100)))
+
+
+@pytest.mark.parametrize("refuse", [refuse_with_quota, refuse_with_role, refuse_with_webhook])
+def test_job_goes_on_when_the_cluster_refuses_a_node(
+    make_target: MakeTarget,
+    cluster: KubernetesCluster,
+    client: EtcdClient,
+    keys: Keys,
+    caplog: pytest.LogCaptureFixture,
+    refuse: Callable[[KubernetesCluster], None],
+) -> None:
+    with Controller(client, keys, make_target(), Limits(2, 2), show=print, policy=QUICK) as controller:
+        cluster.killing = ("after", lambda: refuse(cluster))  # the second node
+        step_until(controller, lambda: len(controller._registry.entries) >= 4, "three refusals")
         assert cluster.nodes() == ["node1"]
         assert cluster.num_requests("DELETE", "jobs") == 0
+        assert len([text for text in caplog.messages if "was refused (try" in text]) == 1
         cluster.max_jobs = 2
-        deadline = time.monotonic() + 10.0
-        while len(cluster.nodes()) < 2:
-            assert time.monotonic() < deadline, "waited 10 s for the second node"
-            assert controller.step() is None
-            controller.wait(0.01)
+        cluster.forbidden.clear()
+        cluster.clear_answers()
+        step_until(controller, lambda: len(cluster.nodes()) == 2, "the second node")
+
+
+def test_ended_job_is_removed_and_makes_room_in_the_quota(
+    make_target: MakeTarget, cluster: KubernetesCluster, client: EtcdClient, keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.max_jobs = 2
+    with Controller(client, keys, make_target(), Limits(2, 2), show=print, policy=QUICK) as controller:
+        step_until(controller, lambda: len(cluster.nodes()) == 2, "two nodes")
+        cluster.logs["node1"] = stamped(1, "last words")
+        cluster.forbidden.add(("delete", "jobs"))
+        cluster.set_pod("node1", "Failed", reason="Evicted")
+        step_until(controller, lambda: len(controller._registry.entries) >= 4, "a refused replacement")
+        cluster.forbidden.clear()
+        step_until(controller, lambda: len(cluster.nodes()) == 2, "the replacement")
+        assert "node2" in cluster.nodes()
+        assert controller._target.logs("job/node1")[0].read_text() == "last words\n"
+        assert len([text for text in caplog.messages if "ended Jobs stay for now" in text]) == 1
+
+
+def test_reason_for_a_pods_refusal_is_given_once_although_it_names_another_pod_each_time(
+    make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture, clock: ShiftedClock
+) -> None:
+    cluster.has_room_for_pods = False
+    target = make_target()
+    target.start("node1")
+    words = 'Error creating: pods "run-node1-{}" is forbidden: exceeded quota: team, requested: cpu=1, used: cpu={}'
+    for number, name in enumerate(("x7f2k", "bcdfg", "99zzz")):
+        reference = {"kind": "Job", "name": f"run-node1-{MARK}"}
+        event = {
+            "metadata": {"name": "e"},
+            "involvedObject": reference,
+            "type": "Warning",
+            "message": words.format(name, number),
+        }
+        cluster.objects["events"]["e"] = event
+        clock.ahead_s += 31.0
+        assert target.status(HANDLE) == "pending"
+    assert cluster.num_requests("GET", "events") >= 2
+    assert caplog.text.count("node1 waits: ") == 1
+
+
+def test_refused_output_is_reported_once(
+    make_target: MakeTarget, cluster: KubernetesCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.forbidden.add(("get", "pods/log"))
+    target = make_target()
+    for node in ("node1", "node2"):
+        target.start(node)
+        cluster.set_pod(node, "Running")
+    target.apps()
+    eventually(lambda: cluster.num_requests("GET", "pods/") >= 3, "three refusals", 10.0)
+    assert caplog.text.count("its output cannot be copied now: pods/log is forbidden") == 1
