@@ -1,6 +1,6 @@
 """Time from the decision to add a worker until it trains, and its effect on the other workers.
 
-    python benchmarks/deploy.py [--rounds N] [--workers N] [--quick]
+    python benchmarks/deploy.py [--rounds N] [--workers N] [--spares 1] [--quick]
     python benchmarks/deploy.py --api [--quick]
 
 A job of `dlrover run` trains the model of `live_resize.py` with one worker. It runs in turn on this machine and on a real
@@ -20,6 +20,11 @@ Decision to training is the sum of them all. Stall is as in `live_resize.py`: fr
 change to that of its first one after it, less one usual step. Two figures accompany it: the job's own `stall` event, and the
 others' steps per second from the decision to their last step before the switch, as a share of those before the decision.
 
+With `--spares 1` the job keeps a process that has imported the script's modules. Once it is ready, the job grows as above, and
+then a worker gets SIGKILL. `spare_s` is the time from the decision to the end of the first step at full size. The decision is
+the controller's request for another node, or SIGKILL where the worker's agent restarts it. The time from SIGKILL is printed,
+too. `spare_mb` is the memory of one such process, where a page that n processes share counts as 1 / n (PSS).
+
 `--api` counts the requests that `KubernetesTarget` makes for 100 nodes from their start on: lists, and requests for output.
 Each node prints a line per second. The API server is that of the tests.
 """
@@ -30,6 +35,7 @@ import argparse
 import math
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -55,8 +61,21 @@ from tests.support.kubernetes_cluster import kubernetes_cluster
 
 PARTS = ("plan seen", "scheduler", "agent", "imports", "model and data", "round", "switch")
 TARGETS = ("local", "slurm")
+
+START_S = 120.0
+"""Limit in seconds on the start of a worker, or of a spare process."""
 BEFORE_S = 4.0
 """Seconds in which steps are counted before the decision, beside the wait for the first ones."""
+
+
+@dataclass(frozen=True)
+class Successor:
+    """A worker in the place of a killed one."""
+
+    target: str
+    seconds: float  # from the decision to the end of the first step at full size
+    since_kill_s: float  # from SIGKILL to the same
+    spare_mb: float  # memory of a spare process, MiB
 
 
 @dataclass(frozen=True)
@@ -139,6 +158,45 @@ def grow(job: ControlledJob, endpoint: str, target: str, size: Size, dice: rando
     return Growth(target, parts, live.stalls[0], float(told.data["seconds"]), throughput)
 
 
+def wait_for_spare(job: ControlledJob) -> None:
+    """Wait until a spare process is ready: the controller's, or one of each agent."""
+    job.wait_for("a spare process", lambda: bool(_ready_spares(job)) or None, START_S)
+
+
+def spare_bytes(job: ControlledJob) -> float:
+    """Mean memory of the job's spare processes that workers have not been forked from yet."""
+    found = _ready_spares(job)
+    return sum(found) / len(found)
+
+
+def _ready_spares(job: ControlledJob) -> list[int]:
+    """Memory of the controller's spare process, or of those of all agents; empty while one is not ready."""
+    if (controller := job.controller()) is not None and controller.spare:
+        return [controller.spare_bytes] if controller.spare == "ready" else []
+    agents = list(job.view().agents.values())
+    return [agent.spare_bytes for agent in agents] if all(agent.spare == "ready" for agent in agents) else []
+
+
+def succeed(job: ControlledJob, target: str, size: Size, dice: random.Random, spare_mb: float) -> Successor:
+    """Kill a worker of a training job, and wait until it trains at full size again."""
+    wait_for_spare(job)
+    known = set(job.nodes())
+    before, round_ = job.member_pids(), job.view().round
+    assert round_ is not None
+    job.wait_for_steps(size.steady_steps, len(before), since_s=time.monotonic())
+    killed_at = time.monotonic()
+    os.kill(dice.choice(before), signal.SIGKILL)
+
+    def look() -> float | None:
+        steps = [step for step in job.steps() if step.round_number > round_.number]
+        return min((step.ended_s for step in steps if step.world_size == len(before)), default=None)
+
+    trained_at = job.wait_for("a successor", look, START_S)
+    to_monotonic = time.monotonic() - time.time()
+    asked_at = [record.asked_at + to_monotonic for name, record in job.nodes().items() if name not in known]
+    return Successor(target, trained_at - max([killed_at, *asked_at]), trained_at - killed_at, spare_mb)
+
+
 def _first_process(pid: int, controller_pid: int) -> psutil.Process:
     """First process that the scheduler started for a worker's node."""
     process = psutil.Process(pid)
@@ -207,6 +265,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="jobs on each target")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="before the growth (default 1)")
+    parser.add_argument("--spares", type=int, choices=(0, 1), default=0, help="as for `dlrover run`; 1: kill a worker, too")
     parser.add_argument("--quick", action="store_true", help="one job on each target, with a small model, under 60 s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep logs and records")
@@ -222,7 +281,8 @@ def main() -> int:
     if missing := missing_packages():
         print(f"Slurm is left out: {missing}", flush=True)
         targets.remove("slurm")
-    growths = []
+    growths: list[Growth] = []
+    successors: list[Successor] = []
     with Workspace("deploy", options.keep) as space:
         endpoint = space.etcd().endpoint
         environment = space.slurm(options.workers + 1).environment if "slurm" in targets else {}
@@ -230,11 +290,22 @@ def main() -> int:
             for target in targets:
                 with space.controlled_job(f"{target}-{number}", endpoint, size.arguments) as job:
                     job.environment |= environment
-                    job.start(options.workers, options.workers + 1, "--target", target)
+                    job.start(options.workers, options.workers + 1, "--target", target, "--spares", str(options.spares))
                     job.wait_for_steps(size.steady_steps, options.workers)
+                    if options.spares:
+                        wait_for_spare(job)
+                        spare_mb = spare_bytes(job) / 2**20
                     growth = grow(job, endpoint, target, size, dice)
                     growths.append(growth)
                     print(f"{target}: {growth.decision_to_training_s:.2f} s from decision to training", flush=True)
+                    if options.spares:
+                        successor = succeed(job, target, size, dice, spare_mb)
+                        successors.append(successor)
+                        print(
+                            f"{target}: {successor.seconds:.2f} s from decision to training after a kill, "
+                            f"{successor.since_kill_s:.2f} s from SIGKILL; a spare process takes {successor.spare_mb:.0f} MiB",
+                            flush=True,
+                        )
     print(table(growths, targets))
     of_target = {target: [g for g in growths if g.target == target] for target in TARGETS}
     stalls = {f"{t}_stall_s": median(g.stall.seconds for g in each) if each else math.nan for t, each in of_target.items()}
@@ -242,8 +313,12 @@ def main() -> int:
         f"{t}_decision_to_training_s": median(g.decision_to_training_s for g in each) if each else math.nan
         for t, each in of_target.items()
     }
+    spares = {
+        "spare_s": median(s.seconds for s in successors) if successors else math.nan,
+        "spare_mb": median(s.spare_mb for s in successors) if successors else math.nan,
+    }
     requests = {"api_rps_100": api_requests_per_s(30.0 if options.quick else 120.0)}
-    print(result_line({**stalls, **times, **requests}))
+    print(result_line({**stalls, **times, **spares, **requests}))
     return 0
 
 

@@ -38,7 +38,16 @@ from lightning_dlrover.codec import RecordError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError, KeyValue
-from lightning_dlrover.rdzv.job.records import DrainRecord, EventRecord, Keys, NodeRecord, PlanRecord, decode, encode
+from lightning_dlrover.rdzv.job.records import (
+    ControllerRecord,
+    DrainRecord,
+    EventRecord,
+    Keys,
+    NodeRecord,
+    PlanRecord,
+    decode,
+    encode,
+)
 from lightning_dlrover.rdzv.membership.rounds import JobView, read_view
 from tests.support.processes import JsonLines, children, ends_of_logs, kill_all, start_logged
 from tests.support.waiting import eventually
@@ -458,6 +467,11 @@ class ControlledJob(LiveJob):
         """Every requested node, by name."""
         _, entries = self._client.get_prefix(self._keys.each_node)
         return {e.key.removeprefix(self._keys.each_node): decode(NodeRecord, e.value, e.key) for e in entries}
+
+    def controller(self) -> ControllerRecord | None:
+        """The record of the process that starts the nodes."""
+        entry = self._client.get(self._keys.controller)
+        return decode(ControllerRecord, entry.value, entry.key) if entry is not None else None
 
     def newest_step(self) -> int:
         return max((step.number for step in self.steps()), default=0)

@@ -1,4 +1,4 @@
-"""Files that the package writes on a host: their place, and how they are written, whole or record by record."""
+"""Files on a host: their place, how the package writes them, whole or record by record, and whether others have changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import getpass
 import json
 import os
 import tempfile
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -175,3 +175,28 @@ def _header(kind: object, document: object, where: str, form: RecordForm[H]) -> 
     if document.get("format") != form.format:
         raise form.error(f"{where}: format {document.get('format')!r}, this release reads {form.format}; {WAY_OUT}")
     return from_fields(form.header, document, where)
+
+
+class FileStamps:
+    """Find files that have changed, by the times and sizes of now."""
+
+    def __init__(self, files: Iterable[str]) -> None:
+        self._stamps: dict[str, tuple[int, int]] = {}
+        for file in files:
+            with contextlib.suppress(OSError):
+                self._stamps[file] = _stamp(file)
+
+    def changed(self) -> str:
+        """Return a file that has changed or is gone, empty if there is none."""
+        for file, stamp in self._stamps.items():
+            try:
+                if _stamp(file) != stamp:
+                    return file
+            except OSError:
+                return file
+        return ""
+
+
+def _stamp(file: str) -> tuple[int, int]:
+    found = os.stat(file)
+    return found.st_mtime_ns, found.st_size

@@ -1,14 +1,19 @@
-"""This host and this process: addresses and free ports, control groups, and the stack of a thread."""
+"""This host and its processes: addresses and free ports, control groups, stacks, children, and what `/proc` shows."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import os
 import re
+import signal
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -115,3 +120,134 @@ def current_frames() -> dict[int, FrameType]:
 def main_thread_frame() -> FrameType | None:
     """Return the main thread's topmost frame."""
     return current_frames().get(threading.main_thread().ident or 0)
+
+
+# What /proc shows of processes, and children of this one that `subprocess` has not started.
+
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
+
+_STAT_ADDRESSES = slice(45, 49)
+"""Fields of /proc/self/stat, after the command's name, with the limits of the arguments and of the environment in memory."""
+
+
+def pss_bytes(pid: int) -> int:
+    """Return a process's memory, where a page that n processes share counts as 1 / n; 0 if it has ended."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+
+
+def own_children() -> list[int]:
+    """Return the process ids of this process's children, where the kernel shows them."""
+    with contextlib.suppress(OSError):
+        return [int(text) for text in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    return []
+
+
+def memory_regions() -> tuple[int, int, int, int]:
+    """Return the addresses in memory of the arguments and the variables that `/proc` shows: start and end of each."""
+    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+        start, end, first, last = map(int, file.read().rpartition(")")[2].split()[_STAT_ADDRESSES])
+    return start, end, first, last
+
+
+def fits_in_proc(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
+    start, end, first, last = memory_regions()
+    return len(_joined(arguments)) <= end - start and len(_joined(_lines(environ))) <= last - first
+
+
+def show_in_proc(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Take over the environment, and let `/proc` show it and the arguments.
+
+    Other processes find a job's processes by them.
+    """
+    start, end, first, last = memory_regions()
+    os.environ.clear()  # the C library must not point into the memory that is written next
+    for begin, limit, texts in ((start, end, arguments), (first, last, _lines(environ))):
+        ctypes.memmove(begin, _joined(texts).ljust(limit - begin, b"\0"), limit - begin)
+    os.environ.update(environ)
+
+
+def _lines(environ: Mapping[str, str]) -> list[str]:
+    return [f"{name}={value}" for name, value in environ.items()]
+
+
+def _joined(texts: Sequence[str]) -> bytes:
+    return b"".join(os.fsencode(text) + b"\0" for text in texts)
+
+
+@contextlib.contextmanager
+def as_subreaper() -> Iterator[None]:
+    """Make orphans below this process its children for a while."""
+    library = ctypes.CDLL(None, use_errno=True)
+    before = ctypes.c_int()
+    library.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    if library.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) is refused")
+    try:
+        yield
+    finally:
+        library.prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+class ForkedProcess:
+    """A forked child of this process, with the methods of `subprocess.Popen` that its users call."""
+
+    def __init__(self, pid: int, args: Sequence[str]) -> None:
+        self.pid = pid
+        self.args = list(args)
+        self.returncode: int | None = None
+        self.stdin = self.stdout = self.stderr = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # somebody else has reaped it
+                self.returncode = 255
+            else:
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause_s = 0.0005
+        while (code := self.poll()) is None:
+            left_s = float("inf") if deadline is None else deadline - time.monotonic()
+            if timeout is not None and left_s <= 0:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            pause_s = min(2 * pause_s, left_s, 0.05)
+            time.sleep(pause_s)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def why_no_orphans() -> str:
+    """Return why a process here cannot adopt orphans and show its arguments in `/proc`; empty if it can."""
+    if not sys.platform.startswith("linux"):
+        return f"the system is {sys.platform}, not Linux"
+    try:
+        start, end, first, last = memory_regions()
+        if not (0 < start < end and 0 < first < last):
+            return "/proc/self/stat hides the addresses of arguments, as some sandboxes do"
+        os.listdir("/proc/self/task")
+        with as_subreaper():
+            return ""
+    except (OSError, ValueError) as error:
+        return str(error)

@@ -8,6 +8,7 @@ Each kind of process reads its variables in one place and passes values on:
 | agent | `rdzv/agents/rendezvous.py`, which also writes what its workers read |
 | node | `components/node.py` |
 | command | `rdzv/job/folders.py`: the etcd to use |
+| all that are forked from a spare process | `spares.py`: the folder of its records |
 
 Settings of the user hold for several kinds: `tuning/plan.py`, `tuning/history.py` and `watchdog.py` read their own.
 """
@@ -38,6 +39,8 @@ MIN_NODES = "DLROVER_MIN_NODES"
 MAX_NODES = "DLROVER_MAX_NODES"
 HISTORY_TTL_S = "DLROVER_HISTORY_TTL_S"
 LEFT_STATE = "DLROVER_LEFT_STATE"  # folder of an agent of several workers for the state that they leave
+SPARES = "DLROVER_SPARES"  # folder of records of spare processes, and of the modules that they import
+SPARES_PADDING = "DLROVER_SPARES_PADDING"  # text of a spare process: room for the variables of those that are forked from it
 
 # --- from a controller to its nodes -------------------------------------------------------------------------------------------
 

@@ -422,6 +422,7 @@ class _Memory:
                 max_memory_bytes=nodes.max_memory_mb * 2**20 if nodes is not None else 0,
                 tried=self._tried(past, windows),
                 workers_per_node=view.job.workers_per_node if view.job is not None else 1,
+                spare_bytes=windows[-1].spare_bytes,
             ),
         )
         if remedy.act == act or not self._carry_out(remedy):

@@ -33,8 +33,11 @@ READERS = {
     "OBJECTIVE": {"tuning/plan.py"},
     "HISTORY": {"tuning/history.py"},
     "UNSAFE_STACKS": {"watchdog.py"},
+    "SPARES": {"spares.py", AGENT},
+    "SPARES_PADDING": {"spares.py"},
 }
 WRITERS = {
+    "spares.py",
     "rdzv/agents/rendezvous.py",
     "components/elastic.py",
     "components/host_agents.py",

@@ -10,19 +10,6 @@ from typing import Any, NoReturn
 from lightning_dlrover._version import __version__
 from lightning_dlrover.cli import options
 from lightning_dlrover.cli.errors import EXIT_USAGE
-from lightning_dlrover.cli.options import (
-    SETTINGS,
-    TARGETS,
-    TIMEOUTS,
-    add_etcd_options,
-    add_kubernetes_options,
-    add_node_options,
-    add_objective_options,
-    add_place_options,
-    add_slurm_options,
-    flag,
-    option_of,
-)
 from lightning_dlrover.cli.plugins import Command, add_hook_options, add_plugin_options, command_plugins
 from lightning_dlrover.plugins import PluginError
 
@@ -133,7 +120,7 @@ def _add_job(command: argparse.ArgumentParser, is_optional: bool = False) -> Non
     """Add the name of the job that a command is about, and the options that locate it."""
     text = "the job's --rdzv-id" + " (default: the only one that runs here)" * is_optional
     command.add_argument("job", metavar="JOB", nargs="?" if is_optional else None, help=text)
-    add_place_options(command)
+    options.add_place_options(command)
 
 
 def _add_json(command: argparse.ArgumentParser) -> None:
@@ -150,23 +137,28 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--rdzv-id", type=options.given, metavar="JOB", help="name of the job (default: made from the script's name)"
     )
-    text = "restarts of a worker by its own agent before the node fails (default 0)"
-    run.add_argument("--max-restarts", type=int, default=0, metavar="N", help=text)
-    for name, text in TIMEOUTS.items():
-        run.add_argument(flag(name), type=options.lease if name == "lease_ttl" else options.duration, metavar="TIME", help=text)
+    text = "restarts of a worker by its own agent before the node fails (default 0; 3 if each node keeps a spare process)"
+    run.add_argument("--max-restarts", type=int, metavar="N", help=text)
+    text = "1: keep a process that has imported the script's modules, and fork new workers from it, which then train after a "
+    text += "second or two; `dlrover status` shows its memory (default 0)"
+    run.add_argument("--spares", type=int, choices=(0, 1), default=0, help=text)
+    for name, text in options.TIMEOUTS.items():
+        run.add_argument(
+            options.flag(name), type=options.lease if name == "lease_ttl" else options.duration, metavar="TIME", help=text
+        )
     text = "where nodes run (default local); auto: the Slurm or Kubernetes cluster that this command runs in, else local"
-    run.add_argument("--target", choices=(*TARGETS, "auto"), default="local", help=text)
+    run.add_argument("--target", choices=(*options.TARGETS, "auto"), default="local", help=text)
     text = "folder for the nodes' output (default RUN_DIR/JOB/logs). Slurm: must be shared; output goes to DIR/JOB"
     run.add_argument("--log-dir", type=Path, metavar="DIR", help=text)
     run.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable of the nodes; repeatable"
     )
-    add_objective_options(run)
+    options.add_objective_options(run)
     add_hook_options(run)
-    add_place_options(run)
-    add_node_options(run)
-    add_slurm_options(run)
-    add_kubernetes_options(run)
+    options.add_place_options(run)
+    options.add_node_options(run)
+    options.add_slurm_options(run)
+    options.add_kubernetes_options(run)
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for `python -m`")
     run.add_argument("script", help="training script; Kubernetes: its path in the image or a mounted volume")
     arguments = run.add_argument("script_args", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -181,7 +173,7 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
     _add_json(doctor)
     text = "time limit for the script's first batch (default 2m)"
     doctor.add_argument("--timeout", type=options.duration, default=120.0, metavar="TIME", help=text)
-    add_etcd_options(doctor)
+    options.add_etcd_options(doctor)
     text = "training script with a Lightning Trainer, then -- and its arguments"
     doctor.add_argument("script", nargs="*", metavar="SCRIPT", help=text)
     doctor.hint = "; arguments of a script go after --, as in: dlrover doctor train.py -- --epochs 2"  # type: ignore[attr-defined]
@@ -192,8 +184,8 @@ def _add_scale(scale: argparse.ArgumentParser) -> None:
     scale.add_argument(
         "num_workers", type=options.num_workers, nargs="?", metavar="N", help="number of workers (default: unchanged)"
     )
-    for name, texts in SETTINGS.items():
-        scale.add_argument(f"--{option_of(name)}", dest=name, type=options.setting, metavar="N", help=" ".join(texts))
+    for name, texts in options.SETTINGS.items():
+        scale.add_argument(f"--{options.option_of(name)}", dest=name, type=options.setting, metavar="N", help=" ".join(texts))
     scale.add_argument("--auto", action="store_true", help="let the planner, or the job's pool, decide again; given alone")
     size = "per node, within the limits given to `dlrover run`; smaller nodes are replaced one at a time"
     scale.add_argument("--cpus", dest="node_cpus", type=options.setting, metavar="N", help=f"cores {size}")
@@ -271,7 +263,7 @@ def _add_data(data: argparse.ArgumentParser) -> None:
 
 def _add_list(listing: argparse.ArgumentParser) -> None:
     _add_json(listing)
-    add_place_options(listing)
+    options.add_place_options(listing)
 
 
 def _add_history(history: argparse.ArgumentParser) -> None:

@@ -32,6 +32,7 @@ from lightning_dlrover.cli.run_options import (
     node_sizes,
     objective,
     pairs,
+    settle_spares,
     settle_workers,
     surrounding_target,
 )
@@ -47,21 +48,7 @@ from lightning_dlrover.rdzv.etcd.health import warn_of_troubles
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd, EtcdServerError
 from lightning_dlrover.rdzv.etcd.types import EtcdError, parse_endpoints
-from lightning_dlrover.rdzv.job.events import (
-    DecisionMade,
-    FitResumed,
-    HangFound,
-    IterableOpened,
-    MemoryShort,
-    ReplicaDrifted,
-    RoundFormed,
-    RowsSkipped,
-    SizeRequested,
-    StragglerFound,
-    StreamOpened,
-    ValuesLost,
-    WorkerLost,
-)
+from lightning_dlrover.rdzv.job import events as kinds
 from lightning_dlrover.rdzv.job.folders import EtcdDefaults, remove_snapshots
 from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, ProgressRecord
@@ -151,8 +138,9 @@ def _try_to_lock(lock: IO[str]) -> bool:
 
 
 _SHOWN_EVENTS = (
-    *(RoundFormed, DecisionMade, SizeRequested, WorkerLost, FitResumed, StragglerFound, MemoryShort, HangFound),
-    *(StreamOpened, IterableOpened, RowsSkipped, ValuesLost, ReplicaDrifted),
+    *(kinds.RoundFormed, kinds.DecisionMade, kinds.SizeRequested, kinds.WorkerLost, kinds.FitResumed),
+    *(kinds.StragglerFound, kinds.MemoryShort, kinds.HangFound, kinds.StreamOpened, kinds.IterableOpened),
+    *(kinds.RowsSkipped, kinds.ValuesLost, kinds.ReplicaDrifted),
 )
 SHOWN = {each.KIND for each in _SHOWN_EVENTS}
 """Kinds of events that `dlrover run` prints."""
@@ -173,7 +161,7 @@ class Announcer:
 
     def __call__(self) -> None:
         for event in self._log.new():
-            if event.kind == DecisionMade.KIND:
+            if event.kind == kinds.DecisionMade.KIND:
                 chosen, current = event.data.get("chosen"), event.data.get("current")
                 if chosen == current == self._stays_at:
                     continue
@@ -218,7 +206,7 @@ def write_final_report(run_id: str, folder: Path) -> None:
     """Write the report of a job that has ended into its run folder, unless nothing was trained."""
     file = folder / EVENTS_FILE
     events = read_event_file(file) if file.exists() else []
-    if not any(event.kind == RoundFormed.KIND for event in events):
+    if not any(event.kind == kinds.RoundFormed.KIND for event in events):
         return  # nothing was trained; an empty report would only hide the error
     report = f"\nreport: {folder / 'report.html'}"
     try:
@@ -366,6 +354,7 @@ def run_command(options: argparse.Namespace) -> int:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", run_id):
         raise UsageError(f"--rdzv-id {run_id!r} cannot name a folder: use letters, digits, '.', '_' and '-'")
     settle_workers(options)
+    settle_spares(options)
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
     objective(options)
@@ -443,6 +432,8 @@ def _run_job(
     spec = _node_spec(options, command, place, asked)
     # A node may be without a worker while one is restarted.
     policy = FailurePolicy(exit_s=180.0) if options.max_restarts or options.workers_per_node > 1 else FailurePolicy()
+    if options.spares:  # a node costs little then
+        policy = replace(policy, first_backoff_s=0.1)
     if asked is not None:
         policy = replace(policy, surplus_s=asked.surplus_s)
     if options.target != "local":
@@ -521,6 +512,7 @@ def _node_spec(options: argparse.Namespace, command: Sequence[str], place: JobPl
         min_workers=options.workers[0],
         max_workers=options.workers[1],
         max_restarts=options.max_restarts,
+        has_spares=bool(options.spares),
         workers_per_node=options.workers_per_node,
         access=place.access,
         environment={**objective(options), **of_pool, **pairs(options, "env", "NAME=VALUE")},

@@ -21,11 +21,15 @@ from lightning_dlrover.components.targets.kubernetes_api import is_in_pod
 from lightning_dlrover.components.targets.machine import DEVICES_VARIABLE, visible_devices
 from lightning_dlrover.components.targets.target import NodeSize
 from lightning_dlrover.output import counted, say
+from lightning_dlrover.spares import SparesError, check_platform
 from lightning_dlrover.tuning.history import history_url
 from lightning_dlrover.tuning.plan import objective_from
 
 if TYPE_CHECKING:
     from lightning_dlrover.components.targets.kubernetes import KubernetesOptions
+
+RESTARTS_WITH_SPARES = 3
+"""Default of --max-restarts where each agent keeps a spare process for its worker."""
 
 LOCAL_WORKERS_PER_CORE = 4
 LEAST_LOCAL_WORKERS = 16
@@ -89,6 +93,23 @@ def settle_workers(options: argparse.Namespace) -> None:
                 f"--{name} {low}{unit}:{high}{unit} with --workers-per-node {each}: only nodes of one worker can be resized; "
                 f"give one size for the whole node, such as --{name} {high}{unit}"
             )
+
+
+def settle_spares(options: argparse.Namespace) -> None:
+    """Check --spares, and set the default of --max-restarts, which depends on it.
+
+    Raises:
+        UsageError: this platform cannot keep spare processes.
+    """
+    if options.spares and options.target == "local":
+        try:
+            check_platform()
+        except SparesError as error:
+            raise UsageError(f"--spares {options.spares}: {error}") from error
+    if options.max_restarts is None:
+        # Elsewhere a node that has lost its worker would end, and its spare process with it.
+        has_own = options.spares and (options.target != "local" or options.workers_per_node > 1)
+        options.max_restarts = RESTARTS_WITH_SPARES if has_own else 0
 
 
 def num_gpus(options: argparse.Namespace) -> int:

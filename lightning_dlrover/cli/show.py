@@ -160,6 +160,9 @@ def _status_text(status: dict[str, Any]) -> str:
             f"controller: none; nodes on {status['target']} train on, the same `dlrover run` adopts them, "
             f"`dlrover cancel {status['run_id']}` ends them"
         )
+    for spare in status["spares"]:
+        memory = f", {spare['memory_bytes'] / 2**20:.0f} MiB" if spare["memory_bytes"] else ""
+        lines.append(f"spare process of {spare['owner']}: {spare['state']}{memory}")
     for agent in status["agents"]:
         if agent["waits"]:
             left_s = agent["gives_up_in_s"]

@@ -146,6 +146,7 @@ def node(
     node: str = "node",
     agents: int = 1,
     max_restarts: int = 0,
+    spares: int = 0,
     key_prefix: str = "",
     user: str = "",
     password_file: str = "",
@@ -173,6 +174,7 @@ def node(
         node: name of this node in logs and status
         agents: workers of this node, each with an agent and a GPU of its own; all nodes of a job have equally many
         max_restarts: how often the agent restarts a failed worker in place
+        spares: 1: the agent keeps a process that has imported the script's modules, and forks restarted workers from it
         key_prefix: folder of the job's keys in etcd
         user: etcd user, if etcd has authentication enabled
         password_file: file whose first line is the user's password
@@ -187,7 +189,7 @@ def node(
         image: container image or folder, where the scheduler needs one
     """
     access = {"user": user, "password_file": password_file, "ca_cert": ca_cert, "cert": cert, "cert_key": cert_key}
-    values = {"live": "1", "key_prefix": key_prefix, **access}
+    values = {"live": "1", "spares": "1" if spares else "", "key_prefix": key_prefix, **access}
     for name, value in values.items():
         if "," in value or "=" in value:
             raise ValueError(f"{name}={value!r} cannot be used: --rdzv-conf separates its values by ',' and '='")

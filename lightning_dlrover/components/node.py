@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import runpy
 import signal
 import sys
 import tempfile
@@ -26,6 +27,8 @@ import psutil
 from lightning_dlrover import variables
 from lightning_dlrover.components import LEAVE_SIGNAL
 from lightning_dlrover.files import atomic_write
+from lightning_dlrover.host import show_in_proc
+from lightning_dlrover.spares import is_forked, keep_template
 
 AGENTS_OPTION = "--agents="
 """Start of the first argument of a node that runs several agents, each with one worker; their number follows."""
@@ -39,7 +42,10 @@ def notice_file(exit_file: Path) -> Path:
 
 
 def main() -> None:
-    """Become torchrun, with the same process id. Run it as a child where the scheduler sends notices."""
+    """Become torchrun, with the same process id. Run it as a child where the scheduler sends notices.
+
+    A node that was forked from a template keeps one for its worker, and becomes torchrun without `exec`.
+    """
     agent = [sys.executable, "-m", "lightning_dlrover.rdzv.agents.program"]
     arguments = sys.argv[1:]
     if has_several := bool(arguments) and arguments[0].startswith(AGENTS_OPTION):
@@ -62,6 +68,12 @@ def main() -> None:
             Path(group, "cgroup.procs").write_text(str(os.getpid()))
         except OSError as error:
             raise SystemExit(f"this node cannot enter control group {group}, which limits its memory: {error}") from error
+    if is_forked() and not has_several:
+        keep_template()
+        show_in_proc([*agent, *arguments], dict(os.environ))
+        sys.argv[1:] = arguments
+        runpy.run_module(agent[-1], run_name="__main__", alter_sys=True)
+        return
     os.execv(sys.executable, [*agent, *arguments])
 
 

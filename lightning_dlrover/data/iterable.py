@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from lightning_dlrover.data.lane_plan import share
+from lightning_dlrover.data.lane_plan import share, speeds_for
 from lightning_dlrover.data.rows import own_copies
 from lightning_dlrover.data.source import DataError
 from lightning_dlrover.rdzv.transport import transfer
@@ -459,7 +459,8 @@ class IterableReader(Dataset[Any]):
         samples = _Share()
         described = None
         if num_rows:
-            begin, end = share(num_rows, request.global_rank, request.world_size, request.speeds)
+            speeds = speeds_for(request.speeds, num_rows, request.batch_size)
+            begin, end = share(num_rows, request.global_rank, request.world_size, speeds)
             if begin == end:
                 begin, end = 0, 1  # a placeholder with loss weight 0
             described = self._describe(current.rows(first, first + 1)[0]) if request.describes or is_last else None

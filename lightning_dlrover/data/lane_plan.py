@@ -105,6 +105,14 @@ def share(num_samples: int, global_rank: int, world_size: int, speeds: Sequence[
     return start, start + base + (1 if global_rank < extra else 0)
 
 
+def speeds_for(speeds: tuple[int, ...], num_samples: int, batch_size: int) -> tuple[int, ...]:
+    """Return the speeds by which a batch is split: an epoch's last one, if it is smaller, is split equally.
+
+    A slow worker could otherwise be left with a single sample of it, or none.
+    """
+    return speeds if num_samples == batch_size else ()
+
+
 class LanePlan:
     """The order of one epoch's rows.
 

@@ -27,8 +27,9 @@ from lightning_dlrover.rdzv.membership.member import Formation
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.rdzv.transport.transfer import is_expanded
 from lightning_dlrover.tuning.health import NUM_PER_WORKER, Pulse
+from lightning_dlrover.tuning.profiler import GpuPeak
 from lightning_dlrover.tuning.resources import available_bytes, status_bytes
-from lightning_dlrover.tuning.stragglers import SPEED_UNIT, better_speeds
+from lightning_dlrover.tuning.stragglers import SPEED_UNIT, ShareBalancer
 
 log = logging.getLogger(__name__)
 
@@ -342,7 +343,7 @@ MEMORY_LOOK_S = 5.0
 """Seconds between two looks of a worker for the memory that a larger share could take."""
 
 MEMORY_SHARE = 0.5
-"""Fraction of the free memory that a larger share may take. Workers of one host may all take it."""
+"""Fraction of the free memory that larger shares may take."""
 
 NO_SPEED = 1 << 62
 """Number in a vote of the workers that do not decide: it is above all speeds."""
@@ -357,21 +358,37 @@ class SpeedShares:
         self._trainer = trainer
         self._position = position
         self._pulse = pulse
+        self._balancer = ShareBalancer()
         self._looked_at = 0  # votes counted at rank 0's newest decision
         self._largest = 1.0
         self._next_memory_look = 0.0
+        self._gpu_peak = GpuPeak(trainer.device)  # its own: each reading of torch's peak begins another one
+        self._gpu_taken = 0  # largest peak so far
 
     def largest_share(self) -> float:
         """Return the largest share that this worker may take, in equal shares; 0 if all shares must be equal.
 
         They must be with several loaders, as one weight of the loss would not fit each loader's rounded shares.
         """
-        if self._trainer.strategy.shares == "equal" or self._position.uses_collectives or len(self._batches.all) > 1:
+        if self._trainer.strategy.shares == "equal" or self._position.needs_equal_shares or len(self._batches.all) > 1:
             return 0.0
         if (now := time.monotonic()) >= self._next_memory_look:
             self._next_memory_look = now + MEMORY_LOOK_S
-            self._largest = 1 + MEMORY_SHARE * _free_memory(self._trainer.device)
+            self._largest = 1 + MEMORY_SHARE * self._free_memory()
         return self._largest
+
+    def _free_memory(self) -> float:
+        """Return the memory that this worker may still take, as a fraction of that which it takes."""
+        device, formation = self._trainer.device, self._position.formation
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            self._gpu_taken = taken = max(self._gpu_taken, self._gpu_peak.take())
+            free += max(0, torch.cuda.memory_reserved(device) - taken)
+        else:
+            free, taken = available_bytes(), status_bytes("VmHWM")["VmHWM"]
+            hosts = formation.round.hosts if formation is not None else []
+            free //= max(1, hosts.count(hosts[formation.rank])) if formation is not None and hosts else 1
+        return max(0.0, free / max(1, taken))
 
     def ballot(self) -> list[int]:
         """Return the numbers for a vote that begins: rank 0's are the speeds from the vote's end on."""
@@ -386,8 +403,9 @@ class SpeedShares:
             return position.speeds
         self._looked_at = pulse.num_observations
         round_ = position.formation.round
-        found = better_speeds(
-            pulse.observations(round_.number), self._batches.first.global_batch_size, round_.hosts, pulse.largest_shares
+        seen, batch_size = pulse.observations(round_.number), self._batches.first.global_batch_size
+        found = self._balancer.decide(
+            round_.number, pulse.num_observations, seen, batch_size, round_.hosts, pulse.largest_shares
         )
         return position.speeds if found is None else found
 
@@ -418,17 +436,6 @@ class SpeedShares:
                 f"shares by speed: {', '.join(slow[:MAX_NAMED])}{more} of {batch_size} samples, the others up to {max(samples)}"
             )
         self._world.event(SharesChanged(formation.round.number, self._batches.batch_number, samples), text)
-
-
-def _free_memory(device: torch.device) -> float:
-    """Return the memory that this worker may still take, as a fraction of that which it takes."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        taken = torch.cuda.max_memory_allocated(device)
-        free += max(0, torch.cuda.memory_reserved(device) - taken)
-    else:
-        free, taken = available_bytes(), status_bytes("VmHWM")["VmHWM"]
-    return max(0.0, free / max(1, taken))
 
 
 # Agree with the other workers between steps: whether to stop or save, and that learning rates, rows and weights are equal.
@@ -496,7 +503,8 @@ class Votes:
             self._wants_stop, self._trainer.lightning.should_stop = False, True
         self._kept.are_needed = bool(wishes[-num_said - 5])
         self._pulse.decode(wishes[-num_said:], step_time_s, self._position.speeds)
-        self._shares.take(speeds)
+        if self._fit_of_vote == self._position.fit:
+            self._shares.take(speeds)
         request = wishes[-num_said - 1]
         is_new = request > self.saved_request
         self.saved_request = max(self.saved_request, request)

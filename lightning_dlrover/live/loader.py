@@ -391,15 +391,16 @@ class ElasticLoader:
         if isinstance(self.order, SampleOrder):
             self.order.num_laps = self.split.num_laps
 
-    def reshard(self, global_rank: int, world_size: int, rewind: int = 0) -> None:
-        """Split the batches from the cursor on for another world, in equal shares.
+    def reshard(self, global_rank: int, world_size: int, rewind: int = 0, speeds: tuple[int, ...] = ()) -> None:
+        """Split the batches from the cursor on for another world.
 
         Batches that loader workers prepared for the old split are discarded.
 
         Args:
             rewind: number of batches to hand out again.
+            speeds: to which the workers' shares are proportional; empty: equal shares.
         """
-        self.global_rank, self.world_size, self.speeds = global_rank, world_size, ()
+        self.global_rank, self.world_size, self.speeds = global_rank, world_size, speeds
         self.cursor -= rewind
         self._expected = None
         self._discard()

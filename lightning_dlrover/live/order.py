@@ -33,7 +33,7 @@ from lightning_dlrover.data.iterable import (
     has_state,
     reading_loader,
 )
-from lightning_dlrover.data.lane_plan import CYCLE, STRIDE_OF_LAPS, Layout, share
+from lightning_dlrover.data.lane_plan import CYCLE, STRIDE_OF_LAPS, Layout, share, speeds_for
 from lightning_dlrover.data.source import DataError
 from lightning_dlrover.rdzv.membership.member import Formation
 
@@ -108,7 +108,7 @@ class FitPosition:
     is_between_dataloaders: bool = False  # set while one of several validation dataloaders ends, but the last
     is_repeatable: bool = False  # set in work outside of steps that a loss may interrupt, as it is done again
     speeds: tuple[int, ...] = ()  # of the round's workers, to which their shares are proportional; empty: equal shares
-    uses_collectives: bool = False  # whether the script's training step runs collectives that may need equal shares
+    needs_equal_shares: bool = False  # whether the script gathers shares, or a step has failed with shares by speed
     looks: int = 0  # times that it has looked for new rows of a stream
     is_in_parts: bool = False  # set while a share is computed in parts, which others wait for
     parts: int = 0  # parts of shares that it has begun
@@ -131,6 +131,12 @@ class FitPosition:
     def is_computing(self) -> bool:
         """Whether collectives belong to a batch that would be repeated as a whole."""
         return self.in_step or self.is_redoing
+
+    @property
+    def uses_share(self) -> bool:
+        """Whether collectives of the script may be of this worker's share of a training batch, or of what it made of it."""
+        is_elsewhere = self.validation or self.is_saving or self.is_between_fits
+        return self.is_computing or (self.has_entered and not is_elsewhere)
 
     def published(self, in_window: bool, tables: int, has_unused: bool, values: tuple[int, ...]) -> Position:
         """Return the position for the other workers.
@@ -552,8 +558,12 @@ class Split:
 
     def num_own_samples(self, batch: int) -> int:
         """Return the size of this worker's share of a global batch of this epoch."""
-        start, stop = share(self._length(batch), self.global_rank, self.world_size, self.speeds)
+        start, stop = self._share_of(batch)
         return stop - start
+
+    def _share_of(self, batch: int) -> tuple[int, int]:
+        length = self._length(batch)
+        return share(length, self.global_rank, self.world_size, speeds_for(self.speeds, length, self._samples_per_batch))
 
     def loss_weight(self, batch: int) -> float:
         """Return the factor for this worker's mean loss with which the mean over workers is that over samples."""
@@ -569,7 +579,7 @@ class Split:
             lap, batch = divmod(place, self._num_batches)
             indices = order(lap)
             first = batch * self._samples_per_batch
-            start, stop = share(self._length(batch), self.global_rank, self.world_size, self.speeds)
+            start, stop = self._share_of(batch)
             if start < stop:
                 yield indices.between(first + start, first + stop)
             elif self.training:

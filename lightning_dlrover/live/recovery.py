@@ -14,9 +14,9 @@ import torchmetrics
 
 from lightning_dlrover.live.order import FitPosition, Position
 from lightning_dlrover.live.replica import IncompleteBackwardError, TrainerOfFit
-from lightning_dlrover.rdzv.desync import CollectiveCall, place_of
+from lightning_dlrover.rdzv.desync import CollectiveCall, MismatchError, place_of
 from lightning_dlrover.rdzv.group.world import World
-from lightning_dlrover.rdzv.membership.member import Formation
+from lightning_dlrover.rdzv.membership.member import Formation, MembershipError, WorldError
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.rdzv.transport.transfer import is_expanded
 
@@ -374,7 +374,28 @@ class ResilientCollectives:
             return True
         if not self._position.has_entered:
             return self._world.is_failure(error)
+        if self._position.speeds and self._position.is_computing and self._may_need_equal_shares(error):
+            return True
         return self._world.is_recoverable(error, self._position.is_computing)
+
+    def _may_need_equal_shares(self, error: BaseException) -> bool:
+        """Return whether a step that has failed is to be repeated with equal shares, which this worker demands from then on.
+
+        A script may be right with equal shares only: it has a state per sample, gathers samples now and then, or a larger share
+        does not fit into memory. If that is not the cause, the step fails again, and the error is the script's.
+        """
+        try:
+            is_loss = self._world.is_failure(error)
+        except MismatchError as mismatch:  # of which this error follows
+            error, is_loss = mismatch, False
+        if is_loss or (isinstance(error, WorldError | MembershipError) and not isinstance(error, MismatchError)):
+            return False
+        self._position.needs_equal_shares = True
+        log.warning(
+            "worker %s: a step has failed, which is repeated with equal shares in place of shares by speed: %s: %s",
+            *(self._world.worker_id, type(error).__name__, str(error)[:500]),
+        )
+        return True
 
     # --- results of an ended round ----------------------------------------------------------------------------------------
 

@@ -394,9 +394,10 @@ class TrainLoaders:
 
     def refetched(self, num_batches: int) -> list[Any]:
         """Return the last batches handed out, split for the current world, as arguments of the training step."""
-        trainer, loaders = self._trainer, self.all
+        trainer, loaders, position = self._trainer, self.all, self._position
         for loader in loaders:
-            loader.reshard(self._position.rank, self._position.size, rewind=num_batches)
+            # The shares stay by speed where this worker alone takes the batches again, as after memory ran out.
+            loader.reshard(position.rank, position.size, num_batches, position.speeds)
         steps = []
         epoch_loop = trainer.fit_loop.epoch_loop
         for i in range(num_batches):

@@ -192,6 +192,7 @@ class LiveTraining:
         """Reset the state of one `fit`, before Lightning's loops run."""
         self.world.num_fits += 1
         self.position.fit = self.world.num_fits
+        self.position.speeds = ()  # another model, or other loaders, may need equal shares
         self.steps.begin_fit()
         self.kept.begin_fit()
         self.votes.begin_fit()

@@ -76,7 +76,8 @@ def difference(texts: Sequence[tuple[int, str]], counts: Sequence[CollectiveCoun
             "collective mismatch: workers called different collectives and cannot make progress:",
             *lines,
             "All workers must run the same collectives in the same order. Look for one of these calls, or for a step, a log "
-            "with sync_dist or a checkpoint before it, that depends on the rank or on a worker's own data",
+            "with sync_dist or a checkpoint before it, that depends on the rank or on a worker's own data. If its size is that "
+            "of a worker's samples, DLRoverStrategy(shares='equal') keeps the workers' shares of a batch equal",
         ]
     )
 
@@ -221,8 +222,12 @@ Begun: TypeAlias = tuple[int, dist.Work | Reduction, torch.Tensor]
 class PlaceInProgram(Protocol):
     """A worker's place in its program, as it changes. Read by any thread."""
 
-    uses_collectives: bool
-    """Whether a training step has called a collective of tensors with several values, other than torchrec's."""
+    needs_equal_shares: bool
+    """Whether the script has called a collective of tensors with several values where it uses its share of a batch."""
+
+    @property
+    def uses_share(self) -> bool:
+        """Whether the worker is in the loop over training batches: in a step, or in a hook around steps or epochs."""
 
     @property
     def is_computing(self) -> bool:
@@ -237,7 +242,8 @@ class OutsideOfLoops:
     """The place of a program that has not reported any."""
 
     is_computing: bool = False
-    uses_collectives: bool = False
+    uses_share: bool = False
+    needs_equal_shares: bool = False
 
     def describe(self) -> str:
         return "between two collectives"
@@ -407,8 +413,10 @@ class CollectiveMonitor:
         if self._alone:
             self._refuse_if_alone(CollectiveCall(f"torch.distributed.{name}", details(name, args), place_of(sys._getframe(2))))
         place = self._program.place
-        if place.is_computing and not place.uses_collectives and threading.get_ident() == self._thread:
-            place.uses_collectives = any(t.numel() > 1 for t in tensors_in(args)) and not _is_of_a_library(sys._getframe(2))
+        if place.uses_share and not place.needs_equal_shares and threading.get_ident() == self._thread:
+            place.needs_equal_shares = any(t.numel() > 1 for t in tensors_in(args)) and not _is_of_a_library(
+                sys._getframe(2), (*OWN_COLLECTIVES, "torchmetrics")
+            )
         if self._depth or not self._is_of_round(group) or threading.get_ident() != self._thread or torch_names.is_in_backward():
             return
         is_async = getattr(args[-1] if args else None, "asyncOp", False)
@@ -715,12 +723,16 @@ def _agree(numbers: torch.Tensor) -> bool:
     return least_key == -most_key and fewest == -most
 
 
-def _is_of_a_library(frame: FrameType | None) -> bool:
-    """Whether the code that calls `torch.distributed` belongs to torchrec or to this package."""
+OWN_COLLECTIVES = ("torchrec", "lightning_dlrover")
+BETWEEN = ("torch", "contextlib", "typing_extensions", "warnings")  # packages between a call and torch: wrappers of it
+
+
+def _is_of_a_library(frame: FrameType | None, packages: Sequence[str] = OWN_COLLECTIVES) -> bool:
+    """Whether the code that calls `torch.distributed` belongs to one of these packages."""
     package = ""
-    while frame is not None and (package := frame.f_globals.get("__name__", "").partition(".")[0]) in ("torch", "contextlib"):
+    while frame is not None and (package := frame.f_globals.get("__name__", "").partition(".")[0]) in BETWEEN:
         frame = frame.f_back
-    return package in ("torchrec", "lightning_dlrover")
+    return package in packages
 
 
 _COMPARES = "a comparison with the other workers"

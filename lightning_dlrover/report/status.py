@@ -569,6 +569,7 @@ def show_status(
         "agents": _show_agents(found, now),
         "joining": _show_joining(found, nodes or {}, now) if phase in ("not started", "starting", "training") else [],
         "controller": _show_controller(found, nodes or {}),
+        "spares": _show_spares(found),
         "target": found.nodes.target if found.nodes else None,
         "samples_per_s": rates[0] if rates else None,
         "progress": asdict(found.progress) if found.progress else None,
@@ -701,6 +702,14 @@ def _show_plan(plan: PlanRecord) -> dict[str, Any]:
 
 def _elapsed(since: float, now: float) -> float:
     return max(0.0, now - since) if since else 0.0
+
+
+def _show_spares(found: FoundJob) -> list[dict[str, Any]]:
+    """List the processes that workers are forked from, with their owners, states and memory."""
+    owners = [(f"{record.host}:{record.pid}", record) for record in found.view.agents.values()]
+    if found.controller is not None:
+        owners.insert(0, (f"{found.controller.host}:{found.controller.pid}", found.controller))  # type: ignore[arg-type]
+    return [{"owner": owner, "state": r.spare, "memory_bytes": r.spare_bytes} for owner, r in owners if r.spare]
 
 
 def _show_controller(found: FoundJob, nodes: Mapping[str, NodeRecord]) -> dict[str, Any] | None:

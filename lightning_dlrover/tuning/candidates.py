@@ -322,13 +322,14 @@ class CandidateTable:
         used = [resources_of(c, peaks[i].peak_bytes if peaks else 0.0) for i, c in enumerate(where)]
         notes = [why_not(s, where[now], c, current.global_batch, limits) for s, c in zip(settings, where, strict=True)]
         limit = current.memory_limit_bytes
-        most = max(limit, limits.max_memory_bytes - AGENT_BYTES)
+        spare = request.windows[-1].spare_bytes if request.windows else 0
+        most = max(limit, limits.max_memory_bytes - AGENT_BYTES - spare)
         node_bytes = [0] * len(settings)
         for index, peak in enumerate(peaks):
             if not limit or peak.high_bytes <= limit or settings[index] in measured:
                 continue
             if limits.max_memory_bytes:
-                node_bytes[index] = node_memory_bytes(peak.high_bytes, limits.max_memory_bytes)
+                node_bytes[index] = node_memory_bytes(peak.high_bytes, limits.max_memory_bytes, spare)
             if peak.high_bytes > most and not notes[index]:
                 notes[index] = f"needs up to {peak.high_bytes / 2**20:,.0f} MiB of {most / 2**20:,.0f} MiB of memory"
         for index, passes in enumerate(_numbers_of_passes(where, current, gpu_memory)):

@@ -472,6 +472,7 @@ class GrowthSituation:
     max_memory_bytes: int = 0  # largest node that can be requested; 0: no larger one
     tried: Sequence[Act] = ()  # remedies that this job tried without success
     workers_per_node: int = 1  # workers that are added together
+    spare_bytes: int = 0  # memory of the process that a node's workers are forked from
 
 
 @dataclass(frozen=True)
@@ -580,7 +581,7 @@ def choose_remedy(forecast: MemoryForecast, situation: GrowthSituation) -> Remed
     larger = _enough_memory(forecast, situation)
     possible = {
         "replace": situation.can_replace,
-        "enlarge": situation.can_replace and larger > forecast.limit_bytes + AGENT_BYTES,
+        "enlarge": situation.can_replace and larger > forecast.limit_bytes + AGENT_BYTES + situation.spare_bytes,
         "add_workers": situation.can_add and situation.num_workers < situation.max_workers,
     }
     failed = f"; {' and '.join(_NAMES[act] for act in situation.tried)} did not help" if situation.tried else ""
@@ -611,9 +612,13 @@ def least_workers(remedies: Iterable[tuple[str, int]]) -> int:
     return max((num_workers for act, num_workers in remedies if act == "add_workers"), default=0)
 
 
-def node_memory_bytes(worker_bytes: float, max_bytes: int) -> int:
-    """Return the bytes that a node needs for one worker of that size and its agent, with a reserve; at most `max_bytes`."""
-    needed = worker_bytes / (1 - RESERVE) + AGENT_BYTES
+def node_memory_bytes(worker_bytes: float, max_bytes: int, spare_bytes: int) -> int:
+    """Return the bytes that a node needs for one worker of that size and its agent, with a reserve; at most `max_bytes`.
+
+    Args:
+        spare_bytes: memory of the process that the node's workers are forked from.
+    """
+    needed = worker_bytes / (1 - RESERVE) + AGENT_BYTES + spare_bytes
     return min(max_bytes, NODE_MEMORY_STEP * math.ceil(needed / NODE_MEMORY_STEP))
 
 
@@ -622,7 +627,7 @@ def _enough_memory(forecast: MemoryForecast, situation: GrowthSituation) -> int:
     needed = UNKNOWN_END_FACTOR * (1 - RESERVE) * forecast.limit_bytes
     if situation.remaining_steps is not None:
         needed = MARGIN * (forecast.level_bytes + forecast.bytes_per_step * situation.remaining_steps)
-    return node_memory_bytes(needed, situation.max_memory_bytes)
+    return node_memory_bytes(needed, situation.max_memory_bytes, situation.spare_bytes)
 
 
 def _enough_workers(forecast: MemoryForecast, situation: GrowthSituation) -> int:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
+from lightning_dlrover import spares, variables
 from lightning_dlrover.tuning.nvml import BusyTime
 from lightning_dlrover.tuning.resources import (
     CpuUse,
@@ -437,6 +438,7 @@ class StepProfiler:
         self._gpu_peak, self._busy_time = GpuPeak(device), BusyTime(device)
         self._memory_limit_bytes = memory_limit_bytes(os.environ)
         self._own_memory_limit_bytes = own_memory_limit_bytes(os.environ) or self._memory_limit_bytes
+        self._num_local_workers = max(1, variables.local_world_size(os.environ))
 
     def close(self) -> None:
         self._memory.close()
@@ -502,6 +504,9 @@ class StepProfiler:
         elapsed = max(1e-9, use.at - window.use.at)
         gpu_memory, gpu_percent = self._gpu_peak.take(), self._busy_time.take()
         self._window = _Window(place, step, time.perf_counter(), use)
+        of_node, of_all = spares.memory_bytes(os.environ)
+        shared_bytes, own_bytes = self._memory_limit_bytes - of_all, self._own_memory_limit_bytes
+        own_bytes -= of_node // self._num_local_workers
         figures: dict[str, Any] = {**vars(place), **vars(model.descriptors), **_mean_parts(kept, step_time_s)}
         del figures["workers_here"]
         return StepProfile(
@@ -515,7 +520,8 @@ class StepProfiler:
             samples_per_s=place.global_batch / step_time_s if step_time_s else 0.0,
             memory_bytes=memory.resident_bytes,
             peak_memory_bytes=memory.peak_bytes,
-            memory_limit_bytes=min(self._memory_limit_bytes // max(1, place.workers_here), self._own_memory_limit_bytes),
+            memory_limit_bytes=max(1, min(shared_bytes // max(1, place.workers_here), own_bytes)),
+            spare_bytes=of_node,
             cpu_percent=100 * max(0.0, use.cpu_s - window.use.cpu_s) / elapsed,
             dense_bytes=model.dense_bytes,
             embedding_bytes=model.embedding_bytes,

@@ -74,6 +74,7 @@ class StepProfile:
     emptiest_node: int = 0  # workers on the emptiest node; 0: unknown, taken as spread evenly
     gpu_limit_bytes: int = 0  # limit on `gpu_memory_bytes`; 0: none known
     pass_limit: int = 0  # most samples that a worker computes at once, more in parts; 0: a share is never computed in parts
+    spare_bytes: int = 0  # memory of the process that this node's workers are forked from; the limit above is without it
 
 
 def impossible_figure(sample: StepProfile) -> tuple[str, str] | None:

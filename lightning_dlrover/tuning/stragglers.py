@@ -271,10 +271,61 @@ def _median_of_others(values: Floats) -> Floats:
 # Shares by speed: a slow worker gets fewer samples of the same global batch, as in DLRover-RM (VLDB 2024, section 4.3).
 
 MIN_GAIN = 1.1  # minimum predicted ratio of the slowest worker's time before a change of shares to that after it
+MIN_PAID = 1.03  # minimum ratio that such a change must have had, or it is taken back
 SHARE_STEPS = 12  # minimum number of steps with the same shares before they change
+REST = 64  # observations after a change that was taken back in which the shares stay; twice as many after each further one
 LEAST_SHARE, LARGEST_SHARE = 0.25, 2.0  # bounds of a worker's share, in equal shares; an even slower worker is replaced
+LEAST_SAMPLES = 2  # that a worker keeps if it has them in equal shares: BatchNorm, for example, cannot train on a single one
 NEARLY_EQUAL = 0.03  # shares are equal if none differs by more than this fraction from an equal one
 SPEED_UNIT = 1000  # speed of a worker with an equal share
+ROUNDING = 1.002  # factor by which the smallest share is larger, lest the rounding of speeds takes a sample from it
+
+
+@dataclass
+class ShareBalancer:
+    """Decides on the shares of a job's rounds, one after the other.
+
+    Not all time of a step depends on the share, as that of a slow disk or network. A change that has not paid is taken back.
+    """
+
+    _round: int = 0
+    _before: tuple[tuple[int, ...], float] | None = None  # speeds before the newest change, and the slowest worker's time then
+    _rest_until: int = 0  # number of the observation at which a rest ends
+    _num_failed: int = 0  # changes that did not pay
+
+    def decide(
+        self,
+        round_number: int,
+        num_observations: int,
+        observations: Sequence[OwnTimes],
+        global_batch_size: int,
+        hosts: Sequence[object] = (),
+        largest_shares: Sequence[float] = (),
+    ) -> tuple[int, ...] | None:
+        """Return the speeds from now on, as `better_speeds` does; None if the present shares should stay.
+
+        Args:
+            num_observations: number of observations ever made, of which `observations` are the newest of the round.
+        """
+        if round_number != self._round:
+            self._round, self._before, self._rest_until, self._num_failed = round_number, None, 0, 0
+        if any(largest <= 0 for largest in largest_shares):
+            return () if observations and observations[-1].speeds else None
+        own_s = _own_times_of_present_shares(observations, hosts)
+        if own_s is None:
+            return None
+        slowest_s = float(np.median(own_s.max(axis=1)))
+        before, self._before = self._before, None
+        if before is not None and before[0] != observations[-1].speeds and slowest_s * MIN_PAID > before[1]:
+            self._rest_until = num_observations + REST * 2**self._num_failed
+            self._num_failed += 1
+            return before[0]
+        if num_observations < self._rest_until:
+            return None
+        found = better_speeds(observations, global_batch_size, hosts, largest_shares)
+        if found is not None:
+            self._before = observations[-1].speeds, slowest_s
+        return found
 
 
 def better_speeds(
@@ -292,25 +343,20 @@ def better_speeds(
         observations: those of one round, oldest first. Only the newest ones with the same shares count.
         hosts: host of each worker, by rank; empty: each has its own. Workers of one host wait for the same cores, so that time
             in which they were ready but had no core counts only where a worker is alone.
-        largest_shares: largest share that each worker may take, in equal shares; empty: no limit. 0: all shares must be equal.
+        largest_shares: largest share that each worker may take, in equal shares; empty: no limit.
 
     Returns:
         One speed per rank, of which `SPEED_UNIT` is the mean; empty for equal shares.
     """
-    if not observations or len(observations[-1].compute_s) < 2:
+    own_s = _own_times_of_present_shares(observations, hosts)
+    if own_s is None:
         return None
-    now = observations[-1].speeds
-    size = len(observations[-1].compute_s)
-    if any(largest <= 0 for largest in largest_shares):
-        return () if now else None
-    same = list(itertools.takewhile(lambda each: each.speeds == now, reversed(observations)))
-    if len(same) < MIN_OBSERVATIONS or sum(each.num_steps for each in same) < SHARE_STEPS:
-        return None
-    alone = _alone(hosts, size)
-    own_s = np.array([np.add(each.compute_s, each.data_s) + np.multiply(each.queued_s, alone) for each in same])
-    present = np.array(now or (SPEED_UNIT,) * size) / SPEED_UNIT
+    size = own_s.shape[1]
+    present = np.array(observations[-1].speeds or (SPEED_UNIT,) * size) / SPEED_UNIT
     speed = present / np.maximum(np.median(own_s, axis=0), 1e-9)
-    wanted = _bounded(speed / speed.mean(), max(LEAST_SHARE, size / global_batch_size), largest_shares)
+    least_samples = max(1, min(LEAST_SAMPLES, global_batch_size // size))
+    least_share = max(LEAST_SHARE, least_samples * size / global_batch_size * ROUNDING)
+    wanted = _bounded(speed / speed.mean(), least_share, largest_shares)
     if np.abs(wanted - 1).max() <= NEARLY_EQUAL:
         wanted = np.ones(size)
     rounded = tuple(max(1, round(SPEED_UNIT * each)) for each in wanted)
@@ -321,6 +367,22 @@ def better_speeds(
     error = 1.2533 * float(_deviation(gains[:, None])[0]) / math.sqrt(len(gains))
     is_clear = (gains > math.log(MIN_GAIN) / 2).mean() >= MIN_SHARE and gain >= NUM_DEVIATIONS * error
     return new if is_clear and gain >= math.log(MIN_GAIN) else None
+
+
+def _own_times_of_present_shares(observations: Sequence[OwnTimes], hosts: Sequence[object]) -> Floats | None:
+    """Return each worker's own seconds per step, shape ``(observations, workers)``; None if too few were made with its share.
+
+    These are the newest observations, with the same shares.
+    """
+    if not observations or (size := len(observations[-1].compute_s)) < 2:
+        return None
+    now = observations[-1].speeds
+    newest = observations[: -NUM_KNOWN - 1 : -1]  # an older one would delay the answer to a worker that has become slow
+    same = list(itertools.takewhile(lambda each: each.speeds == now, newest))
+    if len(same) < MIN_OBSERVATIONS or sum(each.num_steps for each in same) < SHARE_STEPS:
+        return None
+    alone = _alone(hosts, size)
+    return np.array([np.add(each.compute_s, each.data_s) + np.multiply(each.queued_s, alone) for each in same])
 
 
 def _bounded(shares: Floats, least_share: float, largest_shares: Sequence[float]) -> Floats:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import psutil
 
 from lightning_dlrover.data import Stream
-from lightning_dlrover.data.lane_plan import share
+from lightning_dlrover.data.lane_plan import share, speeds_for
 from lightning_dlrover.live.order import epoch_order
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, Put
@@ -199,6 +199,10 @@ class Job:
             Worker(place, script or self._script, self._settings if settings is None else settings, self._environment)
         )
         return self.workers[-1]
+
+    def start_all(self, number: int) -> list[Worker]:
+        """Fork several workers, which train together once all have come."""
+        return [self.start() for _ in range(number)]
 
     def grow_to(self, num_workers: int, after_step: int = 3) -> None:
         """Start workers one by one: the second after some steps of the first, the next ones after a step of all before."""
@@ -398,7 +402,7 @@ def violations(job: Job, settings: ToySettings) -> list[str]:
             for batch in window.batches:
                 length = min(settings.batch_size, settings.num_rows - batch * settings.batch_size)
                 for rank, r in sorted(shares[epoch, batch, number].items()):
-                    start, stop = share(length, rank, r["world"], r["speeds"])
+                    start, stop = share(length, rank, r["world"], speeds_for(r["speeds"], length, settings.batch_size))
                     trained += r["ids"][: stop - start]
             first = window.batches[0] * settings.batch_size
             if trained[first:] != order[first : first + len(trained) - first]:
@@ -426,7 +430,7 @@ def _bad_split(
         yield f"{name}: its workers divided it by the speeds {speeds}"
     length = min(settings.batch_size, settings.num_rows - batch * settings.batch_size)
     for rank, r in found.items():
-        start, stop = share(length, rank, world, r["speeds"])
+        start, stop = share(length, rank, world, speeds_for(r["speeds"], length, settings.batch_size))
         if r["world"] != world or len(r["ids"]) != max(1, stop - start):
             yield f"{name}: rank {rank} had {len(r['ids'])} of {length} samples in a world of {r['world']}"
 

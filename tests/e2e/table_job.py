@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class TableSettings:
     batch_size: int = 8
     max_epochs: int = 2
     step_s: float = 0.02
+    slow: str = ""  # name of a worker that needs three times as long per sample, until the test lets the job hurry
     snapshot_s: float = 0.2
     replicas: int = 1
     max_bytes: int | None = None
@@ -104,7 +105,7 @@ class TableModel(ToyModel):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.record_share(batch, batch_idx)
         self.recorder.moment("forward")
-        self.recorder.pace(self.step_s)
+        self.recorder.pace(self.step_s * self.relative_time(len(batch[2])))
         loss = nn.functional.mse_loss(self.logits(batch), batch[1])
         self._loss, self._weight = float(loss.detach()), len(batch[2])
         self.log("mean_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch[2]))
@@ -117,6 +118,13 @@ class TableModel(ToyModel):
             optimizer.step()
             self.recorder.moment("zero_grad")
         return loss
+
+    def relative_time(self, num_samples: int) -> float:
+        """Return the time of a step, relative to that of a worker that is not slow and has an equal share."""
+        if not self.settings.slow:
+            return 1.0
+        slowness = 3.0 if self.recorder.place.agent_id == self.settings.slow else 1.0
+        return slowness * num_samples * self.trainer.world_size / self.settings.batch_size
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
@@ -287,16 +295,17 @@ def add_moments(recorder: Recorder) -> None:
     around(recorder, snapshots.Neighbours, "replicate")
     snapshots.MAX_STALL = 1e6  # take every snapshot at its interval, however busy the machine is
     voted = snapshots.Snapshots.voted
-    exchange, put, commit = elastic.exchange, snapshot_store.PartWriter.put, snapshot_store.PartWriter.commit  # type: ignore[attr-defined]
+    exchange, commit = elastic.exchange, snapshot_store.PartWriter.commit  # type: ignore[attr-defined]
+    put_block = snapshot_store.PartWriter.put_block
     swap, replicate = snapshots.swap, snapshots.Neighbours.replicate  # type: ignore[attr-defined]
     swaps = itertools.count()
 
     def watched_exchange(group: Any, *args: Any, **kwargs: Any) -> Any:
         return exchange(group and WatchedGroup(group, recorder), *args, **kwargs)  # type: ignore[arg-type]
 
-    def watched_put(self: Any, blocks: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        put(self, blocks, *args, **kwargs)
-        if "changed" in kwargs:  # one of several
+    def watched_put_block(self: Any, block: Any, *args: Any) -> None:
+        put_block(self, block, *args)
+        if args:  # one of several that a thread copies while the steps go on
             recorder.moment("copying")
 
     def watched_commit(self: Any) -> Any:
@@ -331,7 +340,7 @@ def add_moments(recorder: Recorder) -> None:
     elastic.exchange = watched_exchange  # type: ignore[attr-defined]
     snapshots.swap = watched_swap  # type: ignore[assignment, attr-defined]
     snapshots.Neighbours.replicate = watched_replicate  # type: ignore[assignment, method-assign]
-    snapshot_store.PartWriter.put = watched_put  # type: ignore[method-assign]
+    snapshot_store.PartWriter.put_block = watched_put_block  # type: ignore[assignment, method-assign]
     snapshot_store.PartWriter.commit = watched_commit  # type: ignore[method-assign]
 
 

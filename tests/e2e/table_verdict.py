@@ -30,6 +30,7 @@ def undisturbed(make_job: Callable[..., Job], settings: TableSettings) -> Job:
     same = replace(
         settings,
         step_s=0.0,
+        slow="",
         snapshot_s=0.0,
         replicas=1,
         max_bytes=None,

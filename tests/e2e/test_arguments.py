@@ -50,8 +50,7 @@ def test_search_for_a_rate_is_no_part_of_the_job(name: str, make_job: MakeJob) -
 
 def test_first_workers_search_together(make_job: MakeJob) -> None:
     job = make_job(Arguments("tuner", epochs=2, step_s=0.02), script=search_and_train, min_workers=2)
-    job.start()
-    job.start()
+    job.start_all(2)
     job.wait_for_world(2)
     job.start()
     job.wait_for_world(3)
@@ -87,7 +86,6 @@ def test_number_of_devices_without_effect_is_named(devices: Any, num_nodes: int,
 @pytest.mark.parametrize("devices, num_workers", [("auto", 1), (1, 2), (2, 2)])
 def test_number_of_devices_that_fits_is_not_named(devices: Any, num_workers: int, make_job: MakeJob) -> None:
     job = make_job(Arguments(devices=devices), script=train_with_devices, min_workers=num_workers)
-    for _ in range(num_workers):
-        job.start()
+    job.start_all(num_workers)
     assert job.finish() == [0] * num_workers, job.report()
     assert not any("is meant for" in worker.output for worker in job.workers)

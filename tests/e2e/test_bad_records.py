@@ -24,8 +24,7 @@ GARBAGE = {
 
 def test_garbage_in_records_of_a_running_job_does_not_stop_it(make_job: MakeJob, client: EtcdClient) -> None:
     job = make_job(LONG)
-    job.start()
-    job.start()
+    job.start_all(2)
     job.wait_for_world(2, since=0)
     for place in ("job", "round"):
         client.put(Keys(job.run_id).live + place, GARBAGE["not JSON"])

@@ -62,8 +62,7 @@ def start(request: pytest.FixtureRequest, make_job: Callable[..., Job], etcd: Em
             settings, script = OverStandIn(script, settings, Quirks(create_s=0.2, loss="either")), run_over_stand_in
         job = make_job(settings, script=script, min_workers=1, **kwargs)
         histories.append(History(history_endpoint or kwargs.get("endpoint", etcd.endpoint), job.run_id))
-        for _ in range(size):
-            job.start()
+        job.start_all(size)
         job.wait_for_world(size)
         return Watched(job, histories[-1])
 

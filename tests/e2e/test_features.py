@@ -124,8 +124,7 @@ def test_a_scheduler_sets_the_rate_of_an_unresized_run_at_every_step(make_job: M
 @pytest.mark.parametrize("name", ["gan", "unused", "rarely_unused"])
 def test_models_that_leave_parameters_out_start_with_two(name: str, make_job: MakeJob) -> None:
     job = make_job(Feature(name, epochs=2, step_s=0.0), script=run_feature, min_workers=2)
-    job.start()
-    job.start()
+    job.start_all(2)
     assert job.finish() == [0, 0], job.report()
     assert_all_agree(job, STEPS_PER_EPOCH)  # twice the batch size, two epochs
     searches = [worker.output.count("searches for unused") for worker in job.workers]
@@ -214,8 +213,7 @@ def test_validation_goes_on_after_losses(name: str, moments: list[str], make_job
     job = make_job(Feature(name, epochs=epochs, step_s=0.03), script=run_feature)
     job.start()
     job.wait_for_step(1)  # fixes the batch size for one worker
-    for _ in range(3):
-        job.start()
+    job.start_all(3)
     job.wait_for_world(4)
     for number, moment in enumerate(moments):
         victim = job.workers[(2, 0, 3)[number]]
@@ -253,8 +251,7 @@ def test_data_is_prepared_once_and_a_batch_that_the_script_divides_stays_whole(
 ) -> None:
     epochs = 8
     job = make_job(Feature(name, epochs=epochs, step_s=0.1), script=run_prepared, min_workers=2)
-    for _ in range(2):
-        job.start()
+    job.start_all(2)
     job.wait_for_step(2)
     job.start()
     job.wait_for_world(3)
@@ -288,8 +285,7 @@ def test_global_batch_does_not_depend_on_the_workers_that_a_pool_has_room_for(et
     with EtcdClient(EtcdConfig(etcd.endpoint)) as client:
         plan = PlanRecord(2, "brain", "there is room", binding=True)
         Journal(client, Keys(job.run_id)).fenced_write({Keys(job.run_id).plan: plan}, [])
-    job.start()
-    job.start()
+    job.start_all(2)
     assert job.finish() == [0, 0], job.report()
     assert {record["world"] for record in job.records("done")} == {2}
     assert_all_agree(job, STEPS_PER_EPOCH)
@@ -306,8 +302,7 @@ def test_a_second_trainer_trains_with_the_workers_there_are(make_job: MakeJob) -
 @pytest.mark.parametrize("name, batch", [("counted", 7), ("counted_windows", 5)])
 def test_redone_steps_count_once(name: str, batch: int, make_job: MakeJob) -> None:
     job = make_job(Feature(name, epochs=4), script=run_feature)
-    for _ in range(3):
-        job.start()
+    job.start_all(3)
     job.wait_for_world(3)
     epoch = max(record["epoch"] for record in job.records("done")) + 1
     job.workers[1].arm(f"counted_{epoch}_{batch}")
@@ -346,8 +341,7 @@ def test_a_list_that_a_lost_worker_has_grown_is_named_and_all_other_values_are_k
 
 def test_tensors_that_drift_are_found_within_100_steps_and_repaired(make_job: MakeJob) -> None:
     job = make_job(Feature("drifting", epochs=29, step_s=0.0), script=run_feature, min_workers=2)
-    job.start()
-    job.start()
+    job.start_all(2)
     assert job.finish() == [0, 0], job.report()
     found = [event.data for event in job.events("drift")]
     assert all(event["repaired"] and event["rank"] == 1 for event in found)
@@ -360,8 +354,7 @@ def test_tensors_that_drift_are_found_within_100_steps_and_repaired(make_job: Ma
 
 def test_an_embedding_with_max_norm_is_named_at_the_start_and_ends_its_job(make_job: MakeJob) -> None:
     job = make_job(Feature("max_norm", epochs=20, step_s=0.0), script=run_feature, min_workers=2)
-    job.start()
-    job.start()
+    job.start_all(2)
     assert job.finish() == [1, 1], job.report()
     for worker in job.workers:
         assert "the embeddings words have max_norm" in worker.output
@@ -385,7 +378,7 @@ def test_buffers_see_each_batch_once(name: str, make_job: MakeJob) -> None:
 
 def test_sets_without_a_sample_for_each_worker_end_alike(make_job: MakeJob) -> None:
     job = make_job(Feature("several_sets", epochs=2, step_s=0.0), script=run_several_sets, min_workers=3)
-    job.start(), job.start(), job.start()
+    job.start_all(3)
     assert job.finish() == [0, 0, 0], job.report()
     expected = [{f"id/dataloader_idx_{i}": (number - 1) / 2} for i, number in enumerate(SeveralSets.NUM_ROWS)]
     evaluated, validated = job.records("evaluated"), job.records("validated")
@@ -398,7 +391,7 @@ def test_sets_without_a_sample_for_each_worker_end_alike(make_job: MakeJob) -> N
 @pytest.mark.parametrize("name", ["hourly", "each_moment"])
 def test_monitored_value_is_exchanged_only_when_read(name: str, make_job: MakeJob) -> None:
     job = make_job(Feature(name, epochs=1, step_s=0.0), script=run_feature, min_workers=2)
-    job.start(), job.start()
+    job.start_all(2)
     assert job.finish() == [0, 0], job.report()
     saves_each_step = name == "each_moment"
     # Lightning broadcasts rank 0's clock after each step.
@@ -413,7 +406,7 @@ def test_monitored_value_is_exchanged_only_when_read(name: str, make_job: MakeJo
 
 def test_checkpoints_of_rank_0_alone_are_refused(make_job: MakeJob) -> None:
     job = make_job(Feature("on_rank_zero", epochs=6), script=run_feature, min_workers=2)
-    job.start(), job.start()
+    job.start_all(2)
     assert job.finish() == [1, 1], job.report()
     for worker in job.workers:
         assert re.search(r"ModelCheckpoint\(monitor='loss'\) on rank [01] only", worker.output), job.report()
@@ -561,8 +554,7 @@ def test_checkpoint_of_a_lost_rank_0_is_written_by_the_next(make_job: MakeJob) -
     job = make_job(Feature("saving"), script=run_feature)
     job.start()
     job.wait_for_world(1)  # the number of workers in the first round decides how many samples a step has
-    for _ in range(3):
-        job.start()
+    job.start_all(3)
     job.wait_for_world(4)
     for moment in ("saving", "saved"):
         victim = rank_0_of(job)
@@ -614,8 +606,7 @@ def test_script_that_cannot_be_right_is_refused(name: str, num_workers: int, mes
 
 def test_joiner_with_another_learning_rate_is_refused(make_job: MakeJob) -> None:
     job = make_job(Feature("rate_of_world", epochs=6), script=run_feature, min_workers=2)
-    job.start()
-    job.start()
+    job.start_all(2)
     job.wait_for_step(3)
     joiner = job.start()
     assert joiner.wait() == 1
@@ -628,7 +619,7 @@ def test_joiner_with_another_learning_rate_is_refused(make_job: MakeJob) -> None
     [
         ("own_batches", "takes whole batches from OwnBatches", "let the dataset yield single samples"),
         ("rank_aware", "sampler Repeating gives every worker samples of its own", "the order of the whole epoch"),
-        ("split_by_user", "sampler Backwards decides by itself", "leave use_distributed_sampler at True"),
+        ("split_by_user", "sampler Backwards decides which samples this worker gets", "leave use_distributed_sampler at True"),
         ("list", "train_dataloader holds a range", "map-style dataset"),
         ("late_validation", "sampler Repeating gives every worker samples of its own", "the order of the whole epoch"),
         ("dataloader_iter", "training_step(self, dataloader_iter) fetches", "training_step(self, batch, batch_idx)"),
@@ -712,8 +703,7 @@ def test_first_workers_with_other_data_are_refused(make_job: MakeJob) -> None:
 
 def test_workers_with_seeds_of_their_own_share_one_order(make_job: MakeJob) -> None:
     job = make_job(Feature("seeded_by_worker"), script=run_seeded_by_worker, min_workers=2)
-    job.start()
-    job.start()
+    job.start_all(2)
     job.wait_for_step(5)
     job.start()
     job.wait_for_world(3)

@@ -146,7 +146,7 @@ def test_run_outlasts_an_etcd_that_is_full_at_its_start_in_a_change_and_at_its_e
     fill(others)
     until.touch()
     run.wait_for(lambda: len(records.finals()) == 2 or None, "both workers to save their results")
-    run.wait_for_output(r"waits for up to 600 s until etcd takes .*the end of the training", 30)
+    run.wait_for_output(r"waits up to 600 s for etcd to accept .*the end of the training", 30)
     assert run.process.poll() is None
     make_room(others)
     assert run.wait_for_exit(100) == 0, run.output

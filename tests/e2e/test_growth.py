@@ -27,7 +27,7 @@ def settings_for(name: str) -> ToySettings:
 
 def grow_and_go_back(job: Job) -> list[str]:
     """Grow from two workers to three; return what went wrong with the others."""
-    job.start(), job.start()
+    job.start_all(2)
     job.wait_for_world(2)
     joiner = job.start()
     job.wait_until(lambda: joiner.exit_code is not None, "the joiner to leave")
@@ -80,7 +80,7 @@ def test_job_whose_collectives_hang_goes_on_with_the_workers_that_it_had(make_jo
 def test_worker_may_die_while_a_growth_is_undone(victim: int, make_job: MakeJob) -> None:
     settings = settings_for("OnRankZero")
     job = make_job(("OnRankZero", settings), script=train_outgrown)
-    job.start(), job.start()
+    job.start_all(2)
     job.wait_for_world(2)
     joiner = job.start()
     job.wait_until(lambda: joiner.records("share"), "the joiner's first step")
@@ -95,7 +95,7 @@ def test_worker_may_die_while_a_growth_is_undone(victim: int, make_job: MakeJob)
 
 def test_plain_loop_goes_on_with_the_workers_that_it_had(make_job: MakeJob) -> None:
     job = make_job(PlainSettings(num_steps=1_000_000), script=train_plain_outgrown)
-    job.start(), job.start()
+    job.start_all(2)
     job.wait_for_world(2)
     joiner = job.start()
     job.wait_until(lambda: joiner.exit_code is not None, "the joiner to leave")

@@ -83,8 +83,7 @@ def test_a_worker_that_holds_pythons_lock_is_lost_and_writes_its_stack(make_job:
 def test_slow_validation_checkpoints_and_first_steps_are_no_hangs(make_job: MakeJob) -> None:
     settings = UnstableSettings(num_steps=60, hang_after_s=1.0, num_val_rows=24, val_every=30, slow_s=2.0)
     job = make_job(settings, script=train_unstable)
-    for _ in range(2):
-        job.start()
+    job.start_all(2)
     job.wait_for_step(5)
     job.start()  # joins while the others train: a joiner waits, and the round changes
     job.wait_for_world(3)

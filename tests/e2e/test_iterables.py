@@ -123,8 +123,7 @@ def test_checkpoint_of_an_epochs_last_batch_goes_on_with_the_next_epoch(make_job
 @pytest.mark.parametrize("limits", [{"limit_train_batches": 4}, {"max_steps": 8, "max_epochs": -1}], ids=["batches", "steps"])
 def test_limits_end_epochs_of_unknown_length(limits: dict[str, int], make_job: MakeJob) -> None:
     job = make_job(replace(SETTINGS, num_rows=37, iterable="opaque", limits=limits), min_workers=2)
-    job.start()
-    job.start()
+    job.start_all(2)
     assert job.finish() == [0, 0], job.report()
     per_epoch = limits.get("limit_train_batches", 5)
     for worker in job.workers:
@@ -143,8 +142,7 @@ def validate_after_fit(recorder: Recorder, settings: ToySettings) -> None:
 
 def test_validation_without_a_fit_counts_each_row_once(make_job: MakeJob) -> None:
     job = make_job(replace(SETTINGS, iterable="opaque"), script=validate_after_fit, min_workers=2)
-    job.start()
-    job.start()
+    job.start_all(2)
     assert job.finish() == [0, 0], job.report()
     assert sorted(itertools.chain.from_iterable(r["ids"] for r in job.records("val"))) == list(range(13))
     assert len({r["metric"] for r in job.records("val_done")}) == 1
@@ -152,8 +150,7 @@ def test_validation_without_a_fit_counts_each_row_once(make_job: MakeJob) -> Non
 
 def test_dataset_that_splits_itself_by_rank_ends_the_job_before_its_first_step(make_job: MakeJob) -> None:
     job = make_job(replace(SETTINGS, iterable="by_rank"), min_workers=2)
-    job.start()
-    job.start()
+    job.start_all(2)
     assert job.finish() == [1, 1], job.report()
     assert job.records("done") == []
     for worker in job.workers:
@@ -177,8 +174,7 @@ def test_joiner_that_reads_other_rows_is_refused_and_the_job_goes_on(make_job: M
 
 def test_rows_that_differ_later_end_the_job(make_job: MakeJob) -> None:
     job = make_job(replace(SETTINGS, iterable="by_clock"), min_workers=2)
-    job.start()
-    job.start()
+    job.start_all(2)
     assert job.finish(hurry=False) == [1, 1], job.report()
     assert 5 < job.step < 52
     for worker in job.workers:

@@ -166,8 +166,7 @@ def test_later_fit_goes_on_after_a_dry_end_and_ends_well_without_a_message(make_
     produce(broker, 60)
     settings = KafkaSettings(broker.servers, dry_s=3.0, num_fits=3)
     job = make_job(settings, script=train_kafka, min_workers=2)
-    job.start()
-    job.start()
+    job.start_all(2)
     with job.at_full_speed():
         job.wait_until(lambda: job.records("fitted"), "the end of the first fit")
     produce(broker, 130, start=60)

@@ -76,7 +76,7 @@ def test_settings_changed_in_mid_epoch_leave_the_losses_unchanged(
     assert unchanged.finish() == [0]
 
     job = make_job(toy)
-    job.start(), job.start()
+    job.start_all(2)
     job.wait_for_world(2, since=0)
     plan = planner_of(job)
     for number, (loaders, threads, ahead) in enumerate([(1, 2, 2), (2, 1, 4), (2, 2, 1), (0, 1, 0)]):
@@ -187,7 +187,7 @@ def test_planner_adds_loader_workers_to_a_stream_that_training_waits_for(make_jo
     toy = dataclasses.replace(TOY, num_rows=812, max_epochs=3, step_s=0.0, streams=True, row_s=0.05, is_tuned=True)
     job = make_job(toy)
     toy.write_streams(job.folder)
-    job.start(), job.start()
+    job.start_all(2)
     job.wait_for_world(2, since=0)
 
     def with_more() -> bool:

@@ -35,8 +35,7 @@ def logged_steps(file: Path) -> Iterator[int]:
 
 def test_logs_stay_in_one_version_when_rank_0_moves(make_job: MakeJob) -> None:
     job = make_job(SETTINGS, script=train_and_log, min_workers=2)
-    for _ in range(2):
-        job.start()
+    job.start_all(2)
     job.wait_for_world(2)
     leader = job.wait_until(
         lambda: next((w for w in job.workers if any(r["rank"] == 0 for r in w.records("done"))), None), "a step of rank 0"

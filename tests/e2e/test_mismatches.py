@@ -26,8 +26,7 @@ GRADIENTS = "the reduction of gradients"
 def mismatch(make_job: MakeJob, way: Way, num_workers: int = 2) -> str:
     """The text of the error with which all workers of a job end, in time."""
     job = make_job(way, script=train_to_mismatch, min_workers=num_workers, max_workers=num_workers)
-    for _ in range(num_workers):
-        job.start()
+    job.start_all(num_workers)
     assert all(code == 1 for code in job.finish(20)), job.report()
     errors = [worker.records("mismatch") for worker in job.workers]
     assert all(errors), job.report()
@@ -79,8 +78,7 @@ def test_odd_one_of_three_workers_is_named_alone(make_job: MakeJob) -> None:
 
 def test_correct_operations_of_three_workers_are_no_mismatch(make_job: MakeJob) -> None:
     job = make_job(Way("correct", num_rows=80), script=train_correctly, min_workers=3)
-    for _ in range(3):
-        job.start()
+    job.start_all(3)
     assert job.finish(30) == [0, 0, 0], job.report()
     names = [name for name, _ in operations(0, 3)]
     for worker in job.workers:
@@ -93,7 +91,7 @@ def test_correct_operations_of_three_workers_are_no_mismatch(make_job: MakeJob) 
 def stopped_at(make_job: MakeJob, way: Way) -> int:
     """The step after which all workers of a job have stopped."""
     job = make_job(way, script=train_to_stop, min_workers=2)
-    job.start(), job.start()
+    job.start_all(2)
     assert job.finish(20, hurry=False) == [0, 0], job.report()  # the votes' interval is a time, the limits are steps
     steps = {record["step"] for record in job.records("after_fit")}
     assert len(steps) == 1
@@ -122,7 +120,7 @@ def test_all_stop_soon_after_one_asks_at_an_epochs_end(make_job: MakeJob) -> Non
 
 def test_gradients_of_a_severed_round_reach_no_weights(make_job: MakeJob) -> None:
     job = make_job(Way("severed", num_rows=160), script=train_severed, min_workers=2)
-    job.start(), job.start()
+    job.start_all(2)
     assert job.finish(30) == [0, 0], job.report()
     severed = [r for r in job.records("updates") if r["step"] == STEP and r["rank"] == 0]
     assert all(record["round"] > 1 for record in severed)

@@ -101,7 +101,10 @@ def private_paths(dlrover: Dlrover, run: Run) -> list[str]:
     if users_own.exists():
         found.add(str(users_own))
     for pid in dlrover.processes():
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
+        descriptors: list[Path] = []
+        with contextlib.suppress(OSError):  # the process has ended in between
+            descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+        for fd in descriptors:
             with contextlib.suppress(OSError):  # it was closed in between
                 flags = int((fd.parent.parent / "fdinfo" / fd.name).read_text().split("flags:")[1].split()[0], 8)
                 path = Path(os.readlink(fd))
@@ -142,8 +145,7 @@ class Evil:
 def test_what_a_stranger_writes_into_a_rounds_store_is_never_run(make_job: MakeJob, tmp_path: Path) -> None:
     """The store has no password, so whoever reaches its port may end the job. Nothing in it is code."""
     job = make_job(ToySettings(step_s=0.05, max_epochs=20))
-    job.start()
-    job.start()
+    job.start_all(2)
     job.wait_for_world(2)
     place = job._round
     store: Any = TCPStore(place.store_address, place.store_port, is_master=False, wait_for_workers=False)

@@ -48,7 +48,7 @@ def test_plain_loop_grows_loses_a_worker_and_shrinks_with_right_counts(make_job:
 def test_loss_between_collectives_neither_skips_nor_repeats_a_step(make_job: MakeJob, moment: str) -> None:
     settings = PlainSettings()
     job = make_job(settings, script=run_plain_loop)
-    job.start(), job.start()
+    job.start_all(2)
     third = job.start()
     job.wait_for_world(3)
     third.arm(moment)

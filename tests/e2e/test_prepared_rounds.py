@@ -17,8 +17,7 @@ SETTINGS = ToySettings(max_epochs=10, step_s=0.08, ddp={"process_group_backend":
 
 def start(make_job: MakeJob, size: int) -> Job:
     job = make_job(OverStandIn(train_toy, SETTINGS, Quirks(create_s=CREATE_S)), script=run_over_stand_in)
-    for _ in range(size):
-        job.start()
+    job.start_all(size)
     job.wait_for_world(size)
     return job
 
@@ -59,8 +58,7 @@ def test_members_of_rounds_in_preparation_may_be_lost(make_job: MakeJob) -> None
 def test_device_without_room_for_two_communicators_connects_after_the_switch(make_job: MakeJob) -> None:
     quirks = Quirks(cramped_rank=0)
     job = make_job(OverStandIn(train_toy, SETTINGS, quirks), script=run_over_stand_in)
-    job.start()
-    job.start()
+    job.start_all(2)
     job.wait_for_world(2)
     job.start()
     job.wait_for_world(3)

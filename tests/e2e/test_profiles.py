@@ -32,7 +32,7 @@ def profiles_of(job: Job, client: EtcdClient, num_workers: int) -> dict[int, Ste
 def test_worker_that_waits_for_another_reports_how_long(with_tables: bool, make_job: MakeJob, client: EtcdClient) -> None:
     settings = Profiled(with_tables)
     job = make_job(settings, script=train_profiled)
-    job.start(), job.start()
+    job.start_all(2)
     fast, slow = (profiles_of(job, client, 2)[rank] for rank in range(2))
     waits_s = settings.slow_s - settings.fast_s
     assert 0.6 * waits_s < fast.communication_s < 2 * waits_s

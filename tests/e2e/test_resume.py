@@ -48,8 +48,7 @@ def test_noise_goes_on_after_the_loss_of_all_workers_and_the_validation_that_was
         worker = job.start()
         worker.arm(f"validation after {step}")
         assert worker.wait() == -9
-    for _ in range(2):
-        job.start()
+    job.start_all(2)
     assert job.finish() == [-9, -9, 0, 0], job.report()
     noise = [record["drawn"] for record in job.records("noise")]
     num_alone = STEPS_PER_EPOCH + 10

@@ -41,8 +41,7 @@ def test_shares_that_no_longer_fit_after_losses_end_as_the_undisturbed_run(kind:
     expected = undisturbed(make_job, kind)
     job = make(make_job, PartsRun(kind, room=(3, 1), step_s=STEP_S))
     num_workers = 3 if kind in ("plain", "logged") else 2  # three have uneven shares
-    for _ in range(num_workers):
-        job.start()
+    job.start_all(num_workers)
     job.wait_for_world(num_workers)
     for size in reversed(range(1, num_workers)):
         job.workers[size].arm("forward")
@@ -58,8 +57,7 @@ def test_shares_that_no_longer_fit_after_losses_end_as_the_undisturbed_run(kind:
 
 def run_of_two(make_job: MakeJob, run: PartsRun) -> Job:
     job = make_job(run, script=run_in_parts, min_workers=2)
-    job.start()
-    job.start()
+    job.start_all(2)
     assert job.finish() == [0, 0], job.report()
     return job
 
@@ -125,8 +123,7 @@ def test_module_may_cut_and_change_its_batches_itself(kind: str, make_job: MakeJ
 
 def test_collective_of_the_users_is_refused_in_a_part(make_job: MakeJob) -> None:
     job = make_job(PartsRun("contrastive", max_share=3), script=run_in_parts, min_workers=2)
-    job.start()
-    job.start()
+    job.start_all(2)
     assert job.finish() == [1, 1]
     assert "this worker computes its share in parts, so it would take part more often than the others" in job.workers[0].output
 

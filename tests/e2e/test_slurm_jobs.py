@@ -190,7 +190,7 @@ def test_slurm_job_without_a_controller_is_cancelled(dlrover: Dlrover, slurm: Sl
     assert len(slurm.jobs()) == 2
     done = dlrover("cancel", "job")
     assert done.returncode == 0, done.stderr
-    assert "2 nodes were still there" in done.stdout
+    assert "2 remaining nodes ended" in done.stdout
     assert slurm.jobs() == {}
     dlrover.wait_for_end()
 

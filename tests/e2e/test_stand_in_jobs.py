@@ -115,7 +115,7 @@ def lose_one_in_a_validation(job: Job) -> None:
 def move_rank_0_and_drain(job: Job) -> None:
     first = job.start()
     job.wait_for_step(3)
-    job.start(), job.start()
+    job.start_all(2)
     job.wait_for_world(3)
     first.terminate()
     job.wait_for_world(2)
@@ -137,12 +137,12 @@ def lose_rank_0_of_three_twice(job: Job) -> None:
 def grow_to_three(job: Job) -> None:
     job.start()
     job.wait_for_step(3)
-    job.start(), job.start()
+    job.start_all(2)
     job.wait_for_world(3)
 
 
 def lose_one_before_its_first_collective(job: Job) -> None:
-    job.start(), job.start()
+    job.start_all(2)
     job.wait_for_world(2)
     joiner = job.start()
     joiner.arm("forward")
@@ -152,7 +152,7 @@ def lose_one_before_its_first_collective(job: Job) -> None:
 
 
 def lose_one_while_aborts_take_seconds(job: Job) -> None:
-    job.start(), job.start(), job.start()
+    job.start_all(3)
     job.wait_for_world(3)
     number, began = job.round_number, time.monotonic()
     for num_lost, worker in enumerate(job.workers[1:], start=1):
@@ -218,7 +218,7 @@ def test_planted_fault_is_found(fault: str, name: str, make_job: MakeJob) -> Non
 
 def test_host_waits_for_the_device_once_per_step(make_job: MakeJob) -> None:
     job = make_job(OverStandIn(train_awaiting, toy(max_epochs=2)), script=run_over_stand_in)
-    job.start(), job.start()
+    job.start_all(2)
     job.wait_for_world(2)
     assert job.finish() == [0, 0]
     numbers = [record["number"] for record in job.records("awaited") if record["world"] == 2]

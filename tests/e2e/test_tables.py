@@ -591,8 +591,7 @@ def test_a_checkpoint_is_read_by_another_number_of_workers_bit_for_bit(
 ) -> None:
     settings = replace(SETTINGS, save_at=6, kinds=kinds)
     job = new_job(settings, min_workers=before)
-    for _ in range(before):
-        job.start()
+    job.start_all(before)
     job.wait_until(lambda: (job.folder / "checkpoint").exists(), "the checkpoint")
     job.wait_for_step(7)
     kill_all(job)
@@ -698,3 +697,30 @@ def test_snapshots_of_a_stopped_job_stay_unless_it_was_cancelled(
     assert {*job.finish()} <= {0, EXIT_ALL_DRAINED}, job.report()  # 0: another one still trained
     assert bool(shared_memory_of(job)) != is_cancelled
     assert bool([*(job.folder / "disk").glob("*")]) != is_cancelled
+
+
+# --- shares by speed ----------------------------------------------------------------------------------------------------------
+
+SLOW = replace(SETTINGS, num_rows=960, batch_size=24, step_s=0.02, slow="w1")
+WITH_SLOW_WORKER = {
+    "each_kind": SLOW,
+    "shared_rows": replace(SLOW, kinds=("table_row_wise", "row_wise", "table_wise")),
+    "collection": replace(SLOW, kinds=("row_wise", "table_wise", "column_wise"), is_bag=False),
+    "manual": replace(SLOW, manual=True),
+}
+
+
+@pytest.mark.parametrize("name", WITH_SLOW_WORKER)
+def test_slow_worker_of_tables_gets_fewer_samples(name: str, new_job: MakeJob) -> None:
+    settings = WITH_SLOW_WORKER[name]
+    job = new_job(settings)
+    workers = [job.start() for _ in range(3)]
+    job.wait_for_world(3)
+    event = job.wait_until(lambda: next(iter(job.events("shares")), None), "shares by speed")
+    assert min(event.data["samples"]) < 7
+    job.wait_for_step(job.step + 10)
+    number = job.round_number
+    workers[2].kill()
+    job.wait_until(lambda: any(e.data["round"] > number for e in job.events("shares")), "shares after the rollback")
+    job.wait_for_step(job.step + 5)
+    assert_fine(new_job, job, settings, [0, 0, -9])

@@ -18,8 +18,7 @@ from tests.e2e.unpickling_jobs import train_tables_without_pickle, train_without
 
 def test_a_live_fit_with_its_callbacks_and_loggers_unpickles_nothing(make_job: MakeJob) -> None:
     job = make_job(ToySettings(num_rows=120, batch_size=4, max_epochs=2, step_s=0.05), script=train_without_pickle)
-    job.start()
-    job.start()
+    job.start_all(2)
     job.wait_for_world(2)
     job.start()
     job.wait_for_world(3)
@@ -31,8 +30,7 @@ def test_a_live_fit_with_its_callbacks_and_loggers_unpickles_nothing(make_job: M
 def test_tables_their_checkpoint_and_their_growth_unpickle_no_foreign_class(make_job: MakeJob) -> None:
     settings = TableSettings(save_at=20, step_s=0.05)
     job = make_job(settings, script=train_tables_without_pickle)
-    job.start()
-    job.start()
+    job.start_all(2)
     job.wait_for_world(2)
     job.start()
     job.wait_for_world(3)

@@ -14,17 +14,17 @@ from lightning_dlrover.live.order import FitPosition
 from lightning_dlrover.tuning.health import Pulse
 
 
-def shares(option: str = "by-speed", num_loaders: int = 1, uses_collectives: bool = False) -> SpeedShares:
+def shares(option: str = "by-speed", num_loaders: int = 1, needs_equal_shares: bool = False) -> SpeedShares:
     batches = SimpleNamespace(all=[None] * num_loaders)
     trainer = SimpleNamespace(strategy=SimpleNamespace(shares=option), device=torch.device("cpu"))
-    position = FitPosition(None, uses_collectives=uses_collectives)
+    position = FitPosition(None, needs_equal_shares=needs_equal_shares)
     return SpeedShares(cast(Any, None), cast(Any, batches), cast(Any, trainer), position, Pulse())
 
 
 def test_shares_must_be_equal_by_option_with_collectives_and_with_several_loaders() -> None:
     assert shares().largest_share() > 1
     assert shares("equal").largest_share() == 0
-    assert shares(uses_collectives=True).largest_share() == 0
+    assert shares(needs_equal_shares=True).largest_share() == 0
     assert shares(num_loaders=2).largest_share() == 0
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NotTakenError, TargetError
+from lightning_dlrover.spares import Spares
 
 
 @dataclass
@@ -18,6 +19,7 @@ class FakeTarget:
     folder: Path  # holds the nodes' output
     name: str = "fake"
     outlives_controller: bool = False
+    spares: Spares | None = None
     nodes: dict[str, AppStatus] = field(default_factory=dict)
     handles: dict[str, str] = field(default_factory=dict)
     marks: dict[str, str] = field(default_factory=dict)

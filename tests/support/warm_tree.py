@@ -36,6 +36,8 @@ from multiprocessing import forkserver, process, resource_tracker
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
+from lightning_dlrover.host import fits_in_proc, show_in_proc
+
 PADDING = "padding_" * 1024
 """Text for the command line and the environment of the first process: room for those of the processes forked from it."""
 
@@ -48,8 +50,6 @@ IMPORTS = ("torch.distributed.run", "lightning_dlrover.components.node", "lightn
 CLONE_PARENT, CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
 SYSCALL_CLONE = {"x86_64": 56, "aarch64": 220}
 PR_SET_PDEATHSIG = 1
-STACK = slice(45, 49)
-"""Fields of /proc/self/stat, after the command's name, with the limits of the arguments and of the environment in memory."""
 
 _MainProcess = type(process.current_process())  # multiprocessing's class; the process that forks others imports this module
 
@@ -414,17 +414,7 @@ def _address_of_thread_id(system: ctypes.PyDLL) -> int:
 def _show(program: _Program) -> None:
     """Take over the program's folder and environment, and let /proc show them and its arguments."""
     os.chdir(program.cwd)
-    os.environ.clear()  # the C library must not point into the memory that is written next
-    with open("/proc/self/stat") as file:
-        limits = file.read().rpartition(")")[2].split()[STACK]
-    first_argument, end_of_arguments, first_variable, end_of_variables = map(int, limits)
-    _fill(first_argument, end_of_arguments, [sys.executable, *program.arguments])
-    _fill(first_variable, end_of_variables, [f"{name}={value}" for name, value in program.environ.items()])
-    os.environ.update(program.environ)
-
-
-def _fill(start: int, end: int, texts: Sequence[str]) -> None:
-    data = b"".join(os.fsencode(text) + b"\0" for text in texts)
-    if len(data) > end - start:
-        raise ValueError(f"{len(data)} bytes do not fit into the {end - start} of the first process")
-    ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
+    arguments = [sys.executable, *program.arguments]
+    if not fits_in_proc(arguments, program.environ):
+        raise ValueError(f"the arguments and variables of {arguments[:3]} do not fit into those of the first process")
+    show_in_proc(arguments, program.environ)

@@ -400,6 +400,13 @@ def test_larger_node_covers_the_forecast_within_its_limit(remaining: int | None,
     assert f"a node of {expected_mib} instead of 1000 MiB" in remedy.reason
 
 
+def test_larger_node_has_room_for_the_spare_process() -> None:
+    forecast = MemoryForecast(700 * MIB, 200 * MIB, 1000 * MIB, 0.3875 * MIB, 600, 500, 0.1)
+    situation = GrowthSituation(4000, 30.0, 2, 4, True, True, True, max_memory_bytes=4000 * MIB)
+    without, with_spare = (choose_remedy(forecast, replace(situation, spare_bytes=size)) for size in (0, 512 * MIB))
+    assert with_spare.node_memory_bytes - without.node_memory_bytes == 512 * MIB
+
+
 def test_larger_node_is_requested_only_within_limits_and_after_leaks() -> None:
     forecast = MemoryForecast(700 * MIB, 200 * MIB, 1000 * MIB, 0.4 * MIB, 600, 500, 0.1)
     situation = GrowthSituation(4000, 30.0, 2, 4, True, True, False, max_memory_bytes=4000 * MIB)

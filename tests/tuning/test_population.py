@@ -193,7 +193,7 @@ def test_command_reads_one_file_for_each_other_job(tmp_path: Path, capsys: pytes
     [
         ("", "bad.csv has no rows"),
         ("placement,step_time\n1,0.1\n", "bad.csv:2 has no local_batch"),
-        ("placement,local_bsz,step_time\n1,8,0.1\n1,8,garbage\n", "bad.csv:3: step_time='garbage' is no number"),
+        ("placement,local_bsz,step_time\n1,8,0.1\n1,8,garbage\n", "bad.csv:3: step_time='garbage' is not a number"),
         ("\x00\x01 no table", "bad.csv"),
     ],
 )

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import mmap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_dlrover import variables
+from lightning_dlrover.spares import MEMORY_FILE
 from lightning_dlrover.tuning import profiler, resources
 from lightning_dlrover.tuning.health import OwnClock
 from lightning_dlrover.tuning.profiler import (
@@ -174,6 +177,23 @@ def test_many_batches_ahead_do_not_keep_a_window_from_beginning(bench: Bench) ->
 def childless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide other tests' processes, which come and go. Request this before `bench`, which counts at once."""
     monkeypatch.setattr(resources, "_children", lambda parents: [])
+
+
+def test_memory_limit_is_without_the_spare_process(
+    childless: None, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def window() -> StepProfile:
+        for _ in range(2):
+            bench.train(place=PLACE)
+        return bench.close()
+
+    before = window()
+    (tmp_path / f"{MEMORY_FILE}17").write_text(str(300 * 2**20))
+    monkeypatch.setenv(variables.SPARES, str(tmp_path))
+    monkeypatch.setenv(variables.AGENT_PID, "17")
+    after = window()
+    assert (before.spare_bytes, after.spare_bytes) == (0, 300 * 2**20)
+    assert before.memory_limit_bytes - after.memory_limit_bytes == 300 * 2**20
 
 
 def test_memory_limit_is_shared_by_the_workers_of_a_node(childless: None, bench: Bench) -> None:

@@ -5,11 +5,21 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
+from lightning_dlrover.data.lane_plan import share
 from lightning_dlrover.tuning.samples import OwnTimes
-from lightning_dlrover.tuning.stragglers import SPEED_UNIT, Straggler, better_speeds, find_straggler, judge_replacement
+from lightning_dlrover.tuning.stragglers import (
+    REST,
+    SPEED_UNIT,
+    ShareBalancer,
+    Straggler,
+    better_speeds,
+    find_straggler,
+    judge_replacement,
+)
 
 
 def observed(
@@ -157,12 +167,13 @@ def balanced(
     speeds: tuple[int, ...] = ()
     seen: list[OwnTimes] = []
     chosen = []
-    for _ in range(rounds):
+    balancer = ShareBalancer()
+    for number in range(rounds):
         shares = [batch * speed / sum(speeds or (1,) * size) for speed in speeds or (1,) * size]
         exact = [n * s + c for n, s, c in zip(shares, sample_s, fixed_s or (0.0,) * size, strict=True)]
         own = tuple(seconds * math.exp(rng.gauss(0, noise)) for seconds in exact)
         seen.append(OwnTimes(4, max(own), own, (0.0,) * size, (0.0,) * size, speeds))
-        found = better_speeds(seen, batch)
+        found = balancer.decide(1, number, seen, batch)
         speeds = speeds if found is None else found
         chosen.append(speeds)
     return chosen
@@ -189,6 +200,13 @@ def test_constant_part_of_a_step_is_corrected_by_further_changes() -> None:
     assert slow / (slow + fast) == pytest.approx(153 / 960, abs=0.04)
 
 
+def test_worker_that_becomes_slow_late_in_a_round_loses_samples_as_soon() -> None:
+    before, after = observed([0.05, 0.05], 100), observed([0.1, 0.05], 24)
+    found = [better_speeds([*before, *after[:number]], 64) for number in range(25)]
+    assert not any(found[:6])
+    assert all(found[22:])
+
+
 def test_shares_are_equal_again_once_no_worker_is_slow() -> None:
     before, after = observed([0.1, 0.05]), observed([0.033, 0.067])
     assert better_speeds(before, 64) == pytest.approx((667, 1333), rel=0.05)
@@ -204,15 +222,52 @@ def test_no_share_exceeds_what_its_worker_may_take() -> None:
 
 def test_script_that_needs_equal_shares_gets_them_back() -> None:
     seen = [OwnTimes(4, 0.1, (0.1, 0.1), (0.0, 0.0), (0.0, 0.0), (500, 1500))] * 3
-    assert better_speeds(seen, 64, largest_shares=[2, 0]) == ()
-    assert better_speeds(observed([0.2, 0.05]), 64, largest_shares=[2, 0]) is None
+    assert ShareBalancer().decide(1, 3, seen, 64, largest_shares=[2, 0]) == ()
+    assert ShareBalancer().decide(1, 12, observed([0.2, 0.05]), 64, largest_shares=[2, 0]) is None
 
 
-def test_each_worker_keeps_a_sample() -> None:
-    assert better_speeds(observed([0.8, 0.05]), 2) is None
-    speeds = better_speeds(observed([0.8, 0.05]), 4)
+@pytest.mark.parametrize(("size", "batch", "least"), [(2, 2, None), (2, 4, None), (2, 6, 2), (3, 5, 1), (3, 8, 2), (2, 64, 8)])
+def test_slowest_worker_keeps_two_samples_or_as_many_as_of_equal_shares(size: int, batch: int, least: int | None) -> None:
+    speeds = better_speeds(observed([0.8, *[0.05] * (size - 1)]), batch)
+    if least is None:
+        assert speeds is None
+        return
     assert speeds is not None
-    assert speeds[0] >= SPEED_UNIT / 2
+    for turned in range(size):  # wherever rounding falls
+        places = [*speeds[turned:], *speeds[:turned]]
+        ranges = [share(batch, rank, size, places) for rank in range(size)]
+        assert min(stop - start for start, stop in ranges) == least
+
+
+def run_with_fixed_time(balancer: ShareBalancer, numbers: range, fixed_s: float) -> list[tuple[int, ...]]:
+    """Return the speeds after each vote where one of two workers needs `fixed_s` a step, whatever its share."""
+    speeds: tuple[int, ...] = ()
+    seen: list[OwnTimes] = []
+    chosen = []
+    for number in numbers:
+        own = fixed_s, 0.05 * (speeds[1] / SPEED_UNIT if speeds else 1.0)
+        seen = [*seen, OwnTimes(4, max(own), own, (0.0, 0.0), (0.0, 0.0), speeds)][-100:]
+        found = balancer.decide(1, number, seen, 64)
+        speeds = speeds if found is None else found
+        chosen.append(speeds)
+    return chosen
+
+
+def test_change_that_does_not_pay_is_taken_back_and_tried_less_and_less_often() -> None:
+    chosen = run_with_fixed_time(ShareBalancer(), range(900), fixed_s=0.1)
+    changes = [(number, speeds) for number, speeds in enumerate(chosen) if number and speeds != chosen[number - 1]]
+    begun = [number for number, speeds in changes if speeds]
+    assert [speeds for _, speeds in changes[1::2]] == [()] * (len(changes) // 2)
+    assert [after - before > REST * 2**i for i, (before, after) in enumerate(pairwise(begun))] == [True] * (len(begun) - 1)
+    assert len(begun) == 4
+    assert sum(bool(speeds) for speeds in chosen) <= 0.03 * len(chosen)
+
+
+def test_balancer_forgets_what_it_has_tried_in_an_earlier_round() -> None:
+    balancer = ShareBalancer()
+    assert not run_with_fixed_time(balancer, range(60), fixed_s=0.1)[-1]
+    assert balancer.decide(1, 60, observed([0.1, 0.05]), 64) is None
+    assert balancer.decide(2, 61, observed([0.1, 0.05]), 64)
 
 
 def test_waiting_for_shared_cores_moves_no_samples() -> None:

@@ -582,7 +582,7 @@ class Controller:
     def _publish(self) -> None:
         """Update the controller's record. Add a new kind of obstacle to the job's history."""
         apps = {name: entry.handle or "" for name, entry in self._registry.entries.items() if entry.is_living}
-        if not self._tenure.publish_nodes(apps, self._held_up):
+        if not self._tenure.publish_nodes(apps, self._held_up, self._target.spares):
             return
         if not self._held_up:
             self._known_delays.clear()

@@ -45,6 +45,7 @@ from lightning_dlrover.rdzv.job.events import Event, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, Tenure, holder_text, readable
 from lightning_dlrover.rdzv.job.records import CheckpointRecord, ControllerRecord, Keys, NodeRecord, NodesRecord, decode
 from lightning_dlrover.rdzv.membership.rounds import Decoder, JobView
+from lightning_dlrover.spares import Spares
 
 START = "Traceback (most recent call last):"
 RANK_PREFIX = re.compile(r"(?:\[(?:rank|default)?\d+\]:? ?)+")
@@ -373,9 +374,10 @@ class ControllerTenure(Tenure[ControllerRecord]):
         """Append to the job's history if this controller still acts."""
         return self._journal.append(record_of(event, text[:2000]), "controller", [self.is_ours])
 
-    def publish_nodes(self, apps: Mapping[str, str], held_up: str) -> bool:
+    def publish_nodes(self, apps: Mapping[str, str], held_up: str, spares: Spares | None) -> bool:
         """Update the controller's record. Return whether it has changed."""
-        record = replace(self.record, apps=dict(apps), held_up=held_up[:2000])
+        spare, spare_bytes = (spares.state, spares.memory_bytes) if spares is not None else ("", 0)
+        record = replace(self.record, apps=dict(apps), held_up=held_up[:2000], spare=spare, spare_bytes=spare_bytes)
         if record == self.record:
             return False
         try:

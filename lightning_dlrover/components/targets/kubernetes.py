@@ -329,6 +329,7 @@ class KubernetesTarget:
     """
 
     outlives_controller = True
+    spares: None = None
 
     def __init__(
         self,

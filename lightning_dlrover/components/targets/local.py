@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import logging
 import os
 import signal
@@ -16,12 +17,17 @@ from pathlib import Path
 
 import psutil
 from torchx.runner import get_runner
+from torchx.schedulers.local_scheduler import ReplicaParam, _LocalReplica
 from torchx.specs import AppDef
 
 from lightning_dlrover import variables
 from lightning_dlrover.components import elastic
 from lightning_dlrover.components.targets.machine import Claims, MachineShares
 from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NodeSpec
+from lightning_dlrover.host import PR_SET_CHILD_SUBREAPER
+from lightning_dlrover.output import say
+from lightning_dlrover.rdzv.etcd.server import OwnedFolder
+from lightning_dlrover.spares import Spares
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +82,19 @@ class LocalRunner:
         except (OSError, ValueError) as error:
             self._report(error)
 
+    def start_from(self, spares: Spares) -> None:
+        """Let the local scheduler start its processes by `spares`."""
+        scheduler = self._runner._scheduler(_SCHEDULER)
+
+        def popen(role: str, number: int, given: ReplicaParam) -> _LocalReplica:
+            stdout, stderr, combined = scheduler._get_replica_output_handles(given)
+            environ = scheduler._get_replica_env(given)
+            process = spares.start(given.args, environ, cwd=given.cwd, stdout=stdout, stderr=stderr)
+            error_file = environ.get("TORCHELASTIC_ERROR_FILE", "<N/A>")
+            return _LocalReplica(role, number, process, stdout, stderr, combined, error_file)
+
+        scheduler._popen = popen
+
     def close(self) -> None:
         """End all apps that were started here."""
         self._runner.close()
@@ -107,8 +126,6 @@ class LocalRunner:
         self._has_failed = True
 
 
-PR_SET_CHILD_SUBREAPER = 36
-
 _LOOKS = 10
 """Maximum number of passes over the processes of a node that moves to other cores."""
 
@@ -123,6 +140,7 @@ def node_app(spec: NodeSpec, node: str, dollar: str) -> AppDef:
         workers=f"{spec.min_workers}:{spec.max_workers}",
         node=node,
         max_restarts=spec.max_restarts,
+        spares=int(spec.has_spares),
         agents=spec.workers_per_node,
         key_prefix=spec.prefix,
         timeouts=",".join(f"{name}={seconds:g}" for name, seconds in spec.timeouts.items()),
@@ -169,6 +187,14 @@ class LocalTarget:
         self._shares = MachineShares(gpus, spec.workers_per_node, claims)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._runner = LocalRunner(log_dir)
+        self._spares_folder: OwnedFolder | None = None
+        self.spares: Spares | None = None
+        # Of several agents of a node, each keeps a spare process of its own.
+        if spec.has_spares and spec.workers_per_node == 1:
+            self._spec = dataclasses.replace(spec, has_spares=False)
+            self._spares_folder = OwnedFolder("dlrover-spares-")
+            self.spares = Spares(self._spares_folder.name, say, "controller")
+            self._runner.start_from(self.spares)
 
     def open(self, mark: str) -> None:
         pass  # nodes of another process have ended with it
@@ -177,6 +203,8 @@ class LocalTarget:
         return self._nodes.get(handle) == node
 
     def apps(self) -> Sequence[App]:
+        if self.spares is not None:
+            self.spares.look()
         self._settle()
         return [App(node, handle, True) for handle, node in self._nodes.items()]
 
@@ -253,6 +281,9 @@ class LocalTarget:
     def close(self) -> None:
         self._end([*self._agents.values(), *self._orphans()])
         self._runner.close()
+        if self.spares is not None and self._spares_folder is not None:
+            self.spares.close()
+            self._spares_folder.cleanup()
         for app_id in self._apps:
             # TorchX writes a file SUCCESS once it has closed an app's output, also if the app failed or was cancelled.
             for file in self._log_dir.glob(f"*/{app_id}/SUCCESS"):

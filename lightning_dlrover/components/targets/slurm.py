@@ -133,6 +133,7 @@ class SlurmTarget:
 
     name = "slurm"
     outlives_controller = True
+    spares: None = None
 
     def __init__(
         self,

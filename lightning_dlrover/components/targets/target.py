@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar
 
+from lightning_dlrover.spares import Spares
+
 AppStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "gone"]
 
 
@@ -45,6 +47,7 @@ class NodeSpec:
     max_workers: int
     max_restarts: int = 0
     workers_per_node: int = 1
+    has_spares: bool = False  # workers are forked from processes that have imported their modules
     access: Mapping[str, str] = field(default_factory=dict)  # etcd user and paths of credential files
     environment: Mapping[str, str] = field(default_factory=dict)  # extra variables of the nodes
     # seconds, by the keys of --rdzv-conf; missing keys have defaults
@@ -83,6 +86,10 @@ class Target(Protocol):
 
     name: str
     outlives_controller: bool  # nodes survive the end of the process that started them
+
+    @property
+    def spares(self) -> Spares | None:
+        """The spare process of this host that nodes are forked from; None if there is none."""
 
     def open(self, mark: str) -> None:
         """Select a job's nodes: `mark` is part of each one's name and of no other job's. Must be called first."""

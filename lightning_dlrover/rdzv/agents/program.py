@@ -11,9 +11,15 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from lightning_dlrover.private_names import check_names
+
+if TYPE_CHECKING:
+    from lightning_dlrover.spares import Spares
 
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 _BY_EXIT_CODE = {code: sign for sign in _SIGNALS for code in (-sign, 128 + sign)}  # exit codes of both Python and a shell
@@ -52,6 +58,24 @@ def _failed(failures: Mapping[int, ProcessFailure]) -> str:
         f"process {failure.pid} has failed (exitcode: {failure.exitcode}), see its error above"
         for _, failure in sorted(failures.items())
     )
+
+
+_HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler:SubprocessHandler"
+
+
+def start_workers_from(spares: Spares) -> None:
+    """Let the agent of this process start its workers by `spares`, with the files and variables that torchrun gives them.
+
+    Raises:
+        MissingNamesError: the installed torch starts workers in another way.
+    """
+    check_names("torch", {_HANDLER: ["_popen", "_stdout", "_stderr"]})
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    def popen(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        return spares.start(args, env, stdout=handler._stdout, stderr=handler._stderr)
+
+    SubprocessHandler._popen = popen  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":

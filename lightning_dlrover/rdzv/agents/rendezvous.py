@@ -77,6 +77,7 @@ from lightning_dlrover.rdzv.job.records import (
 )
 from lightning_dlrover.rdzv.membership.coordinator import eviction
 from lightning_dlrover.rdzv.transport import transfer
+from lightning_dlrover.spares import Spares, check_platform
 
 T = TypeVar("T")
 
@@ -98,6 +99,8 @@ class HandlerConfig:
     num_workers: int = 1  # workers of this node, until the agent reports the number
     node: str = ""  # name of this node; empty if `dlrover run` has not started it
     history_ttl_s: float = HISTORY_TTL_S  # seconds that the run's records outlast its last agent and worker
+    spares: bool = False  # start workers by forking a process that has imported their modules
+    spares_folder: str = ""  # the controller's folder of records, if it keeps such a process for its nodes
 
     @staticmethod
     def from_parameters(params: RendezvousParameters) -> HandlerConfig:
@@ -144,6 +147,8 @@ class HandlerConfig:
             live=take("live", _flag, False),
             history_ttl_s=take("history_ttl", _lifetime, HISTORY_TTL_S),
             num_workers=take("nproc", _positive, variables.local_world_size(os.environ)),
+            spares=take("spares", _flag, False),
+            spares_folder=os.environ.get(variables.SPARES, ""),
         )
         if conf:
             raise ValueError(f"--rdzv-conf has unknown keys {sorted(conf)}; known are {' '.join(sorted(known))}")
@@ -511,6 +516,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         weakref.finalize(self, _end_threads, self._client, self._coordinator, os.getpid()).atexit = False
         self._coordinator_error: RecordError | None = None
         self._left_state: OwnedFolder | None = None  # state left by workers that this agent ends together
+        self._spares_folder: OwnedFolder | None = None
+        self._spares = self._own_spares()
         self._num_members = 0  # members of the round that this agent takes part in
         self._num_agents = 0  # approximate number of living agents
         self._is_live = False
@@ -575,6 +582,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._mirror is None:
             return 0
         self._stay_registered()
+        self._look_after_spares()
         known = self._known()
         if self._config.live or self._is_live:
             return 0
@@ -596,6 +604,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
         atexit.unregister(self._shutdown_at_exit)
         if self._left_state is not None:
             self._left_state.cleanup()
+        if self._spares is not None:
+            self._spares.close()
+        if self._spares_folder is not None:
+            self._spares_folder.cleanup()
         self._coordinator.stop()
         # Without etcd the expiry of our leases informs the others. Waiting for etcd here would only delay the exit.
         if self._mirror is not None and self._mirror.healthy:
@@ -822,6 +834,39 @@ class EtcdRendezvousHandler(RendezvousHandler):
             if not self._is_unregistered:
                 logger.warning("run %r: agent %s is not registered: %s", self._config.run_id, self._agent_id, error)
             self._is_unregistered = True
+
+    # -- spare processes
+
+    def _own_spares(self) -> Spares | None:
+        """Let workers start from a spare process, if this job keeps any.
+
+        Raises:
+            SparesError: this platform cannot fork them.
+            MissingNamesError: the installed torch starts workers in another way.
+        """
+        if not self._config.spares and not self._config.spares_folder:
+            return None
+        from lightning_dlrover.rdzv.agents.program import start_workers_from  # torchrun has loaded what it imports
+
+        check_platform()
+        folder = self._config.spares_folder
+        if not folder:
+            self._spares_folder = OwnedFolder("dlrover-spares-")
+            folder = self._spares_folder.name
+        say = functools.partial(logger.warning, "run %r: %s", self._config.run_id)
+        spares = Spares(folder, say, "node" if self._config.spares_folder else "agent")
+        start_workers_from(spares)
+        return spares
+
+    def _look_after_spares(self) -> None:
+        """Start the spare process once the workers train, and publish its state."""
+        if self._spares is None:
+            return
+        self._spares.look()
+        state, memory = self._spares.state, self._spares.memory_bytes
+        if (state, memory) != (self._own.record.spare, self._own.record.spare_bytes):
+            with contextlib.suppress(EtcdError, TimeoutError):  # the next look repeats it
+                self._register(spare=state, spare_bytes=memory)
 
     # -- reading from etcd
 

@@ -23,6 +23,7 @@ from lightning_dlrover.rdzv.membership.member import Formation, RoundEndedError
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.rdzv.transport.process_groups import checked_updates
 from lightning_dlrover.rdzv.transport.transfer import BufferCopies, HostStateError, newest, resume
+from lightning_dlrover.spares import note_first_step
 
 if TYPE_CHECKING:
     from lightning_dlrover.rdzv.job.events import Event
@@ -95,6 +96,7 @@ class Pace:
         self._check_interval_s = check_interval_s
         self.step_time_s = 0.0  # recent seconds per step; 0 while unknown
         self.steps_in_round = 0  # steps that this worker has ended in the round
+        self._has_stepped = False  # whether this worker has made a step
         self._step_end = 0.0
         self._was_held_up = False  # whether the current step includes a change of the world
         self._held_up_since: tuple[float, int] | None = None  # end of the last step before a change, and workers then
@@ -103,6 +105,9 @@ class Pace:
     def step_ended(self) -> None:
         """Call between two steps, before anything else that takes time."""
         now = time.perf_counter()
+        if not self._has_stepped:
+            self._has_stepped = True
+            note_first_step()
         self.steps_in_round += 1
         if self._step_end and not self._was_held_up:
             took = now - self._step_end

@@ -111,6 +111,8 @@ class AgentRecord:
     since: float = 0.0  # start of this state, seconds since the epoch; only displayed, never compared
     min_nodes: int = 0  # waiting: minimum number of nodes; without them it gives up after `join_timeout_s`
     join_timeout_s: float = 0.0
+    spare: str = ""  # state of the process that its workers are forked from, see `Spares.state`; empty: it keeps none
+    spare_bytes: int = 0  # memory of that process
 
 
 @dataclass(frozen=True)
@@ -378,6 +380,8 @@ class ControllerRecord:
     apps: dict[str, str] = field(default_factory=dict)  # node name -> TorchX app handle
     run_dir: str = ""
     held_up: str = ""  # readable reason why planned nodes are not added
+    spare: str = ""  # state of the process that nodes on this machine are forked from; empty: it keeps none
+    spare_bytes: int = 0  # memory of that process
 
 
 @dataclass(frozen=True)

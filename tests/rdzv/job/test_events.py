@@ -29,6 +29,7 @@ from lightning_dlrover.rdzv.job.events import (
     RoundFormed,
     RowsSkipped,
     SettingsApplied,
+    SharesChanged,
     SizeGiven,
     SizeRequested,
     SnapshotCompleted,
@@ -101,6 +102,7 @@ LINES: dict[str, Event] = {
     '"straggler" {"worker_id":"b","act":"replace","why":"it pays","round":2,"step":40,"saved_s":-0.5,"cost_s":1.0,'
     + STRAGGLER
     + "}": StragglerFound("b", "replace", "it pays", 2, 40, -0.5, 1.0, 1, "compute", 0.5, 0.25, 2.0, 0.25, 0.5, 20),
+    '"shares" {"round":2,"step":40,"samples":[9,3]}': SharesChanged(2, 40, [9, 3]),
     '"memory" {"worker_id":"b","round":2,"step":40,"act":"enlarge","reason":"it grows","num_workers":0,'
     '"node_memory_bytes":4096,' + FORECAST + "}": (
         MemoryShort("b", 2, 40, "enlarge", "it grows", 0, 4096, 900, 100, 1000, 1.5, 66.0, 50.0, 0.5)

@@ -118,7 +118,10 @@ def test_workers_that_compare_along_the_tree_detect_another_call(others: str) ->
             8,
             begun=lambda: torch_names.num_begun(ranks.groups[rank]),
             connect=lambda: store,
-            program=cast(Any, SimpleNamespace(place=SimpleNamespace(is_computing=True, describe=lambda: f"step {rank}"))),
+            program=cast(
+                Any,
+                SimpleNamespace(place=SimpleNamespace(is_computing=True, uses_share=False, describe=lambda: f"step {rank}")),
+            ),
             sever=lambda: None,
             tree=ranks.trees[rank],
         )
