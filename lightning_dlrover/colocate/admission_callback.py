@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from lightning_dlrover import variables
 from lightning_dlrover.colocate.admission_client import AdmissionClient, AdmissionReport
 from lightning_dlrover.lightning_compat import package_of, submodule
 from lightning_dlrover.live.fit_parts import remaining_batches
@@ -33,7 +32,7 @@ class AdmissionPlugin:
     """Adds an `AdmissionCallback` to the Trainers of a job that a dispatcher has started."""
 
     def applies(self, environ: Mapping[str, str]) -> bool:
-        return bool(environ.get(variables.SEAT))
+        return AdmissionClient.from_environment(environ, 0) is not None
 
     def callback(self, trainer: L.Trainer) -> Any:
         base: type = submodule(package_of(trainer), "callbacks").Callback
