@@ -187,6 +187,7 @@ def test_number_of_spares_is_checked(dlrover: Dlrover, options: list[str]) -> No
 def test_status_of_a_job_without_spares_has_none(dlrover: Dlrover, tmp_path: Path) -> None:
     until = tmp_path / "enough"
     run = dlrover.start("--workers", "1:1", SCRIPT, tmp_path / "failing", "--until", until)
+    run.wait_for_output(r"round 1: 1 worker", START_S)
     trains(run, 1)
     assert json.loads(dlrover("status", "--json", "job").stdout)["spares"] == []
     until.touch()

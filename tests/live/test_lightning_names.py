@@ -64,7 +64,16 @@ OF_OTHERS = {
     *("_pytree", "_set_params_and_buffers_to_ignore_for_model", "_sync_buffers", "_current_graph_task_id"),
     *("_mark_worker_as_unavailable", "_remove_worker_pids", "_worker_pids_set", "_workers", "_workers_done_event"),
     *("_computed", "_num_samples", "_defaults", "_forward_cache", "_reductions", "_update_count"),
-    *("_SubParsersAction", "_actions", "_choices_actions", "_current_frames", "_exit", "_getframe", "_new_shared"),
+    *(
+        "_SubParsersAction",
+        "_actions",
+        "_choices_actions",
+        "_current_frames",
+        "_exit",
+        "_getframe",
+        "_new_shared",
+        "_run_module_as_main",
+    ),
     *("_embedding_bag_backward", "_local_scalar_dense", "_sparse_coo_tensor_with_dims_and_tensors", "_unique2"),
     *("_dlrover_agreed", "_dlrover_drops", "_dlrover_step"),
     "_sync",  # a key in the saved state of a logged value
