@@ -19,6 +19,10 @@ from lightning_dlrover.rdzv.transport import torch_names, transfer
 # Errors of a checkpoint's parts travel with their tracebacks.
 _OF_ERRORS: list[Any] = [traceback.StackSummary, traceback.FrameSummary]
 
+# Plans of a checkpoint's parts, and the positions and devices of sharded tensors.
+_OF_PARTS = ("torch.distributed.checkpoint.", "torch.distributed._shard.")
+_DEVICE_OF_PART = "torch.distributed.remote_device._remote_device"
+
 
 def accept_only_data() -> None:
     """Replace the unpickler of torch's collectives in this process."""
@@ -42,8 +46,10 @@ class DataUnpickler(pickle.Unpickler):
             return found
         if isinstance(found, type) and module == "builtins" and issubclass(found, BaseException):
             return found
-        if isinstance(found, type) and module.startswith("torch.distributed.checkpoint.") and dataclasses.is_dataclass(found):
-            return found  # plans of a checkpoint's parts
+        if full == _DEVICE_OF_PART or (
+            isinstance(found, type) and module.startswith(_OF_PARTS) and dataclasses.is_dataclass(found)
+        ):
+            return found
         raise transfer.RefusedError(full, transfer.advice_for(full))
 
 
