@@ -87,7 +87,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 def runs(process: psutil.Process) -> bool:
     """Whether a process has not ended. Another test may have made this process adopt orphans, which it does not reap."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
