@@ -828,6 +828,7 @@ def test_volcano_job_has_the_same_pod_and_never_restarts() -> None:
     job = job_manifest(SPEC, options, NodeSize(2, 1024), "node3", MARK, VOLCANO_JOBS)
     [task] = job["spec"].pop("tasks")
     assert (task["replicas"], task["template"]) == (1, plain["spec"]["template"])
+    assert plain["metadata"]["labels"].pop("kueue.x-k8s.io/queue-name") == "ads"  # Volcano has queues of its own
     assert job["metadata"] == plain["metadata"]
     assert job["spec"] == {
         "schedulerName": "volcano",
