@@ -182,6 +182,21 @@ def _joined(texts: Sequence[str]) -> bytes:
     return b"".join(os.fsencode(text) + b"\0" for text in texts)
 
 
+def receive_exactly(connection: socket.socket, length: int) -> bytes:
+    """Return the next `length` bytes from another process.
+
+    Raises:
+        EOFError: it has ended before.
+    """
+    data = b""
+    while len(data) < length:
+        more = connection.recv(length - len(data))
+        if not more:
+            raise EOFError("the other process has ended")
+        data += more
+    return data
+
+
 @contextlib.contextmanager
 def as_subreaper() -> Iterator[None]:
     """Make orphans below this process its children for a while."""

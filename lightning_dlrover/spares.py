@@ -54,6 +54,7 @@ from lightning_dlrover.host import (
     own_children,
     parent_of,
     pss_bytes,
+    receive_exactly,
     show_in_proc,
     why_no_orphans,
 )
@@ -429,7 +430,7 @@ class _Server:
             head, fds, _, _ = socket.recv_fds(self._connection, 4, 4)
             if not head:
                 os._exit(0)
-            program = Program(**json.loads(_receive(self._connection, *struct.unpack("I", head))))
+            program = Program(**json.loads(receive_exactly(self._connection, *struct.unpack("I", head))))
             try:
                 if refusal := self._refusal(program):
                     _tell(self._connection, refusal)
@@ -496,16 +497,6 @@ class _Server:
 
 _server: _Server | None = None
 """Part of the template that this program was forked from."""
-
-
-def _receive(connection: socket.socket, length: int) -> bytes:
-    data = b""
-    while len(data) < length:
-        more = connection.recv(length - len(data))
-        if not more:
-            raise EOFError("the other process has ended")
-        data += more
-    return data
 
 
 # A forked program: as if an interpreter had started it.
@@ -781,7 +772,7 @@ class Template:
                     os.waitpid(pid, 0)
 
     def _message(self) -> dict[str, Any]:
-        found = json.loads(_receive(self._connection, *struct.unpack("I", _receive(self._connection, 4))))
+        found = json.loads(receive_exactly(self._connection, *struct.unpack("I", receive_exactly(self._connection, 4))))
         if not isinstance(found, dict):
             raise ValueError("the template's message is malformed")
         return found

@@ -36,7 +36,7 @@ from multiprocessing import forkserver, process, resource_tracker
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from lightning_dlrover.host import fits_in_proc, show_in_proc
+from lightning_dlrover.host import fits_in_proc, receive_exactly, show_in_proc
 
 PADDING = "padding_" * 1024
 """Text for the command line and the environment of the first process: room for those of the processes forked from it."""
@@ -254,7 +254,7 @@ class _Nursery:
             fds = array.array("i", streams)
             self._ours.sendmsg([struct.pack("I", len(data))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
             self._ours.sendall(data)
-            (pid,) = struct.unpack("i", _receive(self._ours, 4))
+            (pid,) = struct.unpack("i", receive_exactly(self._ours, 4))
         return int(pid)
 
 
@@ -292,16 +292,6 @@ def _text(environ: Mapping[Any, Any] | None) -> dict[str, str] | None:
     return None if environ is None else {os.fsdecode(name): os.fsdecode(value) for name, value in environ.items()}
 
 
-def _receive(connection: socket.socket, length: int) -> bytes:
-    data = b""
-    while len(data) < length:
-        more = connection.recv(length - len(data))
-        if not more:
-            raise EOFError("the other side has ended")
-        data += more
-    return data
-
-
 def _serve(requests: socket.socket, owner: int) -> NoReturn:
     """Fork siblings of this process for its parent, until that ends."""
     try:
@@ -316,7 +306,7 @@ def _serve(requests: socket.socket, owner: int) -> NoReturn:
             head, fds, _, _ = socket.recv_fds(requests, 4, 3)
             if not head:
                 os._exit(0)
-            program = json.loads(_receive(requests, *struct.unpack("I", head)))
+            program = json.loads(receive_exactly(requests, *struct.unpack("I", head)))
             program["cores"] = tuple(program["cores"])
             # As with `subprocess.Popen`, the caller continues once the process leads its session.
             reading, writing = os.pipe()
