@@ -132,10 +132,17 @@ class ElasticTables:
         group = self._world.connect(formation.round, "reshard", union) if len(union) > 1 else None
         old = self.tables.blocks() if self.tables.is_built else []
         # A joiner from an earlier, broken round may have counted steps that were undone.
-        counters = self._counters(old_plan) if self._me in standing else dict.fromkeys(sorted(old_plan), 0)
+        counters = self._counters(old_plan)
+        if self._me not in standing:
+            counters = dict.fromkeys(counters, 0)
         module = self.tables.build(new_plan, members, self._wrap_dense)
         moves = plan_moves(layout_of(old_plan), layout_of(new_plan))
-        self.last_exchange = exchange(group, union, self._me, moves, old, self.tables.blocks(), self.tables.release)
+        growing = self.tables.growing
+        packed = growing.packed(group, moves, self._me, growing.sources())
+        new = [*self.tables.blocks(), *packed.new]
+        sent = [*growing.without(moves), *packed.moves]
+        self.last_exchange = exchange(group, union, self._me, sent, [*old, *packed.old], new, self.tables.release)
+        growing.take(packed, growing.own_in(new_plan, self._me))
         self.tables.set_counters(largest(group, counters))
         meet(group)  # keeps each connection open until its last reader is done
         self.tables.drop_former()
@@ -184,7 +191,10 @@ class ElasticTables:
                 target = newest
         moves = plan_moves(layout_of(plan), layout_of(replan(plan, target.members)))
         try:
-            exchange(group, union, self._me, moves, self.tables.blocks(), [])
+            growing = self.tables.growing
+            packed = growing.packed(group, moves, self._me, growing.sources())
+            sent = [*growing.without(moves), *packed.moves]
+            exchange(group, union, self._me, sent, [*self.tables.blocks(), *packed.old], [])
             largest(group, self._counters(plan))
             meet(group)
         except RuntimeError as error:
@@ -233,8 +243,14 @@ class ElasticTables:
         module = self.tables.build(new_plan, members, self._wrap_dense)
         moves = plan_moves(layout_of(read_plan), layout_of(new_plan))
         blocks = [block for part in mine.values() for block in part.blocks()]
-        group = dist.group.WORLD
-        self.last_exchange = exchange(group, members, self._me, moves, blocks, self.tables.blocks())
+        group, growing = dist.group.WORLD, self.tables.growing
+        growing.clear()
+        sources = growing.sources_in(mine.values(), old_plan)
+        packed = growing.packed(group, moves, self._me, sources, stay=False)
+        new = [*self.tables.blocks(), *packed.new]
+        sent = [*growing.without(moves), *packed.moves]
+        self.last_exchange = exchange(group, members, self._me, sent, [*blocks, *packed.old], new)
+        growing.take(packed, growing.own_in(new_plan, self._me))
         self.tables.drop_former()
         found_here = [part.header.counters for part in mine.values()]
         self.tables.set_counters(_largest_of(each for of_worker in all_gather(formation, found_here) for each in of_worker))

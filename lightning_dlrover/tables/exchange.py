@@ -55,7 +55,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class _Addresses:
+class Addresses:
     """A range of addresses, aligned to huge pages, that is released with its last user."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -74,6 +74,25 @@ class _Addresses:
     def __del__(self) -> None:
         if hasattr(self, "_mapped"):
             _libc.munmap(self._mapped, self._length)
+
+    def values(self, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
+        """Return the range from a byte on, one-dimensional; bytes that were never written read as zeros."""
+        length = self.num_bytes - start
+        buffer = (ctypes.c_char * length).from_address(self.start + start)
+        buffer.owner = self  # type: ignore[attr-defined]  # tensors keep the buffer
+        return torch.frombuffer(buffer, dtype=dtype, count=length // dtype.itemsize)
+
+    def use_huge_pages(self, start: int) -> None:
+        """Let the kernel use huge pages from a byte on."""
+        start = -(-start // HUGE_PAGE) * HUGE_PAGE
+        if start < self.num_bytes:
+            _libc.madvise(self.start + start, self.num_bytes - start, MADV_HUGEPAGE)
+
+    def drop(self, start: int, end: int) -> None:
+        """Return the pages entirely inside a range of bytes to the system; their values are lost."""
+        start, end = _inside(start, end, PAGE)
+        if end > start:
+            _libc.madvise(self.start + start, end - start, MADV_DONTNEED)
 
 
 @dataclass
@@ -103,19 +122,16 @@ class Arena:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
-        self._addresses = _Addresses(4 * self.num_bytes)
+        self._addresses = Addresses(4 * self.num_bytes)
         self._former: dict[Hashable, _Range] = {}
         self._present: dict[Hashable, _Range] = {}
         self._next = 0  # nothing was placed from here on
-        self._reserve: _Addresses | None = None  # already touched
+        self._reserve: Addresses | None = None  # already touched
         self._reserve_taken = 0
 
     def values(self, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
         """Return the whole arena from a byte on, one-dimensional; bytes that were never written read as zeros."""
-        length = self._addresses.num_bytes - start
-        buffer = (ctypes.c_char * length).from_address(self._addresses.start + start)
-        buffer.owner = self._addresses  # type: ignore[attr-defined]  # tensors keep the buffer
-        return torch.frombuffer(buffer, dtype=dtype, count=length // dtype.itemsize)
+        return self._addresses.values(dtype, start)
 
     def begin(self) -> None:
         """Begin a new layout while the former one still exists."""
@@ -173,28 +189,23 @@ class Arena:
             end = -(-(former.start + former.size) // PAGE) * PAGE  # nothing else is in its last page
             used = present.get(former.start)
             if used is None or used.first == used.end:
-                self._drop(former.start, end)
+                self._addresses.drop(former.start, end)
             else:
-                self._drop(former.start, used.first)
-                self._drop(used.end, end)
+                self._addresses.drop(former.start, used.first)
+                self._addresses.drop(used.end, end)
         self._former = {}
 
     def release(self, tensor: torch.Tensor) -> None:
         """Return the pages entirely inside a contiguous tensor of this arena to the system; its values are lost."""
         start = tensor.data_ptr() - self._addresses.start
         if tensor.is_contiguous() and start >= 0 and start + tensor.nbytes <= self._addresses.num_bytes:
-            self._drop(start, start + tensor.nbytes)
+            self._addresses.drop(start, start + tensor.nbytes)
 
     def close(self) -> None:
         """Release all memory; remaining tensors read as zeros."""
         self.drop_reserve()
         self.begin()
         self.finish()
-
-    def _drop(self, start: int, end: int) -> None:
-        start, end = _inside(start, end, PAGE)
-        if end > start:
-            _libc.madvise(self._addresses.start + start, end - start, MADV_DONTNEED)
 
     # --- memory ahead of time ---------------------------------------------------------------------------------------------
 
@@ -248,8 +259,8 @@ def _populate(address: int, num_bytes: int) -> None:
         _libc.madvise(at, min(PIECE, end - at), MADV_POPULATE_WRITE)  # since Linux 5.14
 
 
-def _touched(num_bytes: int) -> _Addresses:
-    addresses = _Addresses(num_bytes)
+def _touched(num_bytes: int) -> Addresses:
+    addresses = Addresses(num_bytes)
     _libc.madvise(addresses.start, num_bytes, MADV_HUGEPAGE)
     _populate(addresses.start, num_bytes)
     return addresses

@@ -130,6 +130,9 @@ TOLERANCE = 0.1
 KINDS = ("row_wise", "column_wise", "data_parallel", "table_wise", "table_row_wise", "table_column_wise")
 """torchrec's kinds of sharding that can be reassigned."""
 
+HASH_RANGES = "hash_ranges"
+"""Kind of growing tables: their rows are sections of keys, see `growing_rows.py`."""
+
 WHOLE_KINDS = ("table_wise", "table_row_wise", "table_column_wise")
 """Kinds with one owner per table. The "node" within which torchrec splits it further is one worker in an elastic job."""
 
@@ -177,12 +180,12 @@ def replan(plan: Plan, members: Sequence[str]) -> dict[str, TablePlan]:
             bundles[name, 0] = list(table.shards)
         elif table.kind == "column_wise":
             bundles.update({(name, i): [shard] for i, shard in enumerate(table.shards)})
-        elif table.kind not in KINDS:
+        elif table.kind not in (*KINDS, HASH_RANGES):
             raise PlanError(_not_placeable(name, table.kind))
     owners = _balance(bundles, members)
     new: dict[str, TablePlan] = {}
     for name, table in plan.items():
-        if table.kind == "row_wise":
+        if table.kind in ("row_wise", HASH_RANGES):
             shards = _row_blocks(table, members)
         elif table.kind == "data_parallel":
             shards = [Shard(worker, Region(0, table.rows, 0, table.cols)) for worker in members]

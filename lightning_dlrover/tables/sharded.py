@@ -12,7 +12,6 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +21,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dlrover.tables.exchange import Arena, Block, exchange, part_of
+from lightning_dlrover.tables.growing import GrowingTables
+from lightning_dlrover.tables.growing_rows import SECTIONS
 from lightning_dlrover.tables.layout import Plan, PlanError, Region, Shard, TablePlan, check_kinds, plan_moves, replan
 from lightning_dlrover.tables.torchrec_adapter import (
     Placer,
@@ -115,9 +116,12 @@ class TouchedRows:
 
     Args:
         kernels: torchrec's kernels, each with the path of its collection; `blocks` are their memory.
+        growing: tables that keep track of their rows themselves.
     """
 
-    def __init__(self, kernels: Sequence[tuple[str, Any]], blocks: Sequence[Block]) -> None:
+    def __init__(self, kernels: Sequence[tuple[str, Any]], blocks: Sequence[Block], growing: GrowingTables) -> None:
+        self._growing = growing.rows
+        self._copied: list[Block] = []  # of growing tables
         self._masks: dict[tuple[str, Region], tuple[torch.Tensor, set[int]]] = {}
         self._kernels: list[_OfKernel] = []
         self._hooks: list[RemovableHandle] = []
@@ -159,24 +163,36 @@ class TouchedRows:
             tables.flags.index_fill_(0, rows, 3 | KEPT)
 
     def is_tracked(self, block: Block) -> bool:
-        return (block.table, block.region) in self._masks
+        return (block.table, block.region) in self._masks or (block.table in self._growing and block.what != "filter")
 
-    def begin_copy(self) -> None:
-        """Begin a copy of the blocks in their present state."""
+    def begin_copy(self, blocks: Sequence[Block]) -> None:
+        """Begin a copy of these blocks in their present state."""
+        self._copied = [block for block in blocks if block.table in self._growing]
         self._catch_up()
         with self._lock:
             for mask, _ in self._masks.values():
                 mask &= 3
             self._kept = []
+        for rows in self._growing.values():
+            rows.begin_copy()
 
     def end_copy(self) -> list[tuple[Block, torch.Tensor, torch.Tensor]]:
         """End the copy; return rows that were trained since `begin_copy`, shape ``(n,)``, and their former values."""
         with self._lock:
             kept, self._kept = self._kept or [], None
-            return kept
+        for name, rows in self._growing.items():
+            for slots, columns in rows.end_copy():
+                of_table = (block for block in self._copied if block.table == name and block.what in columns)
+                kept += [(block, slots, columns[block.what]) for block in of_table]
+        return kept
 
     def since(self, moment: int, block: Block) -> torch.Tensor | None:
         """Return the block's rows, counted from its first, that were trained since a moment; None: unknown or too many."""
+        if (growing := self._growing.get(block.table)) is not None:
+            changed = growing.since(moment) if block.what != "filter" else None
+            if changed is None or len(changed) > MAX_CHANGED * len(block.values):
+                return None
+            return changed[changed < len(block.values)]
         self._catch_up()
         mask, moments = self._masks.get((block.table, block.region), (None, set()))
         if mask is None or moment not in moments or _are_too_many(mask, moment):
@@ -189,6 +205,8 @@ class TouchedRows:
         for mask, moments in self._masks.values():
             mask &= 0xFF ^ (1 << moment)
             moments.add(moment)
+        for rows in self._growing.values():
+            rows.mark(moment)
 
     def _catch_up(self) -> None:
         with self._lock:
@@ -311,7 +329,9 @@ class ShardedTables:
         self._constraints = dict(constraints or {})
         check_kinds({name: c.sharding_types or () for name, c in self._constraints.items()})
         self._sharders = list(sharders) if sharders is not None else default_sharders()
-        self._templates = Templates(module, {sharder.module_type for sharder in self._sharders}, device)
+        self.growing = GrowingTables(module)
+        module_types = {sharder.module_type for sharder in self._sharders}
+        self._templates = Templates(module, module_types, device, may_be_none=bool(self.growing))
         self._arena = Arena(self._templates.num_addresses)
         self._templates.install()
 
@@ -355,7 +375,7 @@ class ShardedTables:
     @property
     def are_whole(self) -> bool:
         """Whether every worker holds all tables, so that none is trained in the backward pass."""
-        return all(self._is_whole(name) for name, _, _ in self._templates.parameters())
+        return not self.growing and all(self._is_whole(name) for name, _, _ in self._templates.parameters())
 
     def _is_whole(self, name: str) -> bool:
         constraint = self._constraints.get(name.split(".")[-2])
@@ -380,8 +400,11 @@ class ShardedTables:
     def first_plan(self, members: Sequence[str], batch_size: int | None = None) -> dict[str, TablePlan]:
         """Return torchrec's own plan for `members`, worker ids in rank order. Deterministic."""
         arguments = self.device, self._sharders, self._constraints, members, batch_size
-        with self._templates.once():
-            plan = first_plan(self.module, self._templates.by_path, *arguments)
+        plan: dict[str, TablePlan] = {}
+        if self._templates.by_path:
+            with self._templates.once():
+                plan = first_plan(self.module, self._templates.by_path, *arguments)
+        plan |= self.growing.first_plan(members)
         replan(plan, members)  # raises errors of the first change before training
         return plan
 
@@ -407,9 +430,18 @@ class ShardedTables:
         Raises:
             PlanError: the plan has other tables.
         """
+        self._check(plan)
+        self.growing.connect(plan)
+        self.plan = dict(plan)
+        if not self._templates.by_path:
+            return wrap_dense(self.module, []) if any(True for _ in self.module.parameters()) else self.module
+        return self._build_fixed(plan, members, wrap_dense)
+
+    def _build_fixed(
+        self, plan: Plan, members: Sequence[str], wrap_dense: Callable[[nn.Module, list[str]], nn.Module]
+    ) -> nn.Module:
         from torchrec.distributed.types import ShardingEnv
 
-        self._check(plan)
         self._templates.install()
         forget_groups()
         gather_uneven_batches()
@@ -427,12 +459,12 @@ class ShardedTables:
         self._arena.drop_reserve()  # the part that was not needed
         for path, template in self._templates.by_path.items():
             keep_order(self.module.get_submodule(path), template)
-        self.plan = dict(plan)
         return wrapped
 
     def _check(self, plan: Plan) -> None:
         """Raise an error that names a differing table, as in another script's snapshot: torchrec would only name shapes."""
         ours = {name: (config.num_embeddings, config.embedding_dim) for name, config in self._templates.configs().items()}
+        ours |= {name: (SECTIONS, rows.dim) for name, rows in self.growing.rows.items()}
         theirs = {name: (table.rows, table.cols) for name, table in plan.items()}
         for name in sorted(ours.keys() | theirs.keys()):
             if ours.get(name) != theirs.get(name):
@@ -453,7 +485,7 @@ class ShardedTables:
     @property
     def num_bytes(self) -> int:
         """Approximate size of all tables and of their optimizer states, counted as for training on CPU."""
-        return self._templates.num_bytes
+        return self._templates.num_bytes + self.growing.num_bytes
 
     def foresee(self, plan: Plan, worker: str) -> Callable[[], None]:
         """Return a function, for any thread, that touches the memory of rows that `worker`, this one, will receive."""
@@ -491,11 +523,12 @@ class ShardedTables:
         """Release the tables; until the next `build`, the module holds them on `meta`, without values."""
         self._templates.install()
         self._arena.close()
+        self.growing.clear()
         self.plan = None
 
     def given(self) -> list[str]:
         """Return the tables that had values here before they were sharded, sorted. Others were on `meta`."""
-        return sorted(self._templates.given)
+        return sorted({*self._templates.given, *(name for name, rows in self.growing.rows.items() if rows.num_rows)})
 
     def initialise(
         self,
@@ -516,6 +549,8 @@ class ShardedTables:
             me: this worker's id.
         """
         assert self.plan is not None
+        self.growing.initialise(seed, given, self.plan, group, members, me)
+        given = [name for name in given if name not in self.growing.rows]
         configs, kept = self._templates.configs(), set(given)
         weights = [block for block in self.blocks() if block.what == "weight"]
         for block in sorted(weights, key=lambda block: block.table):
@@ -563,7 +598,7 @@ class ShardedTables:
     # --- finding -------------------------------------------------------------------------------------------------------
 
     def blocks(self) -> list[Block]:
-        """Return all blocks that this worker holds, always in the same order."""
+        """Return all blocks of fixed tables that this worker holds, always in the same order."""
         found: list[Block] = []
         for path, kernel in self._templates.kernels():
             tables = kernel.config.embedding_tables
@@ -577,7 +612,7 @@ class ShardedTables:
 
     def track(self) -> TouchedRows:
         """Track from now on which rows are trained, until the next `build`."""
-        return TouchedRows(list(self._templates.kernels()), self.blocks())
+        return TouchedRows(list(self._templates.kernels()), self.blocks(), self.growing)
 
     def counters(self) -> dict[str, int]:
         """Return the steps that kernels have counted, by table of this worker: Adam's and LAMB's bias corrections need them.
@@ -589,10 +624,11 @@ class ShardedTables:
             if counters := _counters_of(kernel):
                 number = max(int(counter) for counter in counters)
                 found |= {key_of(path, table.name): number for table in kernel.config.embedding_tables}
-        return found
+        return found | self.growing.counters()
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """Set values that `counters` returned on any workers. A new `build` counts from 0."""
+        self.growing.set_counters(counters)
         for path, kernel in self._templates.kernels():
             number = max((counters.get(key_of(path, t.name), 0) for t in kernel.config.embedding_tables), default=0)
             for counter in _counters_of(kernel):
@@ -616,9 +652,11 @@ class ShardedTables:
         plan = self.plan
         return {name for name, table, _ in self._templates.parameters() if plan[table].kind == "data_parallel"}
 
-    def aside(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
         """Remove the tables from the module inside the block, for code that needs only the rest, such as its state dict."""
-        return self._templates.aside()
+        with self._templates.aside(), self.growing.aside():
+            yield
 
     def close(self) -> None:
         self._arena.close()

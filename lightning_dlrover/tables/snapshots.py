@@ -507,7 +507,7 @@ class Snapshots:
         assert self._formation is not None
         assert self._touched is not None
         assert tables.plan is not None
-        blocks, state = tables.blocks(), pack_state()
+        blocks, state = [*tables.blocks(), *tables.growing.blocks()], pack_state()
         round_ = self._formation.round
         me, plan = self._world.worker_id, plan_to_dict(tables.plan)
         header = part_header(batch, round_.number, round_.members, me, plan, blocks, len(state), tables.counters())
@@ -517,7 +517,7 @@ class Snapshots:
         self._changed = [self._touched.since(writer.slot, block) if is_based else None for block in blocks]
         self._base = writer.base
         writer.put([block for block in blocks if not self._touched.is_tracked(block)], state)
-        self._touched.begin_copy()
+        self._touched.begin_copy(blocks)
         self._touched.mark(writer.slot)
         return writer, blocks
 

@@ -58,9 +58,10 @@ class TorchrecMissingError(ImportError):
 
 
 def has_tables(module: nn.Module) -> bool:
-    """Return whether `module` has embedding collections of torchrec to shard. Imports torchrec only if so."""
-    names = {base.__name__ for m in module.modules() for base in type(m).__mro__ if base.__module__.startswith("torchrec.")}
-    return bool(names & {"EmbeddingBagCollection", "EmbeddingCollection", "ShardedEmbeddingModule"})
+    """Return whether `module` has embedding collections to shard, torchrec's or growing ones. Imports torchrec only if so."""
+    rooms = ("torchrec.", "lightning_dlrover.tables.growing")
+    names = {base.__name__ for m in module.modules() for base in type(m).__mro__ if base.__module__.startswith(rooms)}
+    return bool(names & {"EmbeddingBagCollection", "EmbeddingCollection", "ShardedEmbeddingModule", "GrowingCollection"})
 
 
 @functools.cache
@@ -652,6 +653,7 @@ class Templates:
     Args:
         module: holds the collections; copies take their places in it.
         module_types: types that one of the sharders can shard.
+        may_be_none: whether the module may have no collection.
 
     Attributes:
         by_path: the collections, by their first paths.
@@ -661,7 +663,9 @@ class Templates:
         PlanError: the model has no collection, or one that cannot be sharded again.
     """
 
-    def __init__(self, module: nn.Module, module_types: Collection[type], device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, module_types: Collection[type], device: torch.device, may_be_none: bool = False
+    ) -> None:
         self._module = module
         self.by_path: dict[str, nn.Module] = {}
         self.given: dict[str, torch.Tensor] = {}
@@ -681,7 +685,7 @@ class Templates:
                     f"without its own methods: make it a module that has an {base}, or set DLRoverStrategy(sharders=[...]) to "
                     "one with this module_type"
                 )
-        if not self.by_path:
+        if not self.by_path and not may_be_none:
             raise PlanError("the module has no embedding collection that one of the sharders can shard")
         first_paths = {id(module.get_submodule(path)): path for path in self.by_path}
         self._paths: dict[str, list[str]] = {path: [] for path in self.by_path}

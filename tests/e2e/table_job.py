@@ -23,6 +23,9 @@ from lightning_dlrover.live import checkpoints, handover
 from lightning_dlrover.live.order import epoch_order
 from lightning_dlrover.rdzv.job.folders import ROOT
 from lightning_dlrover.tables import elastic, snapshot_store, snapshots
+from lightning_dlrover.tables.growing import GrowingEmbeddingBagCollection
+from lightning_dlrover.tables.growing_optimizers import Adagrad
+from lightning_dlrover.tables.growing_rows import SECTIONS, Growth, ids_of
 from lightning_dlrover.tables.snapshots import SnapshotConfig
 from tests.e2e.toy_job import SEED, Recorder, Rows, ToyModel, fingerprint, make_trainer
 
@@ -76,13 +79,20 @@ class TableModel(ToyModel):
         make, config = (
             (EmbeddingBagCollection, EmbeddingBagConfig) if settings.is_bag else (EmbeddingCollection, EmbeddingConfig)
         )
-        self.tables = make(
-            device=torch.device("meta"),
-            tables=[
-                config(name=f"t{i}", embedding_dim=DIM, num_embeddings=NUM_ROWS[i], feature_names=[f"f{i}"])
-                for i in range(len(settings.kinds))
-            ],
-        )
+        configs = {
+            i: config(name=f"t{i}", embedding_dim=DIM, num_embeddings=NUM_ROWS[i], feature_names=[f"f{i}"])
+            for i in range(len(settings.kinds))
+        }
+        growing = [c for i, c in configs.items() if settings.kinds[i] == "growing"]
+        fixed = [c for i, c in configs.items() if settings.kinds[i] != "growing"]
+        if fixed:
+            self.tables = make(device=torch.device("meta"), tables=fixed)
+        if growing:
+            growth = {growing[0].name: Growth(), **{c.name: Growth(min_count=2) for c in growing[1:]}}
+            self.grown = GrowingEmbeddingBagCollection(growing, Adagrad(0.05), growth)
+        if not fixed:
+            self.net = nn.Sequential(nn.Linear(DIM * len(settings.kinds), 16), nn.ReLU(), nn.Linear(16, 1))
+            return
         fused = [p for name, p in self.tables.named_parameters() if self.kinds[int(name.split(".t")[1][0])] != "data_parallel"]
         if not settings.users_optimizer:
             _apply_optimizer_in_backward(RowWiseAdagrad, fused, {"lr": 0.05})
@@ -92,11 +102,24 @@ class TableModel(ToyModel):
         ids = batch[2]
         values = torch.cat([(ids * (2 * i + 1)) % NUM_ROWS[i] for i in range(len(self.kinds))])
         keys = [f"f{i}" for i in range(len(self.kinds))]
-        found = self.tables(KeyedJaggedTensor(keys=keys, values=values, lengths=torch.ones(len(values), dtype=torch.int64)))
+        lengths = torch.ones(len(values), dtype=torch.int64)
+        if "growing" in self.kinds:
+            out: Tensor = self.net(self._with_growing(keys, values, lengths))
+            return out
+        found = self.tables(KeyedJaggedTensor(keys=keys, values=values, lengths=lengths))
         # By name: torchrec concatenates in an order that depends on the placement of the tables.
         embedded = torch.cat([found[key] if self.settings.is_bag else found[key].values() for key in keys], 1)
-        out: Tensor = self.net(embedded)
+        out = self.net(embedded)
         return out
+
+    def _with_growing(self, keys: list[str], values: Tensor, lengths: Tensor) -> Tensor:
+        """Look up fixed tables, and growing ones with ids of 64 bits."""
+        wide = self.grown(KeyedJaggedTensor(keys=keys, values=values * 0x123456789ABCD - 2**62, lengths=lengths))
+        found = {key: wide[key] for key in wide.keys()}  # noqa: SIM118  # a KeyedTensor
+        if hasattr(self, "tables"):
+            fixed = self.tables(KeyedJaggedTensor(keys=keys, values=values, lengths=lengths))
+            found |= {key: fixed[key] for key in fixed.keys()}  # noqa: SIM118
+        return torch.cat([found[key] for key in keys], 1)
 
     def on_train_start(self) -> None:
         if self.settings.ckpt_path is not None:
@@ -165,7 +188,15 @@ class TableModel(ToyModel):
             for b in tables.blocks()
             if b.values.numel()
         ]
-        kept = {"blocks": blocks, "counters": tables.counters()}
+        grown = {
+            name: {
+                str(int(id_)): torch.cat([rows.columns[c][slot] for c in ("weight", "state0")]).tolist()
+                for slot, id_ in enumerate(ids_of(rows.columns["key"][SECTIONS : rows.num_slots]), SECTIONS)
+            }
+            for name, rows in tables.growing.rows.items()
+        }
+        counters = {name: number for name, number in tables.counters().items() if "/" not in name}
+        kept = {"blocks": blocks, "grown": grown, "counters": counters}
         self.recorder.write("tables", **self.where(), when=when, step=self.trainer.global_step, **kept)
 
     def on_train_epoch_end(self) -> None:
@@ -193,7 +224,9 @@ def table_trainer(recorder: Recorder, settings: TableSettings) -> L.Trainer:
             global_batch_size=settings.batch_size,
             check_interval_s=0.03,
             sharding_constraints={
-                f"t{i}": ParameterConstraints(sharding_types=[kind], min_partition=4) for i, kind in enumerate(settings.kinds)
+                f"t{i}": ParameterConstraints(sharding_types=[kind], min_partition=4)
+                for i, kind in enumerate(settings.kinds)
+                if kind != "growing"
             },
             snapshots=SnapshotConfig(
                 settings.snapshot_s,

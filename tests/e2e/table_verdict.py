@@ -100,6 +100,7 @@ def judge(job: Job, settings: TableSettings, reference: Job, after: int = 0, rea
     return [
         *bad,
         *_bad_tables(job, reference),
+        *_bad_growing(job, reference),
         *_bad_counters(job, reference),
         *_bad_validation(job, settings, reference, after),
     ]
@@ -146,6 +147,32 @@ def _bad_tables(job: Job, reference: Job) -> list[str]:
         if not worst < 0.01:
             bad.append(f"{name} at the end differs by {worst:.4f} of its largest value from the undisturbed run's")
     return bad
+
+
+def _bad_growing(job: Job, reference: Job) -> list[str]:
+    """Problems with growing tables at the end: a row that is missing, in two places, or has other values."""
+    bad = []
+    expected, found = _grown(reference), _grown(job)
+    for table, rows in expected.items():
+        ids = [id_ for id_, _ in found.get(table, [])]
+        if sorted(ids) != sorted(id_ for id_, _ in rows):
+            bad.append(f"{table} has {len(ids)} rows at the end ({len(set(ids))} ids) instead of {len(rows)}")
+            continue
+        here, there = (torch.tensor([values for _, values in sorted(each)]) for each in (found[table], rows))
+        worst = float((here - there).abs().max() / there.abs().max())
+        if not worst < 0.01:
+            bad.append(f"{table} at the end differs by {worst:.4f} of its largest value from the undisturbed run's")
+    return bad
+
+
+def _grown(job: Job) -> dict[str, list[tuple[str, list[float]]]]:
+    """Ids and rows of all growing tables at the end, from all workers."""
+    records = [r for r in job.records("tables") if r["when"] == "end"]
+    found: dict[str, list[tuple[str, list[float]]]] = defaultdict(list)
+    for record in (r for r in records if r["round"] == max(o["round"] for o in records)):
+        for table, rows in record["grown"].items():
+            found[table] += rows.items()
+    return found
 
 
 def _bad_validation(job: Job, settings: TableSettings, reference: Job, after: int) -> list[str]:

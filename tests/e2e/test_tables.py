@@ -91,6 +91,24 @@ def assert_fine(new_job: MakeJob, job: Job, settings: TableSettings, codes: list
     assert not shared_memory_of(job)
 
 
+# --- growing tables ---------------------------------------------------------------------------------------------------------
+
+GROWING = replace(SETTINGS, kinds=("growing", "growing", "row_wise"))
+ONLY_GROWING = replace(SETTINGS, kinds=("growing", "growing"))
+
+
+@pytest.mark.parametrize("settings", [GROWING, ONLY_GROWING], ids=["mixed", "only"])
+def test_growing_tables_match_an_undisturbed_run_while_workers_come_and_go(new_job: MakeJob, settings: TableSettings) -> None:
+    job = new_job(settings)
+    first, second, _ = started(job, 3)
+    first.terminate()  # rank 0
+    job.wait_for_world(2)
+    wait_for_snapshot(job)
+    second.kill()
+    job.wait_for_world(1)
+    assert_fine(new_job, job, settings, [0, -9, 0])
+
+
 # --- planned changes ----------------------------------------------------------------------------------------------------------
 
 
