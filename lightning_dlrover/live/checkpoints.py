@@ -401,6 +401,7 @@ class TablesOfTrainer:
                     if other == name and values is not None:
                         found[name] = {"weight": values}
         try:
+            self.sharded.growing.load_whole(state)
             self.sharded.load_whole(found)
         except ValueError as error:
             raise CheckpointError(f"the checkpoint is of another model: {error}") from error

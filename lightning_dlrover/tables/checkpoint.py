@@ -2,7 +2,8 @@
 
 A table's weights, and every full-width state of its optimizer, are one tensor each. A row-wise state is one tensor for each set
 of columns that had a value of its own, so that a checkpoint can be read into any other plan. `exchange` describes how these
-values change where columns are cut differently.
+values change where columns are cut differently. A growing table has a set of tensors for each worker that wrote it, named after
+the first of that worker's sections.
 
 A checkpoint's folder may come from the job's records, so nothing in it is trusted: its list of parts is read without executing
 code that it names, and parts that are not tensors are refused.
@@ -36,10 +37,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.rdzv.transport.data_unpickler import DataUnpickler
 from lightning_dlrover.tables.exchange import Block
+from lightning_dlrover.tables.growing_rows import pack
 from lightning_dlrover.tables.layout import TablePlan
 from lightning_dlrover.tables.sharded import ShardedTables
 
-_COUNTER = "counter/"
+_COUNTER, _SECTIONS = "counter/", "sections"
 _COLUMNS = re.compile(r"^(?P<name>.*)\[(?P<col0>\d+):(?P<col1>\d+)\]$")
 
 
@@ -134,7 +136,9 @@ def save_tables(tables: ShardedTables, folder: Path) -> None:
     """Write all tables. All workers of the default group must call this, and see the same folder."""
     assert tables.plan is not None
     state = {name: _Values(shape, chunks) for name, (shape, chunks) in _named(tables.blocks(), tables.plan).items()}
-    counters = {_COUNTER + table: torch.tensor(number) for table, number in tables.counters().items()}
+    counters = {_COUNTER + table: torch.tensor(n) for table, n in tables.counters().items() if table in tables.plan}
+    for name, values in _growing(tables).items():
+        state[name] = _Values(values.shape, [_Chunk((0,) * values.dim(), values)])
     save({**state, **counters}, checkpoint_id=folder, planner=_SavePlanner(), no_dist=dist.get_world_size() == 1)
 
 
@@ -152,6 +156,7 @@ def load_tables(tables: ShardedTables, folder: Path) -> None:
             raise CheckpointError(f"checkpoint {folder}: {name} is not a tensor; it was written by another program")
     wanted: dict[str, list[_Chunk]] = {}
     shapes: dict[str, Sequence[int]] = {}
+    _check_growing(tables, folder, saved)
     composed: list[tuple[Block, list[tuple[float, torch.Tensor]]]] = []
     for name, (shape, chunks) in _named(tables.blocks(), tables.plan).items():
         if _COLUMNS.match(name) is None:
@@ -193,6 +198,7 @@ def load_tables(tables: ShardedTables, folder: Path) -> None:
             wanted[name] = [chunk for chunk in chunks if chunk is not taken[chunk.offsets]]
             state[name] = _Values(shapes[name], list(taken.values()))
         load(state, storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
+    _load_growing(tables, reader, saved)
     counters = {name: torch.tensor(0) for table in tables.counters() if (name := _COUNTER + table) in saved}
     load(dict(counters), storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
     tables.set_counters({name.removeprefix(_COUNTER): int(number) for name, number in counters.items()})
@@ -201,6 +207,57 @@ def load_tables(tables: ShardedTables, folder: Path) -> None:
             block.values.copy_(parts[0][1])
         elif parts:
             block.values.copy_(torch.stack([part * share for share, part in parts]).sum(0))
+
+
+def _growing(tables: ShardedTables) -> dict[str, torch.Tensor]:
+    """Return the tensors to write of this worker's growing rows."""
+    found: dict[str, torch.Tensor] = {}
+    for table, rows in tables.growing.rows.items():
+        first, end = rows.owned
+        columns = {column: values[: rows.num_slots] for column, values in rows.columns.items()}
+        if rows.growth.min_count > 1:
+            columns["filter"] = rows.filter
+        found |= {f"{table}.{column}@{first}": values for column, values in columns.items()}
+        found[f"{table}.{_SECTIONS}@{first}"] = torch.tensor([first, end])
+    return found
+
+
+def _check_growing(tables: ShardedTables, folder: Path, saved: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` unless the checkpoint has this model's growing tables, with their columns."""
+    for table, rows in tables.growing.rows.items():
+        for column, values in rows.columns.items():
+            found = [entry for name, entry in saved.items() if name.startswith(f"{table}.{column}@")]
+            if not found:
+                raise CheckpointError(
+                    f"checkpoint {folder}: there is no {column} of the growing table {table}; it was written by another model, "
+                    "or with another optimizer of its tables"
+                )
+            if (there := tuple(found[0].size)[1:]) != tuple(values.shape[1:]):
+                raise CheckpointError(
+                    f"checkpoint {folder}: the {column} of the growing table {table} has {there} values per row, this model's "
+                    f"{tuple(values.shape[1:])}"
+                )
+
+
+def _load_growing(tables: ShardedTables, reader: _Reader, saved: Mapping[str, Any]) -> None:
+    """Read the rows of this worker's sections, from all parts that have some of them."""
+
+    def read(names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        state = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in names.values()}
+        load(dict(state), storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
+        return {what: state[name] for what, name in names.items()}
+
+    for table, rows in tables.growing.rows.items():
+        rows.clear()
+        prefix = f"{table}.{_SECTIONS}@"
+        for suffix in (name.removeprefix(prefix) for name in saved if name.startswith(prefix)):
+            first, end = read({"": prefix + suffix})[""].tolist()
+            first, end = max(first, rows.owned[0]), min(end, rows.owned[1])
+            if first < end:
+                part = read({column: f"{table}.{column}@{suffix}" for column in rows.columns})
+                has_filter = f"{table}.filter@{suffix}" in saved
+                counts = read({"": f"{table}.filter@{suffix}"})[""] if has_filter else torch.zeros_like(rows.filter)
+                rows.take(pack(part, len(part["key"]), counts, first, end), first, end)
 
 
 def _named(blocks: Sequence[Block], plan: Mapping[str, TablePlan]) -> dict[str, tuple[Sequence[int], list[_Chunk]]]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from lightning_dlrover.tables.exchange import Block, exchange, largest
 from lightning_dlrover.tables.growing_optimizers import RowOptimizer
@@ -508,6 +509,20 @@ class GrowingTables:
         for table, region, arrived in packed.arriving:
             self.rows[table].take(arrived, region.row0, region.row1)
 
+    def load_whole(self, state: dict[str, Any]) -> None:
+        """Take this worker's sections of whole tables, which a run with one worker has saved. Removes them from `state`.
+
+        Raises:
+            ValueError: they are those of other tables.
+        """
+        owned = {name: rows.owned for name, rows in self.rows.items()}
+        for path, collection in self.collections.items():
+            saved = state.pop(f"{path}.{_EXTRA_STATE_KEY_SUFFIX}" if path else _EXTRA_STATE_KEY_SUFFIX, None)
+            if saved is not None:
+                collection.set_extra_state(saved)
+        for name, sections in owned.items():
+            self.rows[name].own(*sections)
+
     def clear(self) -> None:
         """Drop all rows."""
         for rows in self.rows.values():
@@ -538,7 +553,8 @@ class GrowingTables:
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """Set the steps and seeds that `counters` returned on any worker."""
         for name, rows in self.rows.items():
-            rows.step, rows.seed = counters.get(name, 0), counters.get(_SEED.format(name), rows.seed)
+            rows.step = counters.get(name, rows.step)
+            rows.seed = counters.get(_SEED.format(name), rows.seed)
 
 
 _SEED, _SLOTS = "{}/seed", "{}/slots"
