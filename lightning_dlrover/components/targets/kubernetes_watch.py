@@ -65,7 +65,7 @@ class _Watch:
         self.num_read_events = 0
         self.has_deletion = False
         self.error: ApiError | None = None  # why it has ended
-        self.is_over = False  # nobody reads it any more
+        self.over = threading.Event()  # nobody reads it any more
         self.stream: LineStream | None = None
 
     def objects(self) -> list[Object]:
@@ -237,7 +237,7 @@ class WatchedList:
 
     def _follow(self, watch: _Watch) -> None:
         """Apply the events of a watch. Open it again where it was cut off or its time was up."""
-        while not watch.is_over:
+        while not watch.over.is_set():
             began_at, num_signs = time.monotonic(), watch.num_signs
             watch.stream = None
             try:
@@ -255,16 +255,16 @@ class WatchedList:
             except Exception as error:  # a list follows, whatever this was
                 watch.error = ApiError(f"the watch of {self._resource.name} has failed: {error!r}")
                 return
-            if watch.num_signs == num_signs and time.monotonic() - began_at < _MIN_LENGTH_S and not watch.is_over:
+            if watch.num_signs == num_signs and time.monotonic() - began_at < _MIN_LENGTH_S and not watch.over.is_set():
                 watch.error = ApiError(f"the watch of {self._resource.name} was closed at once")
                 return
 
     def _apply(self, watch: _Watch, stream: LineStream) -> None:
-        if not watch.is_over:
-            for event in _events_of(stream):
-                watch.add(event, self._clock())
-                if watch.is_over:
-                    return
+        events = iter(()) if watch.over.is_set() else _events_of(stream)
+        for event in events:
+            watch.add(event, self._clock())
+            if watch.over.is_set():
+                return
 
 
 def _versions(items: Iterable[Object]) -> dict[str, Any]:
@@ -289,7 +289,7 @@ def _events_of(stream: Iterable[bytes]) -> Iterator[Mapping[str, Any]]:
 
 
 def _stop(watch: _Watch) -> None:
-    watch.is_over = True
+    watch.over.set()
     if (stream := watch.stream) is not None:
         with contextlib.suppress(OSError):
             stream.stop()

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lightning_dlrover.components.targets import kubernetes_api
-from lightning_dlrover.components.targets.kubernetes import KubernetesOptions, KubernetesTarget
+from lightning_dlrover.components.targets.kubernetes import KubernetesTarget
 from lightning_dlrover.components.targets.kubernetes_api import ApiError, KubernetesApi, Resource
-from lightning_dlrover.components.targets.kubernetes_manifests import MARK_LABEL
+from lightning_dlrover.components.targets.kubernetes_manifests import MARK_LABEL, KubernetesOptions
 from lightning_dlrover.components.targets.kubernetes_watch import WatchedList
 from lightning_dlrover.components.targets.target import App, NodeSpec
 from tests.support.kubernetes_cluster import Answer, KubernetesCluster, kubernetes_cluster
