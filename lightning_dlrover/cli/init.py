@@ -1,8 +1,8 @@
 """`dlrover init`: add the strategy and the callback to the Trainers of a script, as a diff or in place.
 
-The syntax tree finds the Trainer calls and decides what each of them lacks; the text is edited at the positions of its tokens, so
-formatting and comments stay. Nothing is changed if one Trainer of the script cannot be decided on: the command then prints what
-to pass where. The script is never run.
+The syntax tree shows what each Trainer lacks, and the text is edited at its tokens' positions: formatting and comments stay.
+Nothing is changed if one Trainer of the script cannot be decided on: the command then prints what to pass where. The script is
+never run.
 """
 
 from __future__ import annotations
@@ -105,8 +105,7 @@ def converted(text: str, name: str, folder: Path) -> str:
 
 
 def _applied(text: str, edits: Sequence[Edit]) -> str:
-    # Of edits at one place, the first one's text comes first.
-    for edit in sorted(reversed(edits), key=lambda edit: edit.start, reverse=True):
+    for edit in sorted(edits, key=lambda edit: edit.start, reverse=True):
         text = text[: edit.start] + edit.text + text[edit.end :]
     return text
 
@@ -201,7 +200,9 @@ class _Script:
         ):
             missing = [text for text in self._missing(keywords) if text]
             place = "*args" if None not in keywords else f"**{ast.unparse(keywords[None])}"
-            found.problems.append(f"{where}: {place} may hold arguments of the Trainer; see that it gets {' and '.join(missing)}")
+            found.problems.append(
+                f"{where}: {place} may hold arguments of the Trainer; see that it gets {' and '.join(missing)}"
+            )
             return set()
         used: set[str] = set()
         new: list[str] = []
@@ -310,7 +311,9 @@ class _Script:
                 if any(each.arg == name.id for each in given):
                     return []
             nodes = [node for node in ast.walk(scope) if scope is not self.tree or self._scope_of(node) is self.tree]
-            bound = [node for node in nodes if isinstance(node, ast.Name) and node.id == name.id and isinstance(node.ctx, ast.Store)]
+            bound = [
+                node for node in nodes if isinstance(node, ast.Name) and node.id == name.id and isinstance(node.ctx, ast.Store)
+            ]
             plain: list[ast.expr] = []
             for node in nodes:
                 if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name.id for t in node.targets):
@@ -408,7 +411,9 @@ def _names_of_imports(tree: ast.Module) -> dict[str, str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                names[alias.asname or alias.name.partition(".")[0]] = alias.name if alias.asname else alias.name.partition(".")[0]
+                names[alias.asname or alias.name.partition(".")[0]] = (
+                    alias.name if alias.asname else alias.name.partition(".")[0]
+                )
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
                 if alias.name == "*" and node.module in LIGHTNING:

@@ -128,7 +128,10 @@ def _add_json(command: argparse.ArgumentParser) -> None:
 
 
 def _add_run(run: argparse.ArgumentParser) -> None:
-    run.usage, run.description = "%(prog)s [OPTION ...] [-m | --no-python] script [ARGUMENT ...]", None  # all options would take 20 lines
+    run.usage, run.description = (
+        "%(prog)s [OPTION ...] [-m | --no-python] script [ARGUMENT ...]",
+        None,
+    )  # all options would take 20 lines
     text = "minimum and maximum number of workers (default: those of one node, and of two, such as 1:2)"
     run.add_argument("--workers", type=options.workers, metavar="MIN:MAX", help=text)
     text = "workers of each node, each with a GPU of its own; gpu: one for each of its --gpus (default 1). --workers and "
@@ -161,7 +164,9 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     options.add_kubernetes_options(run)
     form = run.add_mutually_exclusive_group()
     form.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for `python -m`")
-    text = "SCRIPT is a program, which each worker starts as it is, such as a shell script that ends with exec python; not with "
+    text = (
+        "SCRIPT is a program, which each worker starts as it is, such as a shell script that ends with exec python; not with "
+    )
     text += "--spares 1"
     form.add_argument("--no-python", action="store_true", help=text)
     run.add_argument("script", help="training script; Kubernetes: its path in the image or a mounted volume")
@@ -186,7 +191,7 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
 
 def _add_init(init: argparse.ArgumentParser) -> None:
     init.description = (
-        "Show the lines that make a script elastic as a unified diff: the import, the strategy and the callback of each Trainer. "
+        "Show the lines that make a script elastic as a unified diff: the import, and each Trainer's strategy and callback. "
         "Refuses a script where only its author can decide, and prints what to pass. The script is not run."
     )
     init.add_argument("script", metavar="SCRIPT", help="training script, or the module that makes its Trainer")

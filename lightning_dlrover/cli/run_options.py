@@ -293,7 +293,9 @@ def checked_program(text: str) -> str:
     if not program.is_file():
         raise UsageError(f"--no-python: program {text!r} does not exist or is not a file (looked in {Path.cwd()})")
     if not os.access(program, os.X_OK):
-        raise UsageError(f"--no-python: {text!r} cannot be executed; run `chmod +x {shlex.quote(text)}`, or leave out --no-python")
+        raise UsageError(
+            f"--no-python: {text!r} cannot be executed; run `chmod +x {shlex.quote(text)}`, or leave out --no-python"
+        )
     return str(program)
 
 
