@@ -382,21 +382,18 @@ class _Script:
 
         The strategy belongs to the package of Lightning that was imported before.
         """
-        of_lightning = [node for node in ast.walk(self.tree) if _binds_lightning(node)]
+        of_lightning = [node for node in ast.walk(self.tree) if isinstance(node, ast.stmt) and _binds_lightning(node)]
         outside = [node for node in of_lightning if self._scope_of(node) is self.tree]
         if not outside:
-            return [node for node in of_lightning if isinstance(node, ast.stmt)]
-        last: ast.stmt | None = None
+            return of_lightning
+        last = None
         for statement in self.tree.body:
-            inside = {*ast.walk(statement)}
-            is_import = isinstance(statement, ast.Import | ast.ImportFrom) or bool(inside & {*outside})
-            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and last is not None:
+            has_lightning = any(node in outside for node in ast.walk(statement))
+            if has_lightning or isinstance(statement, ast.Import | ast.ImportFrom):
+                last = statement
+            elif last is not None and isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 break
-            last = statement if is_import else last
-        return [last] if last is not None and {*outside} & self._up_to(last) else outside[-1:]  # type: ignore[list-item]
-
-    def _up_to(self, last: ast.stmt) -> set[ast.AST]:
-        return {node for each in self.tree.body if each.lineno <= last.lineno for node in ast.walk(each)}
+        return [last] if last is not None and (last.end_lineno or 0) >= outside[0].lineno else outside[:1]
 
 
 def _binds_lightning(node: ast.AST) -> bool:
