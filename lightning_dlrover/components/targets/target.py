@@ -38,7 +38,7 @@ ANY_SIZE = NodeSize()
 class NodeSpec:
     """Command and settings shared by every node of a job."""
 
-    script: str  # `-m` if the first argument is the name of a module
+    script: str  # `-m` if the first argument is the name of a module, `--no-python` if it is another program
     script_args: tuple[str, ...]
     endpoint: str
     run_id: str
