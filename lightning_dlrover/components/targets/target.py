@@ -47,6 +47,7 @@ class NodeSpec:
     max_workers: int
     max_restarts: int = 0
     workers_per_node: int = 1
+    sizes: tuple[int, ...] = ()  # numbers of workers that may be requested; empty: any
     has_spares: bool = False  # workers are forked from processes that have imported their modules
     access: Mapping[str, str] = field(default_factory=dict)  # etcd user and paths of credential files
     environment: Mapping[str, str] = field(default_factory=dict)  # extra variables of the nodes
