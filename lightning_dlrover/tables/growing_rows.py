@@ -335,10 +335,9 @@ class Rows:
 
         Counts are halved once they have filled the filter (as in TinyLFU, Einziger et al., ACM ToS 2017).
         """
-        cells = self.filter.view(-1)
-        first = sections_of(keys) * FILTER_CELLS
-        mixed = _mixed(keys)
-        places = first + (mixed & (FILTER_CELLS - 1)), first + (_shifted(mixed, 32) & (FILTER_CELLS - 1))
+        cells, half = self.filter.view(-1), FILTER_CELLS // 2
+        first, mixed = sections_of(keys) * FILTER_CELLS, _mixed(keys + _GOLDEN)
+        places = first + (mixed & (half - 1)), first + half + (_shifted(mixed, 32) & (half - 1))
         for at in places:
             cell, index = torch.unique(at, return_inverse=True)
             sums = torch.zeros(len(cell), dtype=torch.int64).index_add_(0, index, counts)

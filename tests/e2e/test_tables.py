@@ -109,6 +109,18 @@ def test_growing_tables_match_an_undisturbed_run_while_workers_come_and_go(new_j
     assert_fine(new_job, job, settings, [0, -9, 0])
 
 
+def test_growing_tables_of_a_checkpoint_are_read_by_another_number_of_workers(new_job: MakeJob) -> None:
+    settings = replace(GROWING, save_at=9)
+    job = new_job(settings)
+    started(job, 2)
+    assert job.finish() == [0, 0], job.report()
+    resuming = replace(settings, ckpt_path=str(job.folder / "checkpoint"), save_at=None)
+    resumed = new_job(resuming, min_workers=3)
+    resumed.start_all(3)
+    assert resumed.finish() == [0, 0, 0], resumed.report()
+    assert judge(resumed, resuming, undisturbed(new_job, settings), after=9, read_at=9) == [], resumed.report()
+
+
 # --- planned changes ----------------------------------------------------------------------------------------------------------
 
 
