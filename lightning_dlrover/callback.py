@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -20,6 +20,7 @@ from lightning_dlrover.checks import UnsupportedLoaderError, check_no_view_of_a_
 from lightning_dlrover.data.dataset import Stream
 from lightning_dlrover.lightning_compat import TrainerFn, on_import, submodule
 from lightning_dlrover.live.fit_parts import batches_done, remaining_batches
+from lightning_dlrover.live.hooks import WorldInfo
 from lightning_dlrover.live.lightning_adapter import combined_loader
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.output import counted
@@ -48,6 +49,9 @@ from lightning_dlrover.watchdog import HangPatience, Watchdog
 if TYPE_CHECKING:
     import lightning as L
     from lightning.pytorch import Callback
+
+    WorldHook = Callable[[L.Trainer, L.LightningModule, WorldInfo | None, WorldInfo], object]
+    NoticeHook = Callable[[L.Trainer, L.LightningModule, float], object]
 
 else:
 
@@ -87,6 +91,10 @@ class DLRoverCallback(Callback):
             `first_loader_workers`, as in ``tune=TUNABLE``, and the dataset holds no open file.
         hang_after_s: minimum seconds without a step before all workers report their position. The wait is also at least 20
             times as long as a usual step. 0 switches the report off.
+        log_world: whether the Trainer's loggers get the job's series. They cost no collective, as only rank 0 logs.
+        on_world_change: called between two batches with Trainer, module, the former world and the new one, on every worker of
+            the new one. The former is None on a worker that has just joined.
+        on_notice: called with Trainer, module and a time in seconds since the epoch: this worker will be taken away then.
 
     Example:
         >>> from lightning_dlrover.tuning import Objective, Prices
@@ -103,6 +111,9 @@ class DLRoverCallback(Callback):
         history: str | None = None,
         tune: Collection[Tunable] = TUNED,
         hang_after_s: float = 60.0,
+        log_world: bool = True,
+        on_world_change: WorldHook | None = None,
+        on_notice: NoticeHook | None = None,
     ) -> None:
         if not 0 <= hang_after_s < math.inf:
             raise ValueError(f"hang_after_s is {hang_after_s}, it must be 0 (off) or a time in seconds")
@@ -111,6 +122,8 @@ class DLRoverCallback(Callback):
         if unknown := sorted({*tune} - {*TUNABLE}):
             raise ValueError(f"tune names {unknown}, which cannot be tuned; it may hold {', '.join(TUNABLE)}")
         self._tune = tuple(tune)
+        self._logs_world = log_world
+        self._users_world_hook, self._users_notice_hook = on_world_change, on_notice
         self._patience = HangPatience(floor_s=hang_after_s)
         self._watchdog: Watchdog | None = None
         self._window_s = window_s
@@ -225,6 +238,18 @@ class DLRoverCallback(Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._finish("failed" if isinstance(exception, Exception) else "running")
+
+    # --- hooks of a changing job, which the strategy calls ---------------------------------------------------------------
+
+    def on_world_change(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, former: WorldInfo | None, world: WorldInfo
+    ) -> None:
+        if self._users_world_hook is not None:
+            self._users_world_hook(trainer, pl_module, former, world)
+
+    def on_notice(self, trainer: L.Trainer, pl_module: L.LightningModule, notice: float) -> None:
+        if self._users_notice_hook is not None:
+            self._users_notice_hook(trainer, pl_module, notice)
 
     # --- windows ---------------------------------------------------------------------------------------------------------
 

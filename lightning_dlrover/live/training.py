@@ -35,6 +35,7 @@ from lightning_dlrover.live.fit_parts import (
     SkippedReports,
 )
 from lightning_dlrover.live.handover import JobCheckpoints, JobState, RestartHandoff, RolledBack, TableRounds
+from lightning_dlrover.live.hooks import ScriptHooks
 from lightning_dlrover.live.lightning_adapter import ends_after_search, surround_requests_of_data
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.metrics import EpochMetrics, KeptValues
@@ -74,6 +75,7 @@ class Leaving:
     _world: World
     _trainer: TrainerOfFit
     _position: FitPosition
+    _hooks: ScriptHooks
     _undo: Callable[[], None] | None = None  # set while Lightning handles this worker's leave
     has_left: bool = False
 
@@ -81,6 +83,7 @@ class Leaving:
         """End this process; the others continue without it. None of the user's code after `fit` runs."""
         if self._position.is_finishing and left_out.round.number == 0:
             raise left_out  # others have reached the end, so this worker's script continues, too
+        self._hooks.deliver()  # the notice may have come after the last boundary
         for logger in self._trainer.lightning.loggers:
             logger.save()
         self._undo = leave_quietly(self._trainer.lightning)
@@ -167,7 +170,8 @@ class LiveTraining:
         self.steps = TrainingSteps(world, collectives, batches, port, position, self.metrics, self.kept)
         self.votes = Votes(world, collectives, batches, port, position, self.pulse, self.kept)
         self.fits = Fits(world, collectives, port, position)
-        self.leaving = Leaving(world, port, position)
+        self.hooks = ScriptHooks(world, port, position)
+        self.leaving = Leaving(world, port, position, self.hooks)
         self.skipped = SkippedReports(world, batches, position)
         self._data = DataOfFit(world, batches, port, position)
         self._lanes = LanePrefetcher(world, batches, position)
@@ -261,6 +265,7 @@ class LiveTraining:
         self.position.at_boundary = True
         self.skipped.publish()
         self._follow_plan()
+        self.hooks.deliver()  # before a switch, in which this worker may leave
         if not self.position.has_entered:
             self._enter(loader)
             self._finish_resumed_batch()
@@ -268,6 +273,7 @@ class LiveTraining:
             self._follow_rounds()
             self._lanes.look()
         self._strategy.replica.wrap_what_was_unfrozen()
+        self.hooks.deliver()
         self.position.at_boundary = False
         self._was_at_boundary = self._strategy.clock.read()
         if loader.cursor < loader.num_epoch_batches:
@@ -448,6 +454,7 @@ class LiveTraining:
             raise
         self.position.has_entered = True
         self.position.is_standby = False
+        self.hooks.admitted(formation)
 
     # --- recovering ---------------------------------------------------------------------------------------------------------
 
@@ -487,6 +494,7 @@ class LiveTraining:
         standing = {w: p for w, p in positions.items() if p is not None}
         plan = handover(formation.round.members, {w: p.updates if p is not None else None for w, p in positions.items()})
         self.position.formation, self.position.speeds = formation, ()
+        self.hooks.entered(formation)
         strategy, is_between_fits, me = self._strategy, self.position.is_between_fits, self.world.worker_id
         strategy.enter_round(formation.rank, formation.size)
         if standing:
@@ -642,6 +650,7 @@ class JobSession:
         self._stores, self._prepared = former._stores, former._prepared
         self.live = self._take_over_world(self.world, trainer, former.live.formation)
         self.live.searches.num_begun = former.live.searches.num_begun
+        self.live.hooks.continue_from(former.live.hooks)
 
     def _take_over_world(self, world: World, trainer: Any, formation: Formation | None) -> LiveTraining:
         JobSession.newest = self

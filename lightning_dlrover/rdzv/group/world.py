@@ -110,6 +110,7 @@ class LoneWorld:
 
     worker_id = "alone"
     left_state: HostStateCache | None = None
+    notice: float | None = None
     owned_sockets: Sequence[tuple[int, int]] = ()
     num_begun = 0
     broken = False
@@ -458,6 +459,14 @@ class World:
     def view(self) -> WorkerView:
         """This worker's newest view of the job. It may lag behind etcd."""
         return self.membership.view
+
+    @property
+    def notice(self) -> float | None:
+        """Time at which this worker will be taken away, in seconds since the epoch; None: nobody has announced it.
+
+        After SIGTERM alone it is the time at which an agent kills its workers by default.
+        """
+        return self._sigterm.deadline
 
     @property
     def records(self) -> SharedRecords:
