@@ -462,11 +462,11 @@ class World:
 
     @property
     def notice(self) -> float | None:
-        """Time at which this worker will be taken away, in seconds since the epoch; None: nobody has announced it.
+        """Time at which this worker's node will be taken away, in seconds since the epoch; None: nobody has announced it.
 
         After SIGTERM alone it is the time at which an agent kills its workers by default.
         """
-        return self._sigterm.deadline
+        return self.view.taken_at.get(self.worker_id) or self._sigterm.deadline
 
     @property
     def records(self) -> SharedRecords:
