@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dlrover.checks import UnsupportedLoaderError, check_no_view_of_a_stream
 from lightning_dlrover.data.dataset import Stream
-from lightning_dlrover.lightning_compat import TrainerFn, on_import, submodule
+from lightning_dlrover.lightning_compat import CSVLogger, TrainerFn, on_import, submodule
 from lightning_dlrover.live.fit_parts import batches_done, remaining_batches
 from lightning_dlrover.live.hooks import WorldInfo
 from lightning_dlrover.live.lightning_adapter import combined_loader
@@ -72,6 +72,16 @@ _NOTABLE = 0.95
 
 TUNED: tuple[Tunable, ...] = tuple(name for name in TUNABLE if name != "first_loader_workers")
 """Settings that the planner changes by default."""
+
+
+_OF_WINDOWS = tuple(
+    f.name
+    for f in dataclasses.fields(StepProfile)
+    if f.type in ("int", "float") and f.name not in ("at", "global_rank", "first_step", "num_workers", "round_number")
+)
+
+SERIES = ("world_size", "round", "stall_s", "predicted_step_time_s", *_OF_WINDOWS)
+"""Names of a job's series in the Trainer's loggers, there after `dlrover/`."""
 
 
 class DLRoverCallback(Callback):
@@ -140,6 +150,8 @@ class DLRoverCallback(Callback):
         self._known_by: tuple[object, ...] = ()  # inputs of the current place, compared in every step
         self._batch_ended = 0.0
         self._has_window = False  # of this fit
+        self._logged_round: int | None = None  # round of the newest world that was logged; None before the first
+        self._stalled_s = 0.0  # pauses of this worker up to then
         self._loss: torch.Tensor | None = None  # of the newest batch, on its device
         self._plugged: list[Callback] | None = None  # callbacks of other packages; None before the first fit
 
@@ -169,6 +181,7 @@ class DLRoverCallback(Callback):
         worker_id = membership.worker_id if membership is not None else f"local-{os.getpid()}"
         self._strategy = strategy
         self._has_window = False
+        self._logged_round, self._stalled_s = None, 0.0
         self._profiler = StepProfiler(worker_id, strategy.root_device, strategy.times)
         self._watch = ForwardWatch(pl_module) if not uses_dynamo(pl_module) else None
         if self._watch is not None:
@@ -198,6 +211,7 @@ class DLRoverCallback(Callback):
         elif self._batch_ended:
             # Without a loader of ours that measures it, all time between two steps counts as waiting for data.
             self._strategy.times.data_wait_s = time.perf_counter() - self._batch_ended
+        self._log_world(trainer, self._strategy)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -297,16 +311,30 @@ class DLRoverCallback(Callback):
             untunable={*TUNABLE} - {*self._tune} | {*(live.progress.untunable if live is not None else ())},
             progress=_progress(trainer, profile, batches, self._loss) if trainer.is_global_zero else None,
         )
-        if trainer.is_global_zero:
-            metrics = {
-                f"dlrover/{f.name}": float(value)
-                for f in dataclasses.fields(profile)
-                if f.name not in ("at", "global_rank", "first_step")
-                and isinstance(value := getattr(profile, f.name), int | float)
-            }
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.global_step)
+        predicted_s = self._analyst.predicted_step_time_s(profile)
+        self._log(trainer, _series(profile) | ({"predicted_step_time_s": predicted_s} if predicted_s is not None else {}))
         return profile
+
+    # --- series of the job in the Trainer's loggers ------------------------------------------------------------------------
+
+    def _log_world(self, trainer: L.Trainer, strategy: DLRoverStrategy) -> None:
+        """Log the world of the first batch, and of the first batch after each change, with the pause before it."""
+        world = strategy.world
+        if self._logged_round == world.round:
+            return
+        is_first, self._logged_round = self._logged_round is None, world.round
+        stalled_s = strategy.live.progress.stalled_s if strategy.live is not None else 0.0
+        pause_s, self._stalled_s = stalled_s - self._stalled_s, stalled_s
+        row = {"world_size": world.size, "round": world.round, "stall_s": pause_s}
+        self._log(trainer, row, is_first=is_first)
+
+    def _log(self, trainer: L.Trainer, values: Mapping[str, float], *, is_first: bool = False) -> None:
+        if not self._logs_world or not trainer.is_global_zero:
+            return
+        for logger in trainer.loggers:
+            # Each name that comes later makes a CSVLogger write its whole file again.
+            row = {**dict.fromkeys(SERIES, math.nan), **values} if is_first and isinstance(logger, CSVLogger) else values
+            logger.log_metrics({f"dlrover/{name}": float(value) for name, value in row.items()}, step=trainer.global_step)
 
     def _finish(self, end: Literal["running", "finished", "failed"]) -> None:
         watchdog, self._watchdog = self._watchdog, None
@@ -365,6 +393,12 @@ def _plugged_callbacks(trainer: L.Trainer) -> list[Callback]:
         except Exception as error:  # of a foreign module
             raise plugin.error(f"it failed: {type(error).__name__}: {error}") from error
     return made
+
+
+def _series(profile: StepProfile) -> dict[str, float]:
+    """Return a window's values for the loggers, by name."""
+    of_world = {"world_size": profile.num_workers, "round": profile.round_number}
+    return of_world | {name: getattr(profile, name) for name in _OF_WINDOWS}
 
 
 def _loader(trainer: L.Trainer) -> object:

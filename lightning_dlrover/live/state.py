@@ -76,6 +76,58 @@ def adopt_runs(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
             arguments.setdefault("resume", "allow")
 
 
+def recorded_runs(loggers: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the names of the loggers' runs for the job's record, from which a later life of the job continues them."""
+    return [{"kind": run["kind"], **run["names"]} for run in capture_runs(loggers)]
+
+
+def unnamed(loggers: Sequence[Any]) -> list[bool]:
+    """Return for each logger whether its run has neither a name nor begun. Ask before Lightning's first use of it."""
+    return [getattr(each, _naming(each), "") is None and getattr(each, "_experiment", None) is None for each in loggers]
+
+
+def continue_runs(loggers: Sequence[Any], are_unnamed: Sequence[bool], runs: Sequence[Mapping[str, Any]]) -> None:
+    """Continue the runs of an earlier life of the job, all of whose workers were lost.
+
+    A logger that the script has named itself keeps its name, and so does one whose kind is not the recorded one.
+
+    Args:
+        are_unnamed: see `unnamed`.
+        runs: see `recorded_runs`; untrusted.
+    """
+    if [_kind(logger) for logger in loggers] != [run.get("kind") for run in runs]:
+        return  # the script has other loggers now
+    for logger, is_unnamed, run in zip(loggers, are_unnamed, runs, strict=True):
+        names = {name: run[name] for name in LOGGER_NAMES.get(_kind(logger), ("_version",)) if name in run}
+        if not is_unnamed or not names or not all(map(_is_name, names.values())):
+            continue
+        before = {name: getattr(logger, name) for name in names}
+        adopt_runs([logger], [{"kind": _kind(logger), "names": names}])
+        if _kind(logger) == "MLFlowLogger" and (problem := _unknown_to_mlflow(logger)):
+            log.warning("MLflow does not have the job's run %s, so another one begins: %s", names.get("_run_id"), problem)
+            for name, value in before.items():
+                setattr(logger, name, value)
+
+
+def _naming(logger: object) -> str:
+    """Return the attribute that is None until the logger's run has a name."""
+    return LOGGER_NAMES.get(_kind(logger), ("_version",))[0]
+
+
+def _is_name(value: object) -> bool:
+    """Return whether a value from the job's record may name a run: the name of a folder, an id or a number."""
+    return isinstance(value, int) or (isinstance(value, str) and bool(value) and os.sep not in value and value != os.pardir)
+
+
+def _unknown_to_mlflow(logger: Any) -> str:
+    """Return why the server does not have the logger's run; "" if it has."""
+    try:
+        logger._mlflow_client.get_run(logger._run_id)
+    except Exception as error:  # of MLflow, which may be another server now
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def take_over(loggers: Sequence[Any]) -> None:
     """On the new rank 0: open loggers that would drop their rows if they were opened as usual."""
     for logger in loggers:

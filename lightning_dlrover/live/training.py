@@ -183,6 +183,7 @@ class LiveTraining:
         self._settings = SettingsInForce(available_cores())
         self.progress = FitProgress(world, batches, port, position, self._pace, self.pulse)
         self._was_at_boundary = strategy.clock.read()
+        self._unnamed = state.unnamed(trainer.loggers)  # for each logger
         self._is_switching = False  # set at a boundary while the world may change
         self._begins_epoch = False  # set while Lightning's loop begins one
         world.place = position
@@ -415,8 +416,9 @@ class LiveTraining:
         assert self.formation is not None
         formation = self.formation
         self._state.find_names()
-        if formation.rank == 0 and self.world.config.max_workers > 1:
+        if formation.rank == 0:
             state.begin(self._trainer.lightning.loggers)
+            self._record_runs()
         if formation.size > 1:
             runs = transfer.all_gather(state.capture_runs(self._trainer.lightning.loggers) if formation.rank == 0 else [])[0]
             if formation.rank != 0:
@@ -436,6 +438,22 @@ class LiveTraining:
             self.tables.resume(formation)
         elif not self._successors.resume():
             self.checkpoints.resume_together()
+
+    def _record_runs(self) -> None:
+        """Let a later life of the job continue the loggers' runs. Those of a later fit are not the job's."""
+        runs = state.recorded_runs(self._trainer.lightning.loggers)
+        job = self.world.view.job
+        if self.position.fit == 1 and not self.world.has_finished and job is not None and job.runs != runs:
+            self.world.records.record(
+                f"run {self.world.config.run_id}: the loggers' runs", lambda job: replace(job, runs=runs)
+            )
+
+    def continue_runs(self) -> None:
+        """On rank 0: continue the loggers' runs of an earlier life of the job, if there is one."""
+        job = self.world.view.job
+        if job is not None and job.runs:
+            state.continue_runs(self._trainer.lightning.loggers, self._unnamed, job.runs)
+            state.take_over(self._trainer.lightning.loggers)
 
     def _admit(self, fingerprint: str, data: DataFingerprint) -> None:
         """Wait until the job needs this worker, then take its state over."""
@@ -514,8 +532,10 @@ class LiveTraining:
         if not standing and me == formation.round.members[0]:
             self.checkpoints.take_users_choice()
         has_resumed = not standing and self._successors.resume()
-        if not standing and not has_resumed and me == formation.round.members[0]:
-            self.checkpoints.resume_alone()
+        if not standing and me == formation.round.members[0]:
+            self.continue_runs()  # before a checkpoint, whose callbacks may ask for the run's folder
+            if not has_resumed:
+                self.checkpoints.resume_alone()
         for source, worker in plan.behind:
             self._hand_over_update(formation, source, worker, standing)
         if len(standing) > 1:
@@ -638,6 +658,7 @@ class JobSession:
                     callback.overwrite = True  # an earlier life of the job has left LightningCLI's file
         if formation is not None and formation.rank == 0:
             self._compare_with_arguments(trainer, formation)
+            self.live.continue_runs()
         if formation is not None and formation.size > 1:
             _compare_callbacks(self.live, trainer)
 
