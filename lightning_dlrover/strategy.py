@@ -185,7 +185,7 @@ class DLRoverStrategy(LiveStrategy):
 
     @property
     def world(self) -> WorldInfo:
-        """The workers of the job and this worker's place among them. Outside of a live job, those that Lightning has started."""
+        """The job's workers and this one's place among them. Outside of a live job, those that Lightning has started."""
         if self.live is not None:
             return self.live.hooks.world
         return WorldInfo(self.world_size, self.global_rank, 0, self.world_size)

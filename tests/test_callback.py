@@ -67,7 +67,6 @@ def test_windows_are_logged_and_a_recommendation_is_given_at_the_end(tmp_path: P
     assert (first["dlrover/world_size"], first["dlrover/stall_s"], first["dlrover/step_time_s"]) == ("1.0", "0.0", "nan")
     assert {f"dlrover/{name}" for name in SERIES} == {name for name in rows[0] if name.startswith("dlrover/")}
     assert found
-    assert any(float(window["dlrover/predicted_step_time_s"] or 0) > 0 for window in found)
     for window in found:
         parts = sum(float(window[f"dlrover/{part}_s"]) for part in STEP_PARTS)
         assert parts == pytest.approx(float(window["dlrover/step_time_s"]), rel=1e-3)

@@ -183,7 +183,7 @@ class LiveTraining:
         self._settings = SettingsInForce(available_cores())
         self.progress = FitProgress(world, batches, port, position, self._pace, self.pulse)
         self._was_at_boundary = strategy.clock.read()
-        self._unnamed = state.unnamed(trainer.loggers)  # for each logger
+        self._former_runs = state.FormerRuns(trainer)
         self._is_switching = False  # set at a boundary while the world may change
         self._begins_epoch = False  # set while Lightning's loop begins one
         world.place = position
@@ -444,16 +444,13 @@ class LiveTraining:
         runs = state.recorded_runs(self._trainer.lightning.loggers)
         job = self.world.view.job
         if self.position.fit == 1 and not self.world.has_finished and job is not None and job.runs != runs:
-            self.world.records.record(
-                f"run {self.world.config.run_id}: the loggers' runs", lambda job: replace(job, runs=runs)
-            )
+            self.world.records.record(f"run {self.world.config.run_id}: the loggers' runs", lambda job: replace(job, runs=runs))
 
     def continue_runs(self) -> None:
         """On rank 0: continue the loggers' runs of an earlier life of the job, if there is one."""
         job = self.world.view.job
         if job is not None and job.runs:
-            state.continue_runs(self._trainer.lightning.loggers, self._unnamed, job.runs)
-            state.take_over(self._trainer.lightning.loggers)
+            self._former_runs.resume(job.runs)
 
     def _admit(self, fingerprint: str, data: DataFingerprint) -> None:
         """Wait until the job needs this worker, then take its state over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -34,7 +35,7 @@ def rounds_seen(job: Job) -> dict[str, list[int]]:
 def assert_in_order(worker: Worker) -> None:
     """Assert that each change begins with the world that the one before has brought."""
     found = changes(worker)
-    for (_, before), (former, after) in zip(found, found[1:], strict=False):
+    for (_, before), (former, after) in itertools.pairwise(found):
         assert former == before
         assert after[2] > before[2]
 

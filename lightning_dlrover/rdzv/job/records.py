@@ -244,7 +244,7 @@ class JobRecord:
     global_batch_size: int = 0  # samples per step; 0 until the first round has determined it
     start_workers: int = 0  # workers at the start, or a pool job's MIN: a DataLoader's global batch is batch_size times this
     lane_workers: int = 0  # number of workers that stream rows are laid out for: the job's maximum at its start
-    runs: list[dict[str, Any]] = field(default_factory=list)  # each logger's kind, and the names of its run, see `live/state.py`
+    runs: list[dict[str, Any]] = field(default_factory=list)  # kind and name of each logger's run, see `live/state.py`
     started_from: str = ""  # newest checkpoint that the user has chosen by `ckpt_path`
     created_at: float = 0.0
     message: str = ""  # reason for the failure
