@@ -24,6 +24,7 @@ from lightning_dlrover.plugins import PluginError
 
 _MODULES = {
     "run": "run",
+    "init": "init",
     "doctor": "doctor",
     "data": "data",
     **dict.fromkeys(("scale", "drain", "cancel"), "control"),
@@ -118,6 +119,7 @@ def _refusals() -> tuple[type[Exception], ...]:
     from lightning_dlrover.components.targets.target import TargetError
     from lightning_dlrover.rdzv.etcd.server import EtcdServerError
     from lightning_dlrover.rdzv.etcd.types import EtcdError
+    from lightning_dlrover.report.metrics import MetricsError
     from lightning_dlrover.report.status import JobNotFoundError
     from lightning_dlrover.tuning.history import HistoryError
 
@@ -128,6 +130,7 @@ def _refusals() -> tuple[type[Exception], ...]:
         ControllerBusyError,
         EtcdError,
         EtcdServerError,
+        MetricsError,
         RecordError,
         TargetError,
     )
