@@ -339,6 +339,8 @@ def add_kubernetes_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag(name), action="append", default=[], metavar=value, help=f"{text}; repeatable")
     text = "create plain Jobs even where the cluster has Volcano (default: Volcano Jobs there)"
     group.add_argument("--plain-jobs", action="store_const", const=True, help=text)
+    text = "create no PodDisruptionBudget (default: one that keeps MIN workers from drains)"
+    group.add_argument("--no-disruption-budget", action="store_const", const=True, help=text)
 
 
 def _add_texts(group: Any, options: Mapping[str, tuple[str, str]]) -> None:

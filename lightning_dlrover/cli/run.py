@@ -41,7 +41,7 @@ from lightning_dlrover.codec import RecordError
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.nodes import ControllerBusyError
 from lightning_dlrover.components.control.reconcile import FailurePolicy, FinishJob, Limits
-from lightning_dlrover.components.targets.target import NodeSpec, TargetError
+from lightning_dlrover.components.targets.target import EventSink, NodeSpec, TargetError
 from lightning_dlrover.host import own_address
 from lightning_dlrover.output import complain, counted, has_terminal, printable, say, show_transient
 from lightning_dlrover.rdzv.etcd.client import USER, make_password, require_password
@@ -154,10 +154,15 @@ BAR_WIDTH = 20
 
 
 class Announcer:
-    """Prints new events of the job. Repeated decisions to keep the same settings are printed once."""
+    """Prints new events of the job. Repeated decisions to keep the same settings are printed once.
 
-    def __init__(self, log: EventLog) -> None:
+    Args:
+        sink: where to show them, too.
+    """
+
+    def __init__(self, log: EventLog, sink: EventSink | None = None) -> None:
         self._log = log
+        self._sink = sink
         self._stays_at: object = None
 
     def __call__(self) -> None:
@@ -169,6 +174,8 @@ class Announcer:
                 self._stays_at = chosen if chosen == current else None
             if event.kind in SHOWN and event.text:
                 say(printable(f"[{event.kind}] {event.text}"))
+                if self._sink is not None:
+                    self._sink.publish(event)
 
 
 class ProgressLine:
@@ -455,7 +462,7 @@ def _run_job(
         target = _make_target(options, spec, folder / "logs", hurry, has_own_etcd=server is not None, claims=gpus)
         mirror = stack.enter_context(Mirror(client, place.keys.events))
         log = EventLog(mirror, folder / EVENTS_FILE)
-        announce = Announcer(log)
+        announce = Announcer(log, target if isinstance(target, EventSink) else None)
         progress = ProgressLine(stack.enter_context(Mirror(client, place.keys.progress)))
         if options.target == "local":
             stack.callback(_remove_snapshots, client, place, server)  # after the end of all nodes, and before that of etcd
