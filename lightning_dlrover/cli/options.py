@@ -265,21 +265,11 @@ def add_etcd_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key-prefix", metavar="PREFIX", help="prefix of all jobs' keys in etcd (default /dlrover)")
 
 
-def notify_destination(text: str) -> Any:
-    """A destination of notifications. The error does not quote it: it may hold a secret."""
-    from lightning_dlrover.report.notify import destination
-
-    try:
-        return destination(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def add_notify_option(parser: Any) -> None:
     """Add the option for notifications of what happens to jobs."""
     text = "post a JSON document to URL for each event such as a lost worker or the end, or pass it to COMMAND on its standard "
     text += "input; @FILE: take either from the first line of FILE, which hides it from `ps`. Repeatable"
-    parser.add_argument("--notify", action="append", default=[], type=notify_destination, metavar="URL|COMMAND", help=text)
+    parser.add_argument("--notify", action="append", default=[], metavar="URL|COMMAND", help=text)
 
 
 def add_objective_options(parser: argparse.ArgumentParser) -> None:

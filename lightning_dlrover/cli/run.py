@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from lightning_dlrover import variables
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_LOST, EXIT_USAGE, Interrupted, UsageError, signals_as_exceptions
-from lightning_dlrover.cli.lookup import etcd_access
+from lightning_dlrover.cli.lookup import etcd_access, notify_destinations
 from lightning_dlrover.cli.options import NODE_OPTIONS, SLURM_OPTIONS, TIMEOUTS, flag
 from lightning_dlrover.cli.plugins import requested_ticket
 from lightning_dlrover.cli.run_options import (
@@ -360,6 +360,7 @@ def run_command(options: argparse.Namespace) -> int:
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
     objective(options)
+    notify = notify_destinations(options)
     pairs(options, "env", "NAME=VALUE")
     defaults = EtcdDefaults.of_this_process()
     endpoint = options.endpoint or defaults.endpoint
@@ -385,7 +386,7 @@ def run_command(options: argparse.Namespace) -> int:
                     place = JobPlace(run_id, server.endpoint, prefix, access)
                 else:
                     place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or defaults.access)
-                return _run_job(options, command, place, folder, server, hurry, asked, course)
+                return _run_job(options, command, place, folder, server, hurry, asked, notify, course)
         except Interrupted as interrupted:
             name = signal.Signals(interrupted.signal_number).name
             complain(f"job {run_id} was ended by {name}; {_what_is_left(run_id, course) or 'nothing it started is left'}")
@@ -425,6 +426,7 @@ def _run_job(
     server: EmbeddedEtcd | None,
     hurry: threading.Event,
     asked: TicketRequest | None,
+    notify: Sequence[Destination],
     course: _Course,
 ) -> int:
     """Run the job to its end; all nodes but those in `course.left` have ended when this returns or raises."""
@@ -444,7 +446,7 @@ def _run_job(
         client = stack.enter_context(connect(place))
         is_resumed = (folder / JOB_FILE).exists()
         _refuse_unusable_job(client, place, is_resumed, options.workers_per_node)
-        notifications = stack.enter_context(_Notifications(client, place.keys, options.notify, hurry))
+        notifications = stack.enter_context(_Notifications(client, place.keys, notify, hurry))
         # Before the target: its nodes end before the ticket is released.
         ticket = stack.enter_context(asked.wait(client, place.keys)) if asked is not None else None
         gpus = ticket.gpus if ticket is not None else None
@@ -470,7 +472,7 @@ def _run_job(
         workers = f"{limits.min_workers} to {limits.max_workers} workers"
         say(f"job {place.run_id}: {workers}, etcd at {place.endpoint}, files in {folder}")
         try:
-            shows = [announce, progress, lambda: notifications.look(mirror)]
+            shows: list[Callable[[], None]] = [announce, progress, lambda: notifications.look(mirror)]
             end = _steer(controller, server, options.target, shows, ticket)
             notifications.end = end
         finally:

@@ -198,8 +198,8 @@ def _post(to: Destination, notification: Notification) -> None:
     except urllib.error.HTTPError as error:
         error.close()
         pause_s = 0.0
-        with contextlib.suppress(TypeError, ValueError):
-            pause_s = min(TOTAL_S / 2, float(error.headers.get("Retry-After")))
+        with contextlib.suppress(ValueError):  # it may be a date
+            pause_s = min(TOTAL_S / 2, float(error.headers.get("Retry-After") or 0.0))
         raise _AttemptError(f"HTTP {error.code}", error.code in FINAL_CODES, max(0.0, pause_s)) from None
     except Exception as error:  # urllib and http.client raise many types, and their messages may quote the URL
         cause = getattr(error, "reason", error)
@@ -334,7 +334,7 @@ class _Line:
         except OSError as error:
             raise _AttemptError(f"it cannot be started: {error.strerror}") from None
         try:
-            process.communicate(notification.document(), timeout_s)
+            process.communicate(notification.document() + b"\n", timeout_s)
         except subprocess.TimeoutExpired:
             raise _AttemptError(f"it did not end within {timeout_s:.0f} s") from None
         finally:
@@ -570,7 +570,7 @@ class JobEvents:
                 "",
                 event,
                 "run",
-                f"job {self._run_id} {_WORDS[event]}: {'; '.join(texts)}",
+                f"job {self._run_id} {WORDS[event]}: {'; '.join(texts)}",
                 record.at,
                 self._run_id,
                 workers=after,
@@ -584,12 +584,12 @@ class JobEvents:
     def _of_others(self, records: list[EventRecord]) -> Notification | None:
         for kind, event in _OF_EVENTS:
             for record, _ in kinds.events_of(records, kind):
-                text = f"job {self._run_id} {_WORDS[event]}: {record.text}"
+                text = f"job {self._run_id} {WORDS[event]}: {record.text}"
                 return Notification("", event, "run", text, record.at, self._run_id, reason=record.text)
         return None
 
 
-_WORDS: dict[str, str] = {
+WORDS: dict[str, str] = {
     "started": "has started",
     "grown": "has grown",
     "shrunk": "has shrunk",
@@ -607,5 +607,5 @@ _WORDS: dict[str, str] = {
 def ended(run_id: str, event: Kind, reason: str, exit_code: int | None = None) -> Notification:
     """Return the notification of the end of a `dlrover run`."""
     id_ = f"{run_id}/{time.time_ns():020d}-end"
-    text = f"job {run_id} {_WORDS[event]}" + (f": {reason}" if reason else "")
+    text = f"job {run_id} {WORDS[event]}" + (f": {reason}" if reason and event != "finished" else "")
     return Notification(id_, event, "run", text, time.time(), run_id, reason=reason or None, exit_code=exit_code)
