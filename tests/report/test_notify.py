@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -280,7 +281,8 @@ LOST = (kinds.WorkerLost("w9"), "worker w9 is gone: its lease ended")
 def test_successor_of_a_killed_process_repeats_only_what_was_not_settled(client: EtcdClient, keys: Keys, cut: int) -> None:
     """The first process handles `cut` events, the last of which hangs at its destination when the process is killed."""
     lines = [round_(1, "start", 1), round_(2, "grow", 2), round_(3, "shrink", 1), round_(4, "grow", 3), round_(5, "grow", 4)]
-    with Receiver(*[200] * (cut - 1), *(["hang"] if cut else [])) as receiver:  # type: ignore[list-item]
+    answers: list[int | Literal["hang", "drip"]] = [*[200] * (cut - 1), "hang"] if cut else []
+    with Receiver(*answers) as receiver:
         to = [destination(receiver.url)]
         first = EtcdNotifications(client, keys.events, keys.notified, to, JobEvents("ctr"))
         for line in lines[:cut]:
