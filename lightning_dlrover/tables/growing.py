@@ -51,7 +51,7 @@ class GrowingCollection(nn.Module):
         growth: of all tables, or by table name.
 
     Raises:
-        ValueError: a configuration is not supported here; the message has the reason.
+        ValueError: there is no table, or a configuration is not supported here; the message has the reason.
     """
 
     def __init__(
@@ -59,6 +59,8 @@ class GrowingCollection(nn.Module):
     ) -> None:
         super().__init__()
         names = [config.name for config in tables]
+        if not names:
+            raise ValueError("a collection needs at least one table")
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two tables have the name {doubled[0]!r}")
         if isinstance(growth, Mapping) and (unknown := sorted(growth.keys() - set(names))):
@@ -72,9 +74,11 @@ class GrowingCollection(nn.Module):
         # Gives autograd a reason to call our backward pass. Not a parameter: optimizers and DDP must not see it.
         self._anchor = torch.zeros((), requires_grad=True)
 
-    def configs(self) -> list[Any]:
-        """Return torchrec's configurations of the tables."""
-        return [table.config for table in self._tables.values()]
+    def __deepcopy__(self, memo: object) -> Any:
+        raise TypeError("growing tables are not copied: their rows may fill this host's memory; copy the rest of the module")
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError("growing tables are not pickled: save a checkpoint, which holds their rows")
 
     def rows(self) -> dict[str, Rows]:
         """Return the rows of each table on this worker, by its name."""
@@ -128,9 +132,18 @@ class GrowingCollection(nn.Module):
                 at += len(parts[-1])
             asked.append(torch.unique(keys_of(torch.cat(parts)), return_inverse=True, return_counts=True))
         lookup = _Lookup(list(self._tables.values()), [keys for keys, _, _ in asked], [counts for _, _, counts in asked])
+        if len(self._tables[next(iter(self._tables))].borders) - 1 != _world_size():
+            raise RuntimeError(
+                f"growing tables are looked up by {_world_size()} workers, which do not share them: train with "
+                "DLRoverStrategy, which lets each worker own some of the rows, or with one worker"
+            )
         is_training = self.training and torch.is_grad_enabled()
         rows = _RowsOf.apply(self._anchor, lookup) if is_training else lookup.forward(is_training=False)  # type: ignore[no-untyped-call]
         return dict(zip(self._tables, rows, strict=True)), places, [index for _, index, _ in asked]
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 class GrowingEmbeddingBagCollection(GrowingCollection):

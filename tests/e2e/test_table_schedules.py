@@ -46,6 +46,7 @@ MODELS = (
     TableSettings(num_rows=160, kinds=("table_wise", "table_column_wise", "data_parallel"), manual=True),
     TableSettings(num_rows=150, num_val_rows=21, val_every=6),
     TableSettings(num_rows=160, kinds=KINDS[:3], is_bag=False, num_val_rows=13),
+    TableSettings(num_rows=150, kinds=("growing", "growing", "row_wise"), num_val_rows=21),
 )
 """Few models, each compared with one undisturbed run. Their last batches have a sample for each of four workers."""
 
