@@ -39,7 +39,7 @@ ANY_SIZE = NodeSize()
 class NodeSpec:
     """Command and settings shared by every node of a job."""
 
-    script: str  # `-m` if the first argument is the name of a module
+    script: str  # `-m` if the first argument is the name of a module, `--no-python` if it is another program
     script_args: tuple[str, ...]
     endpoint: str
     run_id: str
@@ -48,6 +48,7 @@ class NodeSpec:
     max_workers: int
     max_restarts: int = 0
     workers_per_node: int = 1
+    sizes: tuple[int, ...] = ()  # numbers of workers that may be requested; empty: any
     has_spares: bool = False  # workers are forked from processes that have imported their modules
     access: Mapping[str, str] = field(default_factory=dict)  # etcd user and paths of credential files
     environment: Mapping[str, str] = field(default_factory=dict)  # extra variables of the nodes
