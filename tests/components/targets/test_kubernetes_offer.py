@@ -56,7 +56,12 @@ def test_pod_of_the_trial_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig))
         seen: list[str] = []
         original = running._create_pod
-        monkeypatch.setattr(running, "_create_pod", lambda pod: (original(pod), seen.append(str(pod["metadata"]["name"]))))
+
+        def create_pod(pod: dict[str, Any]) -> None:
+            seen.append(str(pod["metadata"]["name"]))
+            original(pod)
+
+        monkeypatch.setattr(running, "_create_pod", create_pod)
         assert make(trial_s=30.0).name == VOLCANO
         assert seen == [f"{TRIAL}-worker-0-0"]
         assert running._processes == {}
