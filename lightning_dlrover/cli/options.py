@@ -290,6 +290,13 @@ def add_metrics_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--metrics", type=listen_address, metavar="[ADDRESS:]PORT", help=text)
 
 
+def add_notify_option(parser: Any) -> None:
+    """Add the option for notifications of what happens to jobs."""
+    text = "post a JSON document to URL for each event such as a lost worker or the end, or pass it to COMMAND on its standard "
+    text += "input; @FILE: take either from the first line of FILE, which hides it from `ps`. Repeatable"
+    parser.add_argument("--notify", action="append", default=[], metavar="URL|COMMAND", help=text)
+
+
 def add_objective_options(parser: argparse.ArgumentParser) -> None:
     """Add the planner's objective, and the job history that it starts from."""
     group = parser.add_argument_group("planner", "Ignored where the script's DLRoverCallback sets the same.")
