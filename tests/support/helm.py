@@ -63,7 +63,7 @@ def run_helm(helm: Path, *arguments: object) -> str:
     """Run Helm, which reads nothing of this user's. Raise HelmError with its message if it fails."""
     with tempfile.TemporaryDirectory() as home:
         environment = {"PATH": os.environ.get("PATH", ""), "HOME": home}
-        command = [helm, *map(str, arguments)]
+        command = [str(helm), *map(str, arguments)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
         raise HelmError(done.stderr)
