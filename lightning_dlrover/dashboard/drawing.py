@@ -24,7 +24,7 @@ _STATES = {
     **dict.fromkeys(("failed", "gone", "stopped", "cancelled", "interrupted"), "red"),
     **dict.fromkeys(("starting", "waiting", "standby", "ready", "reforming", "leaving"), "yellow"),
 }
-_ROUNDS = {"start": "▶", "grow": "+", "shrink": "-", "replace": "⇄", "loss": "✗", "retry": "↻", "undo": "↶", "stop": "■"}
+_ROUNDS = {"start": "▶", "grow": "▲", "shrink": "▼", "replace": "⇄", "loss": "✗", "retry": "↻", "undo": "↶", "stop": "■"}
 _STAGES = {
     "requested": "requested from the scheduler",
     "starting": "starting",
@@ -105,12 +105,13 @@ def parts_line(parts: StepParts, width: int) -> Text:
         share = getattr(parts, field) / total if total > 0 else 0.0
         if name != "other" or share >= 0.005:
             text.append(f"{_FILLS[name]} ", colour).append(f"{name} {share:.0%}  ")
+    text.right_crop(2)
     return parts_bar(parts, max(0, width - len(text))) + Text("  ") + text if width - len(text) >= 12 else text
 
 
 def rate_chart(points: Sequence[Point], width: int, height: int) -> list[Text]:
     """Return throughput over time as a chart of `height` lines, with the number of workers below it."""
-    label = max((len(number_text(p.samples_per_s)) for p in points), default=1) + 1
+    label = max([len("workers"), *(len(number_text(p.samples_per_s)) for p in points)]) + 1
     columns = max(1, width - label)
     shown = _over_time(points, columns)
     top = max((p.samples_per_s for p in shown if p is not None), default=0.0)
@@ -119,9 +120,20 @@ def rate_chart(points: Sequence[Point], width: int, height: int) -> list[Text]:
         cells = "".join(_cell(p.samples_per_s / top * height - row + 1 if p is not None and top > 0 else 0.0) for p in shown)
         name = number_text(top) if row == height else "0" if row == 1 else ""
         lines.append(Text(f"{name:>{label - 1}} ", "dim") + Text(cells, "cyan"))
-    workers = "".join(str(min(p.num_workers, 9)) if p is not None else " " for p in shown)
-    lines.append(Text(f"{'workers':>{label - 1}} "[:label], "dim") + Text(workers, "dim"))
+    lines.append(Text(f"{'workers':>{label - 1}} {_changes([p.num_workers if p else 0 for p in shown])}", "dim"))
     return lines
+
+
+def _changes(numbers: Sequence[int]) -> str:
+    """Return each number where it begins, and `·` for as long as it holds."""
+    text = ""
+    for column, number in enumerate(numbers):
+        is_new = number and (column == 0 or numbers[column - 1] != number)
+        if is_new and len(text) <= column:
+            text += str(number)
+        elif len(text) <= column:
+            text += "·" if number else " "
+    return text[: len(numbers)]
 
 
 def parts_chart(points: Sequence[Point], width: int, height: int) -> list[Text]:
@@ -173,18 +185,19 @@ def _seconds_text(seconds: float) -> str:
 
 
 def rounds_strip(rounds: Sequence[ShownRound], width: int) -> Text:
-    """Return the newest rounds with their sizes and pauses, as many as fit: `▶2  +3 0.4s  ✗2 0.3s`."""
+    """Return the newest rounds with their sizes and pauses, as many as fit: `▶ start 2  ▲ grow 3 (0.4 s)`."""
     pieces: list[Text] = []
     used = 0
     for each in reversed(rounds):
         mark = _ROUNDS.get(each.kind, "?")
-        pause = f" {each.stall_s:.2g}s" if each.stall_s is not None else ""
-        piece = Text(f"{mark}{each.num_workers}", "red" if each.kind in ("loss", "undo") else "bold").append(pause, "dim")
-        if used + len(piece) + 2 > width:
+        pause = f" ({each.stall_s:.2g} s)" if each.stall_s is not None else ""
+        piece = Text(f"{mark} {each.kind} ", "red" if each.kind in ("loss", "undo") else "")
+        piece.append(str(each.num_workers), "bold").append(pause, "dim")
+        if used + len(piece) + 3 > width:
             break
         pieces.append(piece)
-        used += len(piece) + 2
-    return Text("  ").join(reversed(pieces))
+        used += len(piece) + 3
+    return Text("   ").join(reversed(pieces))
 
 
 def size_text(job: ShownJob) -> str:
@@ -223,7 +236,11 @@ def facts(job: ShownJob, width: int) -> list[Text]:
         )
     rates = [point.samples_per_s for point in job.series]
     line = Text(f"{rate_text(job.samples_per_s)} samples/s ", "bold").append(sparkline(rates, 16), "cyan")
-    line.append(f"  workers {size_text(job)}")
+    line.append(f"  workers {job.num_workers}")
+    if job.wanted_workers not in (None, job.num_workers):
+        line.append(f", {job.wanted_workers} wanted", "yellow")
+    if job.min_workers is not None:
+        line.append(f" (limits {job.min_workers} to {job.max_workers})", "dim")
     if job.goodput is not None:
         line.append(f"  goodput {job.goodput:.0%}")
     if job.num_losses:
@@ -311,7 +328,11 @@ def worker_lines(worker: ShownWorker, job: ShownJob, width: int) -> list[Text]:
     if worker.memory_bytes is not None:
         peak = f", peak {bytes_text(worker.peak_memory_bytes)}" if worker.peak_memory_bytes else ""
         limit = f" of {bytes_text(worker.memory_limit_bytes)}" if worker.memory_limit_bytes else ", no limit known"
-        full = f", full in {time_text(max(0.0, worker.full_at - job.at))}" if worker.full_at is not None else ", not growing"
+        full = (
+            f", full in {time_text(max(0.0, worker.full_at - job.at))}"
+            if worker.full_at is not None
+            else ", no shortage forecast"
+        )
         lines.append(Text(f"memory {bytes_text(worker.memory_bytes)}{limit}{peak}{full}"))
         counts = f"{counted(worker.intra_op_threads, 'thread')}, {counted(worker.loader_workers, 'loader worker')}"
         lines.append(Text(f"device {worker.device}, {worker.cpu_percent or 0:.0f} % of a core, {counts}"))

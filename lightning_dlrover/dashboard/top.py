@@ -17,7 +17,7 @@ from rich.text import Text
 from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import Container, Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Input, Static
 from textual.worker import get_current_worker
@@ -39,6 +39,7 @@ STACKS_S = 10.0  # seconds to wait for the stacks of a worker
 WIDE = 120  # columns from which a screen has charts
 MAX_STACK_LINES = 2000
 MAX_ROWS = 2000  # workers in a table
+_TABLE_WIDTH = 100  # columns of the workers' table on a wide screen, where the events are next to it
 
 _REFUSALS = (UsageError, EtcdError, JobNotFoundError, OSError, ValueError)
 
@@ -210,7 +211,12 @@ class JobsScreen(Live):
         Binding("q", "app.quit", "quit"),
     ]
 
-    COLUMNS = ("JOB", "STATE", "WORKERS", "SAMPLES/S", "TREND", "PROGRESS", "GOODPUT", "LAST EVENT")
+    COLUMNS = ("JOB", "STATE", "WORKERS", "SAMPLES/S", "PROGRESS", "GOODPUT", "TREND", "LAST EVENT")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._jobs: dict[str, ShownJob] = {}
+        self._problem = ""
 
     def compose(self) -> ComposeResult:
         yield Static(id="head")
@@ -238,7 +244,22 @@ class JobsScreen(Live):
         self.query_one("#jobs", Table).show({job.run_id: self._cells(job, room) for job in jobs[:MAX_ROWS]})
         problems = [source.problem for source in seen.sources if source.problem and not source.is_connected]
         text = problems[0] if problems else "" if seen.jobs else f"no jobs yet in {self.app.watcher.place}"
-        self.query_one("#notice", Static).update(Text(text, "yellow"))
+        self._jobs = {job.run_id: job for job in jobs}
+        self._problem = text
+        self._show_last_event()
+
+    def _show_last_event(self) -> None:
+        """Show what the selected job has done last: a narrow screen has no column for it."""
+        job = self._jobs.get(self.query_one("#jobs", Table).selected or "")
+        text = Text(self._problem, "yellow")
+        if not self._problem and job is not None and job.events:
+            last = job.events[-1]
+            text = Text(f"{job.run_id[:24]}, {drawing.clock_text(last.at)}: ", "bold").append(job.last_event)
+        text.truncate(2 * self.size.width, overflow="ellipsis")
+        self.query_one("#notice", Static).update(text)
+
+    def on_data_table_row_highlighted(self) -> None:
+        self._show_last_event()
 
     @staticmethod
     def _cells(job: ShownJob, room: int) -> tuple[Any, ...]:
@@ -247,7 +268,7 @@ class JobsScreen(Live):
         event = Text(job.last_event[:room], no_wrap=True, overflow="ellipsis")
         rate, progress = drawing.rate_text(job.samples_per_s), drawing.progress_text(job) or "-"
         name = Text(job.run_id[:24], "bold")
-        return name, drawing.state_text(job.state), drawing.size_text(job), rate, trend, progress, goodput, event
+        return name, drawing.state_text(job.state), drawing.size_text(job), rate, progress, goodput, trend, event
 
     def action_open(self) -> None:
         box = self.query_one("#filter", Input)
@@ -281,8 +302,8 @@ class JobScreen(Live):
     """One job."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("plus,equals_sign", "scale(1)", "more", key_display="+"),
-        Binding("minus", "scale(-1)", "fewer", key_display="-"),
+        Binding("plus,equals_sign", "scale(1)", "size", key_display="+ -"),
+        Binding("minus", "scale(-1)", "fewer", show=False),
         Binding("d", "drain(False)", "drain"),
         Binding("r", "drain(True)", "replace"),
         Binding("h", "hold", "hold"),
@@ -310,8 +331,9 @@ class JobScreen(Live):
         with Horizontal(id="charts"):
             yield Static(id="rate")
             yield Static(id="parts")
-        yield Table(self.COLUMNS, "workers")
-        yield Static(id="events")
+        with Container(id="lower"):
+            yield Table(self.COLUMNS, "workers")
+            yield Static(id="events")
         yield Static(id="notice")
         yield Footer(compact=True, show_command_palette=False)
 
@@ -346,15 +368,15 @@ class JobScreen(Live):
         room = max(3, height // 3) if not is_wide else len(facts)
         self.query_one("#facts", Static).update(Text("\n").join(facts[:room]))
         self._show_charts(job, is_wide, width, height)
-        rows = self._rows(job, now, 30 if is_wide else 14)
+        rows = self._rows(job, now, _TABLE_WIDTH - 66 if is_wide else 14)
         self.query_one("#workers", Table).show(rows)
         left = height - 3 - min(room, len(facts)) - (self._chart_height(height) + 2 if is_wide and job.series else 0)
-        num_events = max(3, min(len(job.events), left - max(5, min(len(rows) + 1, left // 2))))
+        num_events = left if is_wide else max(3, min(len(job.events), left - max(5, min(len(rows) + 1, left // 2))))
         lines = drawing.event_lines(job, num_events)
         for line in lines:
-            line.truncate(width, overflow="ellipsis")
-        self.query_one("#events", Static).update(Text("\n").join([Text("events", "bold"), *lines]))
-        self.query_one("#events").styles.height = num_events + 1
+            line.truncate(width - _TABLE_WIDTH - 2 if is_wide else width, overflow="ellipsis")
+            line.no_wrap = True
+        self.query_one("#events", Static).update(Text("\n").join([Text("events, newest last", "bold"), *lines]))
 
     @staticmethod
     def _chart_height(height: int) -> int:
@@ -435,9 +457,10 @@ class JobScreen(Live):
             bound = f"at most {job.max_workers}" if change > 0 else f"at least {job.min_workers}"
             self.notify(f"job {job.run_id} was started for {bound} workers", severity="warning")
             return
+        wants = f", and its plan wants {present}" if present != job.num_workers else ""
         self.app.push_screen(
             Confirmation(
-                lambda n: f"Set job {job.run_id} to {counted(n, 'worker')}? It has {job.num_workers}.",
+                lambda n: f"Set job {job.run_id} to {counted(n, 'worker')}? It has {job.num_workers}{wants}.",
                 lambda n: self.app.prediction(place, n),
                 min(allowed) if change > 0 else max(allowed),
                 sizes,
@@ -584,14 +607,17 @@ _HELP = (
     "h a      hold the job at its size; leave it to the planner again",
     "s        stacks of the selected worker",
     "e v      the plan and its predictions; all events",
-    "Enter    open a job or a worker      Esc  back      /  filter jobs      q  quit",
+    "Enter    open a job or a worker; Esc goes back, / filters jobs, q quits",
     "",
-    "WORKERS  present, wanted, and in brackets the limits of the job's start",
+    "WORKERS  present of wanted ones, and the limits of the job's start",
     "GOODPUT  time in steps that counted, over all time since the start",
-    "SHARE    samples of each global batch    STEP  seconds of a step",
-    "PARTS    █ compute  ▓ data  ░ wait for slower workers  ▒ exchange of gradients  · other",
-    "SLOW     own work relative to the median worker    MEMORY  used, and its part of the limit",
-    "rounds   ▶ start  + grow  - shrink  ⇄ replace  ✗ loss  ↻ retry  ↶ undone growth, with workers and pause",
+    "SHARE    samples of each global batch",
+    "STEP     seconds of a step",
+    "PARTS    █ compute, ▓ wait for data, ░ wait for slower workers,",
+    "         ▒ exchange of gradients, · other",
+    "SLOW     own work relative to that of the median worker",
+    "MEMORY   used, and its part of the limit",
+    "rounds   each change of the workers: new number, and the pause for it",
 )
 
 
@@ -610,7 +636,11 @@ class Top(App[int]):
     #rate { width: 1fr; height: auto; }
     #parts { width: 1fr; height: auto; }
     #notice { height: auto; max-height: 3; }
+    #lower { height: 1fr; layout: vertical; }
     #events { height: auto; }
+    .wide #lower { layout: horizontal; margin: 1 0 0 0; }
+    .wide #lower Table { width: 100; }
+    .wide #events { width: 1fr; height: 1fr; padding: 0 0 0 2; }
     DataTable { height: 1fr; scrollbar-size-horizontal: 0; }
     #scroll { height: 1fr; margin: 1 0 0 0; }
     #dialog { width: 76; max-width: 96%; height: auto; max-height: 90%; border: round $accent; padding: 0 1; }
