@@ -30,6 +30,7 @@ from lightning_dlrover.output import counted, time_text
 from lightning_dlrover.pool.commands import what_if_lines
 from lightning_dlrover.rdzv.etcd.types import EtcdError
 from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.sizes import WorldSizes
 from lightning_dlrover.rdzv.membership.worker_records import ask_for_stacks
 from lightning_dlrover.report.status import JobNotFoundError, JobPlace, connect
 from lightning_dlrover.report.view_model import ShownJob, ShownWorker, clean
@@ -463,8 +464,8 @@ class JobScreen(Live):
         if job.min_workers is None or job.max_workers is None:
             self.notify("the job has not started training yet", severity="warning")
             return
-        step = job.workers_per_node
-        sizes = [n for n in range(job.min_workers, job.max_workers + 1) if n % step == 0 or step == 1]
+        possible = WorldSizes(job.listed_sizes, job.workers_per_node)
+        sizes = [n for n in range(job.min_workers, job.max_workers + 1) if possible.allows(n)]
         present = job.num_workers if job.wanted_workers is None else job.wanted_workers
         allowed = [n for n in sizes if (n > present if change > 0 else n < present)]
         if not allowed:

@@ -245,6 +245,7 @@ class ShownJob(Shown):
     min_workers: int | None = None
     max_workers: int | None = None
     workers_per_node: int = 1
+    listed_sizes: tuple[int, ...] = ()  # numbers of workers that may be requested, within the limits; empty: any
     global_batch_size: int | None = None
     target: str = ""  # place where nodes run
     controller: str = ""
@@ -443,6 +444,7 @@ class JobRecords:
             min_workers=job.min_workers if job else None,
             max_workers=job.max_workers if job else None,
             workers_per_node=job.workers_per_node if job else 1,
+            listed_sizes=tuple(job.sizes) if job else (),
             global_batch_size=(job.global_batch_size or None) if job else None,
             target=nodes.target if nodes else controller.target if controller else "",
             controller=f"process {controller.pid} on {controller.host}" if controller else "",
