@@ -89,11 +89,17 @@ def parts_bar(parts: StepParts, width: int) -> Text:
     return text
 
 
-def legend() -> Text:
-    """Return the marks of a step's parts."""
+def legend(has_waits: bool) -> Text:
+    """Return the marks of a step's parts.
+
+    Args:
+        has_waits: False: the waits for slower workers are part of `comm`, as in a series.
+    """
     text = Text()
     for name, _, colour in (*PARTS, ("other", "", "dim")):
-        text.append(f"{_FILLS[name]} ", colour).append(f"{name}  ")
+        if name != "wait" or has_waits:
+            shown = "comm and waits" if name == "comm" and not has_waits else name
+            text.append(f"{_FILLS[name]} ", colour).append(f"{shown}  ")
     return text
 
 
@@ -236,16 +242,17 @@ def facts(job: ShownJob, width: int) -> list[Text]:
             (bar(progress.percent / 100, max(5, width - len(text))) if progress.percent is not None else Text()) + text
         )
     rates = [point.samples_per_s for point in job.series]
-    line = Text.assemble((f"{rate_text(job.samples_per_s)} samples/s ", "bold"), (sparkline(rates, 12), "cyan"))
+    rate = f"{rate_text(job.samples_per_s)} samples/s " if not job.is_over else f"ran {_duration(job)} "
+    line = Text.assemble((rate, "bold"), (sparkline(rates, 12), "cyan"))
     if job.goodput is not None:
         line.append(f"  goodput {job.goodput:.0%}")
-    line.append(f"  workers {job.num_workers}")
-    if job.wanted_workers not in (None, job.num_workers):
+    if job.num_losses:
+        line.append(f"  {counted(job.num_losses, 'loss', 'losses')}")
+    line.append(f"  workers {job.num_workers}" if not job.is_over else f"  {counted(job.num_rounds, 'round')}")
+    if not job.is_over and job.wanted_workers not in (None, job.num_workers):
         line.append(f", {job.wanted_workers} wanted", "yellow")
     if job.min_workers is not None:
         line.append(f" (limits {job.min_workers} to {job.max_workers})", "dim")
-    if job.num_losses:
-        line.append(f"  {counted(job.num_losses, 'loss', 'losses')}")
     lines.append(line)
     if job.parts is not None:
         lines.append(Text(f"step {_seconds_text(job.parts.step_s)}  ") + parts_line(job.parts, width - 14))
@@ -281,6 +288,10 @@ def facts(job: ShownJob, width: int) -> list[Text]:
         line.truncate(width, overflow="ellipsis")
         line.no_wrap = True
     return lines
+
+
+def _duration(job: ShownJob) -> str:
+    return time_text(max(0.0, job.newest_at - job.started_at))
 
 
 def memory_text(worker: ShownWorker, now: float) -> Text:
