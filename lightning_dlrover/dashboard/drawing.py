@@ -5,6 +5,7 @@ Colour only repeats what a letter, a number or a position shows, so the screens 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -126,7 +127,7 @@ def rate_chart(points: Sequence[Point], width: int, height: int) -> list[Text]:
     for row in range(height, 0, -1):
         cells = "".join(_cell(p.samples_per_s / top * height - row + 1 if p is not None and top > 0 else 0.0) for p in shown)
         name = number_text(top) if row == height else "0" if row == 1 else ""
-        lines.append(Text(f"{name:>{label - 1}} ", "dim") + Text(cells, "cyan"))
+        lines.append(Text.assemble((f"{name:>{label - 1}} ", "dim"), (cells, "cyan")))
     lines.append(Text(f"{'workers':>{label - 1}} {_changes([p.num_workers if p else 0 for p in shown])}", "dim"))
     return lines
 
@@ -152,20 +153,21 @@ def parts_chart(points: Sequence[Point], width: int, height: int) -> list[Text]:
     lines = []
     for row in range(height, 0, -1):
         name = _seconds_text(top) if row == height else "0" if row == 1 else ""
-        line = Text(f"{name:>{label - 1}} ", "dim")
-        for point in shown:
-            line.append_text(_part_at(point.parts, (row - 0.5) / height * top) if point and point.parts else Text(" "))
-        lines.append(line)
+        at = (row - 0.5) / height * top
+        cells = [_part_at(point.parts, at) if point and point.parts else (" ", "") for point in shown]
+        runs = [("".join(mark for mark, _ in run), colour) for colour, run in itertools.groupby(cells, lambda cell: cell[1])]
+        lines.append(Text.assemble((f"{name:>{label - 1}} ", "dim"), *runs))
     return lines
 
 
-def _part_at(parts: StepParts, seconds: float) -> Text:
+def _part_at(parts: StepParts, seconds: float) -> tuple[str, str]:
+    """Return the mark and the colour of the part that a step is in after some seconds."""
     passed = 0.0
     for name, field, colour in (*PARTS, ("other", "other_s", "dim")):
         passed += getattr(parts, field)
         if seconds < passed:
-            return Text(_FILLS[name], colour)
-    return Text(" ")
+            return _FILLS[name], colour
+    return " ", ""
 
 
 def _over_time(points: Sequence[Point], columns: int) -> list[Point | None]:
