@@ -365,6 +365,7 @@ class JobScreen(Live):
         now, width = time.time(), self.size.width
         self.job, self.place = seen.job, seen.place
         job = seen.job
+        place = "its own etcd" if seen.source.place.startswith("unix:") else seen.source.place
         title = Text(f"job {clean(self.run_id, 40)}", "bold")
         if job is not None:
             title = (
@@ -374,9 +375,7 @@ class JobScreen(Live):
                 + Text(f" · {job.target or 'torchrun'}" if job.target else "")
             )
         self.query_one("#head", Static).update(
-            self.head(
-                Text.assemble(title, (f" · {seen.source.place}", "dim")), seen.source, now, job is not None and job.is_over
-            )
+            self.head(Text.assemble(title, (f" · {place}", "dim")), seen.source, now, job is not None and job.is_over)
         )
         self.query_one("#notice", Static).update(Text(seen.source.problem, "yellow"))
         self.query_one("#notice").display = bool(seen.source.problem)
