@@ -3,6 +3,10 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const PARTS = [["compute", "compute"], ["data", "waits for data"], ["wait", "waits for slower workers"], ["comm", "exchange of gradients"], ["other", "other"]];
+const SETTINGS = {
+  loader_workers: n => counted(n, "loader worker"), intra_op_threads: n => n ? counted(n, "thread") : "a thread for each core",
+  prefetch_factor: n => `${n} batches ahead`, node_cpus: n => counted(n, "core"), node_memory_mb: n => bytes(n * 2 ** 20),
+};
 const ENDED = ["finished", "failed", "cancelled", "interrupted", "ended", "stopped"];
 const STALE_MS = 20000;  // without any message from the server
 const name = location.pathname.startsWith("/job/") ? decodeURIComponent(location.pathname.slice(5)) : null;
@@ -200,7 +204,7 @@ function row(job) {
     h("td", { class: "narrow" }, spark(job.spark)),
     h("td", { class: "number", "data-name": "goodput" }, percent(job.goodput)),
     h("td", { class: "whole" }, p && p.percent !== null ? bar([["", p.percent / 100]]) : "", h("span", { class: "quiet" }, progressText(job))),
-    h("td", { class: "text whole quiet" }, job.last_event));
+    h("td", { class: "text whole quiet" }, h("span", { class: "clamp", title: job.last_event }, job.last_event)));
 }
 function drawJobs() {
   const jobs = [...page.jobs.values()].sort((a, b) => ENDED.includes(a.state) - ENDED.includes(b.state) || (a.run_id < b.run_id ? -1 : 1));
@@ -249,7 +253,7 @@ function layout() {
   drawn.set("head", h("div", {}));
   drawn.set("tiles", h("div", { class: "tiles" }));
   at("main").replaceChildren(drawn.get("head"), drawn.get("tiles"), h("div", { class: "two" }, get("throughput"), get("parts")),
-    h("div", { class: "two" }, get("plan"), get("rounds")), get("workers"), h("div", { class: "two" }, get("events"), get("state")));
+    h("div", { class: "two" }, h("div", { class: "stack" }, get("plan"), get("state")), get("rounds")), get("workers"), get("events"));
 }
 function drawJob(changed) {
   const job = page.job;
@@ -297,7 +301,7 @@ function drawPlan(job) {
   const plan = job.plan, p = job.prediction;
   const card = section("plan", "Plan", plan ? `by the ${plan.owner}${plan.is_binding ? "" : ", a recommendation"}` : "");
   if (plan) {
-    const each = Object.entries(plan.settings).map(([setting, value]) => `${setting.replaceAll("_", " ")} ${value}`).join(", ");
+    const each = Object.entries(plan.settings).map(([setting, value]) => SETTINGS[setting] ? SETTINGS[setting](value) : `${setting} ${value}`).join(", ");
     card.append(h("p", { class: "facts" }, h("b", {}, counted(plan.num_workers, "worker")), each ? `, each with ${each}` : ""), h("p", { class: "facts quiet" }, plan.reason));
   } else card.append(h("p", { class: "quiet" }, "no plan yet"));
   if (p) card.append(h("p", { class: "facts" }, `Predicted ${seconds(p.step_s)} a step (${seconds(p.low_s)} to ${seconds(p.high_s)}), measured ${seconds(p.measured_s)}: ${p.is_inside ? "inside" : "outside"} the interval.`));
@@ -314,7 +318,7 @@ function drawRounds(job) {
   const rows = [...job.rounds].reverse().slice(0, 12).map(round => h("tr", {},
     h("td", { class: "narrow" }, moment(round.at)), h("td", { class: "narrow" }, chip(round.kind)),
     h("td", { class: "narrow", "data-name": "workers" }, String(round.num_workers)), h("td", { class: "narrow", "data-name": "pause" }, round.stall_s === null ? "" : seconds(round.stall_s)),
-    h("td", { class: "text whole quiet" }, round.reason)));
+    h("td", { class: "text whole quiet" }, h("span", { class: "clamp", title: round.reason }, round.reason))));
   const card = section("rounds", "Changes of workers", job.num_rounds > rows.length ? `newest ${rows.length} of ${job.num_rounds}` : "");
   const head = h("tr", {}, ["time", "change", "workers", "pause", "reason"].map(text => h("th", {}, text)));
   card.append(rows.length ? h("table", { class: "cards" }, h("thead", {}, head), h("tbody", {}, rows)) : h("p", { class: "quiet" }, "none yet"));
@@ -329,7 +333,7 @@ function workerRow(worker) {
     h("td", { class: "narrow" }, chip(worker.state)),
     h("td", { class: "text whole" }, [worker.node, worker.host].filter(Boolean).join(" on "), h("div", { class: "quiet" }, worker.waits || worker.worker_id)),
     h("td", { class: "whole" }, shares.length ? bar(shares) : "", total ? h("span", { class: "quiet" }, seconds(total)) : ""),
-    h("td", { class: "number", "data-name": "speed" }, slow === null ? "" : slow > 1.02 ? `${slow.toFixed(2)} × slower` : "as the others"),
+    h("td", { class: "number", "data-name": "speed" }, slow === null || page.numWorkers < 2 ? "" : slow > 1.02 ? `${slow.toFixed(2)} × slower` : "as the others"),
     h("td", { class: "number", "data-name": "samples" }, worker.samples === null ? "" : number(worker.samples)),
     h("td", { "data-name": "memory" }, memory ? `${bytes(memory)}${limit ? ` of ${bytes(limit)}` : ""}` : "", limit ? bar([[memory / limit > 0.9 ? "full" : "", memory / limit]]) : ""),
     h("td", { class: "narrow" }, page.control && worker.rank !== null ? h("button", { type: "button", click: () => ask("drain", { worker: worker.worker_id }) }, "Drain") : ""));
@@ -426,21 +430,19 @@ function take(message) {
   page.control = message.control;
   page.actions = message.actions || [];
   if (message.source) page.source = message.source;
+  const changed = new Set(Object.keys(message.set));
+  if (message.items.length || message.gone.length) changed.add("workers");
+  const items = name === null ? page.jobs : page.workers, id = name === null ? "run_id" : "worker_id";
+  if (message.full) { page.job = {}; items.clear(); drawn.clear(); }
+  for (const gone of message.gone) items.delete(gone);
+  for (const item of message.items) items.set(item[id], item);
   if (name === null) {
-    if (message.full) page.jobs.clear();
-    for (const job of message.jobs || []) page.jobs.set(job.run_id, job);
-    for (const gone of message.gone || []) page.jobs.delete(gone);
-    if (message.pools) page.pools = message.pools;
-    if (message.full || message.jobs || message.gone || message.pools) drawJobs();
+    if (message.set.pools) page.pools = message.set.pools;
+    if (message.full || changed.size) drawJobs();
   } else {
-    if (message.full) { page.job = {}; page.workers.clear(); drawn.clear(); }
-    Object.assign(page.job, message.set || {});
+    Object.assign(page.job, message.set);
     page.job.at = message.now;
-    for (const worker of message.workers || []) page.workers.set(worker.worker_id, worker);
-    for (const gone of message.gone || []) page.workers.delete(gone);
-    if (message.num_workers_known !== undefined) page.numWorkers = message.num_workers_known;
-    const changed = new Set(Object.keys(message.set || {}));
-    if (message.workers || message.gone) changed.add("workers");
+    page.numWorkers = message.num_items;
     if (message.full || changed.size) drawJob(message.full ? null : changed);
     document.title = page.job.run_id ? `${page.job.run_id}: ${page.job.state}` : `${name}: not found`;
   }
