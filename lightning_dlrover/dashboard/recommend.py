@@ -305,7 +305,10 @@ def openapi() -> dict[str, Any]:
                     "operationId": "recommend",
                     "requestBody": {"required": True, **_json({"$ref": "#/components/schemas/Request"})},
                     "responses": {
-                        "200": {"description": "sizes, and the one to choose", **_json({"$ref": "#/components/schemas/Answer"})},
+                        "200": {
+                            "description": "sizes, and the one to choose",
+                            **_json({"$ref": "#/components/schemas/Answer"}),
+                        },
                         "400": problem,
                         "413": problem,
                         "415": problem,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,10 @@ from lightning_dlrover.cli.options import add_place_options
 
 if TYPE_CHECKING:
     from lightning_dlrover.dashboard.recommend import JobEvidence
+    from lightning_dlrover.dashboard.server import Action
+    from lightning_dlrover.rdzv.etcd.client import EtcdClient
     from lightning_dlrover.report.metrics import Sample
+    from lightning_dlrover.report.status import JobPlace
     from lightning_dlrover.report.watcher import Watcher
 
 DEFAULT_PORT = 8700
@@ -40,6 +43,7 @@ class ServeCommand:
         add("--allow-host", action="append", default=[], type=options.given, metavar="NAME", help=text)
         text = "file with the token that allows changes; made, with a random token, if it is missing (default: no changes)"
         add("--token-file", type=Path, metavar="FILE", help=text)
+        add("--pool", type=options.given, default="default", metavar="NAME", help="pool of the predictions (default default)")
         add("--history", metavar="PLACE", help="job history for recommendations: a path, a SQLAlchemy URL, or off")
         add_place_options(command)
 
@@ -79,7 +83,7 @@ def serve(options: argparse.Namespace) -> int:
         app = server.create_app(
             watcher,
             server.Access(server.names_of(host, options.allow_host), token),
-            {},
+            _actions(watcher, options.pool) if token else {},
             _scrape(watcher),
             lambda given: recommendation(given, lambda job: _evidence(watcher, job, options)),
             openapi(),
@@ -161,7 +165,80 @@ def _evidence(watcher: Watcher, run_id: str, options: argparse.Namespace) -> Job
     raise ValueError(f"no job {run_id!r} is known here, nor in the job history; send its windows as `samples`")
 
 
-def body_field(body: Mapping[str, Any], name: str, kind: type) -> Any:
+def _actions(watcher: Watcher, pool: str) -> dict[str, Action]:
+    """Return the changes that the page offers: those of `dlrover scale` and `drain`. Each connects to etcd on its own."""
+    from lightning_dlrover.cli.control import drain_worker, leave_to_planner, scale_job
+    from lightning_dlrover.codec import RecordError
+    from lightning_dlrover.dashboard.server import Refused
+    from lightning_dlrover.output import counted
+    from lightning_dlrover.pool.commands import what_if_lines
+    from lightning_dlrover.rdzv.etcd.types import EtcdError
+    from lightning_dlrover.report.status import JobNotFoundError, connect
+
+    refusals = (UsageError, EtcdError, RecordError, JobNotFoundError, ValueError)
+
+    def act(run_id: str, change: Callable[[EtcdClient, JobPlace], str]) -> str:
+        seen = watcher.job(run_id)
+        if seen.job is None or seen.place is None:
+            raise Refused(seen.source.problem or f"job {run_id!r} has ended; nothing can be changed", 404)
+        try:
+            with connect(seen.place) as client:
+                return change(client, seen.place)
+        except refusals as error:
+            raise Refused(str(error)) from error
+
+    def expected(client: EtcdClient, place: JobPlace, num_workers: int) -> str:
+        try:
+            return "\n".join(line for line in what_if_lines(client, place, pool, num_workers) if line)
+        except refusals as error:
+            return f"No prediction: {error}"
+
+    def scale(run_id: str, body: Mapping[str, Any], is_dry: bool) -> str:
+        number = _field(body, "num_workers", int)
+        if is_dry:
+            question = f"Set job {run_id} to {counted(number, 'worker')}?"
+            return act(run_id, lambda client, place: f"{question}\n\n{expected(client, place, number)}")
+        return act(run_id, lambda client, place: scale_job(client, place, number, {})[-1])
+
+    def hold(run_id: str, body: Mapping[str, Any], is_dry: bool) -> str:
+        job = watcher.job(run_id).job
+        size = job.num_workers if job is not None else 0
+        if is_dry:
+            return (
+                f"Hold job {run_id} at {counted(size, 'worker')}?\n\nNeither its planner nor its pool changes the number of "
+                "workers until it is left to them again."
+            )
+        return act(run_id, lambda client, place: scale_job(client, place, size, {})[-1])
+
+    def auto(run_id: str, body: Mapping[str, Any], is_dry: bool) -> str:
+        if is_dry:
+            return f"Leave the size of job {run_id} to its planner, or its pool?\n\nSettings by hand end."
+        return act(run_id, leave_to_planner)
+
+    def drain(run_id: str, body: Mapping[str, Any], is_dry: bool) -> str:
+        return leave(run_id, _field(body, "worker", str), False, is_dry)
+
+    def replace(run_id: str, body: Mapping[str, Any], is_dry: bool) -> str:
+        return leave(run_id, _field(body, "worker", str), True, is_dry)
+
+    def leave(run_id: str, worker: str, once_replaced: bool, is_dry: bool) -> str:
+        if not is_dry:
+            return act(run_id, lambda client, place: drain_worker(client, place, worker, once_replaced, "`dlrover serve`"))
+        if once_replaced:
+            return (
+                f"Replace worker {worker} of job {run_id}?\n\nIt leaves once another worker is ready. The size stays the same."
+            )
+        job = watcher.job(run_id).job
+        rest = max(1, job.num_workers - job.workers_per_node) if job is not None else 1
+        question = (
+            f"Drain worker {worker} of job {run_id}?\n\nIt hands over and leaves; {counted(rest, 'worker')} would train on."
+        )
+        return act(run_id, lambda client, place: f"{question}\n{expected(client, place, rest)}")
+
+    return {"scale": scale, "hold": hold, "auto": auto, "drain": drain, "replace": replace}
+
+
+def _field(body: Mapping[str, Any], name: str, kind: type) -> Any:
     """Return a field of a request. Raise ValueError if it is missing, or of another type."""
     value = body.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):

@@ -192,7 +192,7 @@ def create_app(
         openapi: description of the interface.
     """
     actions = actions or {}
-    hub = Hub(watcher, {"control": bool(access.token), "actions": sorted(actions)})
+    hub = Hub(watcher, {"control": bool(access.token)})
     files = {name: resources.files(__package__).joinpath("page", name).read_bytes() for name in ("page.html", *_FILES)}
 
     @contextlib.asynccontextmanager

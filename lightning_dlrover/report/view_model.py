@@ -263,7 +263,8 @@ class ShownJob(Shown):
     num_rounds: int = 0
     num_losses: int = 0  # workers that were lost
     stall_s: float = 0.0  # all measured pauses together
-    goodput: float | None = None  # time in steps that counted, over wall time; None: not measured
+    # Time in steps that counted, over wall time, since the start or since the oldest event that is left. None: not measured.
+    goodput: float | None = None
     goodput_until: float | None = None  # end of the newest window that `goodput` includes
     snapshot: ShownSnapshot | None = None
     streams: tuple[ShownStream, ...] = ()
@@ -418,7 +419,8 @@ class JobRecords:
         workers = self._workers(view, history)
         measured = [each.parts for each in workers if each.rank is not None and each.parts is not None]
         windows = history.windows_by_time()
-        goodput, until = goodput_of(windows, job.created_at if job else 0.0, history.fits_finished_at)
+        begin = (job.created_at if job else 0.0) if history.has_begin else 0.0
+        goodput, until = goodput_of(windows, begin, history.fits_finished_at)
         newest = max([history.newest_at, *(r.at for r in (progress,) if r), *(w.measured_at or 0.0 for w in workers)])
         rate = windows[-1].samples_per_s if windows else None
         if progress is not None and (not windows or progress.at >= windows[-1].at):
@@ -730,6 +732,7 @@ class _History:
         self.skipped: deque[EventRecord] = deque(maxlen=MAX_EVENTS)
         self.newest_window: list[EventRecord] = []
         self.fits_finished_at: list[float] = []
+        self.has_begin = False  # whether the job's first events are among those that were read
         self._ending: dict[str, EventRecord] = {}
         self._windows: list[Profile] = []
         self._decision: tuple[float, Any] = (0.0, None)  # time, and a document or the decision in it
@@ -752,6 +755,7 @@ class _History:
         match event:
             case kinds.RoundFormed():
                 size = event.num_members or len(event.members)
+                self.has_begin |= event.kind == "start"
                 self.rounds[event.number] = ShownRound(event.number, record.at, event.kind, size, event.reason or record.text)
                 self._keep_newest(self.rounds, MAX_ROUNDS)
                 self._note_end("round", record)
@@ -763,7 +767,9 @@ class _History:
             case kinds.WindowMeasured():
                 window = profile_of(record.at, event.document)
                 bisect.insort(self._windows, window, key=lambda each: each.at)
-                del self._windows[:-MAX_WINDOWS]
+                if len(self._windows) > MAX_WINDOWS:
+                    del self._windows[0]
+                    self.has_begin = False
                 if not self.newest_window or record.at >= self.newest_window[0].at:
                     self.newest_window = [record]
             case kinds.DecisionMade() if record.at >= self._decision[0]:

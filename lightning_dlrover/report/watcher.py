@@ -196,10 +196,10 @@ class EtcdJobs:
     def close(self) -> None:
         self._closed.set()
         self._dirty.set()
+        self._thread.join(2 * TIMEOUT_S)  # it may be about to create the mirror
         if self._mirror is not None:
             self._mirror.close()
         self._client.close()
-        self._thread.join(2 * TIMEOUT_S)
 
     def _complete_events(self, name: str) -> None:
         with self._lock:

@@ -336,7 +336,7 @@ function workerRow(worker) {
     h("td", { class: "number", "data-name": "speed" }, slow === null || page.numWorkers < 2 ? "" : slow > 1.02 ? `${slow.toFixed(2)} × slower` : "as the others"),
     h("td", { class: "number", "data-name": "samples" }, worker.samples === null ? "" : number(worker.samples)),
     h("td", { "data-name": "memory" }, memory ? `${bytes(memory)}${limit ? ` of ${bytes(limit)}` : ""}` : "", limit ? bar([[memory / limit > 0.9 ? "full" : "", memory / limit]]) : ""),
-    h("td", { class: "narrow" }, page.control && worker.rank !== null ? h("button", { type: "button", click: () => ask("drain", { worker: worker.worker_id }) }, "Drain") : ""));
+    h("td", { class: "narrow" }, page.control && token && worker.rank !== null && !ENDED.includes(page.job.state) ? ["drain", "replace"].map(action => h("button", { type: "button", click: () => ask(action, { worker: worker.worker_id }) }, action === "drain" ? "Drain" : "Replace")) : ""));
 }
 function drawWorkers(job) {
   const shown = [...page.workers.values()].sort((a, b) => (a.rank ?? 1e9) - (b.rank ?? 1e9));
@@ -381,7 +381,7 @@ function controls(job) {
   const wanted = job.wanted_workers ?? job.num_workers, unit = job.workers_per_node || 1;
   const to = count => h("button", { type: "button", click: () => ask("scale", { num_workers: count }) }, count > wanted ? `+ ${unit} worker${unit > 1 ? "s" : ""}` : `− ${unit} worker${unit > 1 ? "s" : ""}`);
   return h("span", { class: "controls" }, wanted + unit <= (job.max_workers ?? 0) ? to(wanted + unit) : "", wanted - unit >= (job.min_workers ?? 1) ? to(wanted - unit) : "",
-    ...page.actions.filter(action => !["scale", "drain"].includes(action)).map(action => h("button", { type: "button", click: () => ask(action, {}) }, action[0].toUpperCase() + action.slice(1))));
+    h("button", { type: "button", click: () => ask("hold", {}) }, "Hold size"), h("button", { type: "button", click: () => ask("auto", {}) }, "Automatic size"));
 }
 function askToken() {
   const field = h("input", { type: "password", autocomplete: "off", "aria-label": "token" });
@@ -428,7 +428,6 @@ function take(message) {
   page.heard = Date.now();
   page.now = message.now;
   page.control = message.control;
-  page.actions = message.actions || [];
   if (message.source) page.source = message.source;
   const changed = new Set(Object.keys(message.set));
   if (message.items.length || message.gone.length) changed.add("workers");
