@@ -57,8 +57,6 @@ SERVE = ServeCommand()
 def serve(options: argparse.Namespace) -> int:
     """Serve until a signal ends this process."""
     try:
-        import uvicorn
-
         from lightning_dlrover.dashboard import server
     except ImportError as error:
         raise UsageError(
@@ -88,11 +86,10 @@ def serve(options: argparse.Namespace) -> int:
             lambda given: recommendation(given, lambda job: _evidence(watcher, job, options)),
             openapi(),
         )
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, server_header=False)
         shown = f"[{host}]" if ":" in host else host
         changes = f"changes need the token in {options.token_file}" if token else "read-only"
         say(f"jobs of {watcher.place} at http://{shown}:{listening.getsockname()[1]}/ ({changes})")
-        uvicorn.Server(config).run(sockets=[listening])
+        server.PageServer(app).run(sockets=[listening])
     return EXIT_OK
 
 

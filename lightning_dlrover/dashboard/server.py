@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -314,6 +315,22 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 async def _invalid(_: Request, error: Exception) -> Response:
     return _error(str(error), 400)
+
+
+class PageServer(uvicorn.Server):
+    """Ends the streams of all viewers first when it is asked to end: they would go on for ever."""
+
+    def __init__(self, app: Starlette) -> None:
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, server_header=False, proxy_headers=False
+        )
+        super().__init__(config)
+        self._hub: Hub = app.state.hub
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End all streams, then the server."""
+        await self._hub.close()
+        await super().shutdown(sockets)
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

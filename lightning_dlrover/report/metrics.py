@@ -1,8 +1,8 @@
 """Metrics of jobs for Prometheus: collected when they are scraped, from the jobs' records, and never by a training process.
 
-`JobsReader` reads the records of jobs in few requests, and `JobMeter` turns a job's events into counters. `METRICS` names everything
-that is exported, so that docs, the Grafana board and tests can be compared with it. `serve_metrics` answers scrapes from
-threads of its own. Add-ons export theirs through the same functions.
+`JobsReader` reads the records of jobs in few requests, and `JobMeter` turns a job's events into counters. `METRICS` names
+everything that is exported, so that docs, the Grafana board and tests can be compared with it. `serve_metrics` answers scrapes
+from threads of its own. Add-ons export theirs through the same functions.
 """
 
 from __future__ import annotations

@@ -68,9 +68,10 @@ class Tab:
         return found["result"].get("value")
 
     def wait_for(self, expression: str, timeout_s: float = 15.0) -> Any:
-        """Return the first true value of an expression."""
+        """Return the first true value of an expression. While the page loads, it may have none."""
         deadline = time.monotonic() + timeout_s
-        while not (found := self.value(expression)):
+        guarded = f"(() => {{ try {{ return {expression}; }} catch {{ return null; }} }})()"
+        while not (found := self.value(guarded)):
             assert time.monotonic() < deadline, f"{expression} is {found!r}; page: {self.text()[:2000]}; {self.problems}"
             time.sleep(0.05)
         return found
