@@ -74,7 +74,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def bar(share: float, width: int) -> Text:
     """Return a share of 1 as a bar."""
     filled = round(max(0.0, min(1.0, share)) * width)
-    return Text("█" * filled, "green") + Text("░" * (width - filled), "dim")
+    return Text.assemble(("█" * filled, "green"), ("░" * (width - filled), "dim"))
 
 
 def parts_bar(parts: StepParts, width: int) -> Text:
@@ -106,7 +106,8 @@ def parts_line(parts: StepParts, width: int) -> Text:
         if name != "other" or share >= 0.005:
             text.append(f"{_FILLS[name]} ", colour).append(f"{name} {share:.0%}  ")
     text.right_crop(2)
-    return parts_bar(parts, max(0, width - len(text))) + Text("  ") + text if width - len(text) >= 12 else text
+    room = width - len(text) - 2
+    return parts_bar(parts, room) + Text("  ") + text if room >= 10 else text
 
 
 def rate_chart(points: Sequence[Point], width: int, height: int) -> list[Text]:
@@ -191,8 +192,8 @@ def rounds_strip(rounds: Sequence[ShownRound], width: int) -> Text:
     for each in reversed(rounds):
         mark = _ROUNDS.get(each.kind, "?")
         pause = f" ({each.stall_s:.2g} s)" if each.stall_s is not None else ""
-        piece = Text(f"{mark} {each.kind} ", "red" if each.kind in ("loss", "undo") else "")
-        piece.append(str(each.num_workers), "bold").append(pause, "dim")
+        colour = "red" if each.kind in ("loss", "undo") else ""
+        piece = Text.assemble((f"{mark} {each.kind} ", colour), (str(each.num_workers), "bold"), (pause, "dim"))
         if used + len(piece) + 3 > width:
             break
         pieces.append(piece)
@@ -235,14 +236,14 @@ def facts(job: ShownJob, width: int) -> list[Text]:
             (bar(progress.percent / 100, max(5, width - len(text))) if progress.percent is not None else Text()) + text
         )
     rates = [point.samples_per_s for point in job.series]
-    line = Text(f"{rate_text(job.samples_per_s)} samples/s ", "bold").append(sparkline(rates, 16), "cyan")
+    line = Text.assemble((f"{rate_text(job.samples_per_s)} samples/s ", "bold"), (sparkline(rates, 12), "cyan"))
+    if job.goodput is not None:
+        line.append(f"  goodput {job.goodput:.0%}")
     line.append(f"  workers {job.num_workers}")
     if job.wanted_workers not in (None, job.num_workers):
         line.append(f", {job.wanted_workers} wanted", "yellow")
     if job.min_workers is not None:
         line.append(f" (limits {job.min_workers} to {job.max_workers})", "dim")
-    if job.goodput is not None:
-        line.append(f"  goodput {job.goodput:.0%}")
     if job.num_losses:
         line.append(f"  {counted(job.num_losses, 'loss', 'losses')}")
     lines.append(line)
@@ -349,7 +350,7 @@ def worker_lines(worker: ShownWorker, job: ShownJob, width: int) -> list[Text]:
 def event_lines(job: ShownJob, most: int) -> list[Text]:
     """Return the newest events, oldest first."""
     return [
-        Text(f"{clock_text(event.at)} ", "dim").append(event.text, "red" if event.kind in ("error", "loss") else "")
+        Text.assemble((f"{clock_text(event.at)} ", "dim"), (event.text, "red" if event.kind in ("error", "loss") else ""))
         for event in job.events[-most:]
         if most > 0
     ]

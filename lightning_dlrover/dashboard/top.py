@@ -18,6 +18,7 @@ from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, Horizontal, Vertical, VerticalScroll
+from textual.css.query import NoMatches
 from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Input, Static
 from textual.worker import get_current_worker
@@ -29,6 +30,7 @@ from lightning_dlrover.output import counted, time_text
 from lightning_dlrover.pool.commands import what_if_lines
 from lightning_dlrover.rdzv.etcd.types import EtcdError
 from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.rdzv.job.sizes import WorldSizes
 from lightning_dlrover.rdzv.membership.worker_records import ask_for_stacks
 from lightning_dlrover.report.status import JobNotFoundError, JobPlace, connect
 from lightning_dlrover.report.view_model import ShownJob, ShownWorker, clean
@@ -45,12 +47,13 @@ _REFUSALS = (UsageError, EtcdError, JobNotFoundError, OSError, ValueError)
 
 
 class Table(DataTable[Any]):
-    """A table that is updated in place: its cursor stays on its row, and only changed cells are drawn again."""
+    """A table that is updated in place: its cursor stays on its row, and only changed cells in view are drawn again."""
 
     def __init__(self, columns: Sequence[str], name: str) -> None:
         super().__init__(id=name, cursor_type="row", zebra_stripes=False, cell_padding=1)
         self._columns = columns
-        self._rows: dict[str, tuple[Any, ...]] = {}
+        self._rows: dict[str, tuple[Any, ...]] = {}  # as they are in the table
+        self._newest: Mapping[str, tuple[Any, ...]] = {}
 
     def on_mount(self) -> None:
         for column in self._columns:
@@ -63,19 +66,31 @@ class Table(DataTable[Any]):
         return keys[self.cursor_row] if 0 <= self.cursor_row < len(keys) else None
 
     def show(self, rows: Mapping[str, tuple[Any, ...]]) -> None:
+        self._newest = rows
         if list(rows) == list(self._rows):
-            for key, cells in rows.items():
-                for column, cell, former in zip(self._columns, cells, self._rows[key], strict=True):
-                    if cell != former:
-                        self.update_cell(key, column, cell, update_width=True)
-        else:
-            selected = self.selected
-            self.clear()
-            for key, cells in rows.items():
-                self.add_row(*cells, key=key)
-            if selected in rows:
-                self.move_cursor(row=list(rows).index(selected))
+            self._update_rows_in_view()
+            return
+        selected = self.selected
+        self.clear()
+        for key, cells in rows.items():
+            self.add_row(*cells, key=key)
         self._rows = dict(rows)
+        if selected in rows:
+            self.move_cursor(row=list(rows).index(selected))
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        self._update_rows_in_view()
+
+    def _update_rows_in_view(self) -> None:
+        """Ages change in all rows every second; a thousand updates would hold up the keys."""
+        begin = max(0, round(self.scroll_y) - 2)
+        for key in list(self._rows)[begin : begin + self.size.height + 4]:
+            cells, former_cells = self._newest[key], self._rows[key]
+            self._rows[key] = cells
+            for column, cell, former in zip(self._columns, cells, former_cells, strict=True):
+                if cell != former:
+                    self.update_cell(key, column, cell, update_width=len(cell) > len(former))
 
 
 class Confirmation(ModalScreen[Any]):
@@ -254,7 +269,7 @@ class JobsScreen(Live):
         text = Text(self._problem, "yellow")
         if not self._problem and job is not None and job.events:
             last = job.events[-1]
-            text = Text(f"{job.run_id[:24]}, {drawing.clock_text(last.at)}: ", "bold").append(job.last_event)
+            text = Text.assemble((f"{job.run_id[:24]}, {drawing.clock_text(last.at)}: ", "bold"), job.last_event)
         text.truncate(2 * self.size.width, overflow="ellipsis")
         self.query_one("#notice", Static).update(text)
 
@@ -449,8 +464,8 @@ class JobScreen(Live):
         if job.min_workers is None or job.max_workers is None:
             self.notify("the job has not started training yet", severity="warning")
             return
-        step = job.workers_per_node
-        sizes = [n for n in range(job.min_workers, job.max_workers + 1) if n % step == 0 or step == 1]
+        possible = WorldSizes(job.listed_sizes, job.workers_per_node)
+        sizes = [n for n in range(job.min_workers, job.max_workers + 1) if possible.allows(n)]
         present = job.num_workers if job.wanted_workers is None else job.wanted_workers
         allowed = [n for n in sizes if (n > present if change > 0 else n < present)]
         if not allowed:
@@ -696,7 +711,8 @@ class Top(App[int]):
 
     def _show(self, screen: Live, seen: Any) -> None:
         if screen.is_mounted and screen in self.screen_stack:
-            screen.show(seen)
+            with contextlib.suppress(NoMatches):  # the screen has just been closed
+                screen.show(seen)
 
     def with_job(self, place: JobPlace, act: Callable[[Any], str]) -> str:
         """Return the result of an action with a client of the job's etcd. Called from a thread; raises the action's errors."""

@@ -245,6 +245,7 @@ class ShownJob(Shown):
     min_workers: int | None = None
     max_workers: int | None = None
     workers_per_node: int = 1
+    listed_sizes: tuple[int, ...] = ()  # numbers of workers that may be requested, within the limits; empty: any
     global_batch_size: int | None = None
     target: str = ""  # place where nodes run
     controller: str = ""
@@ -311,6 +312,7 @@ class JobRecords:
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
         self.version = 0  # number of changes so far
+        self.is_partial = False  # only the newest events were given; there is no goodput then
         keys = Keys(run_id, "")
         self._single = {getattr(keys, name).removeprefix(keys.root): name for name in _SINGLE}
         self._folders = {getattr(keys, name).removeprefix(keys.root): name for name in _FOLDERS}
@@ -370,6 +372,10 @@ class JobRecords:
             self._history.add(event)
 
     @property
+    def num_events(self) -> int:
+        return len(self._event_paths)
+
+    @property
     def is_empty(self) -> bool:
         return not self._records and not any(self._in_folder.values()) and not self._history.events
 
@@ -420,7 +426,7 @@ class JobRecords:
         measured = [each.parts for each in workers if each.rank is not None and each.parts is not None]
         windows = history.windows_by_time()
         begin = (job.created_at if job else 0.0) if history.has_begin else 0.0
-        goodput, until = goodput_of(windows, begin, history.fits_finished_at)
+        goodput, until = (None, None) if self.is_partial else goodput_of(windows, begin, history.fits_finished_at)
         newest = max([history.newest_at, *(r.at for r in (progress,) if r), *(w.measured_at or 0.0 for w in workers)])
         rate = windows[-1].samples_per_s if windows else None
         if progress is not None and (not windows or progress.at >= windows[-1].at):
@@ -438,6 +444,7 @@ class JobRecords:
             min_workers=job.min_workers if job else None,
             max_workers=job.max_workers if job else None,
             workers_per_node=job.workers_per_node if job else 1,
+            listed_sizes=tuple(job.sizes) if job else (),
             global_batch_size=(job.global_batch_size or None) if job else None,
             target=nodes.target if nodes else controller.target if controller else "",
             controller=f"process {controller.pid} on {controller.host}" if controller else "",
