@@ -194,7 +194,8 @@ def create_app(
     """
     actions = actions or {}
     hub = Hub(watcher, {"control": bool(access.token)})
-    files = {name: resources.files(__package__).joinpath("page", name).read_bytes() for name in ("page.html", *_FILES)}
+    folder = resources.files(__package__) / "page"
+    files = {name: (folder / name).read_bytes() for name in ("page.html", *_FILES)}
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
