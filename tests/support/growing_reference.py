@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class Workers:
     """Several workers' rows: a step goes to the owners, and the number of workers may change."""
 
     def __init__(self, num: int, dim: int, optimizer: RowOptimizer, growth: Growth) -> None:
-        self._make = lambda: make_rows(dim, optimizer, growth)
+        self._make: Callable[[], Rows] = partial(make_rows, dim, optimizer, growth)
         self._dim = dim
         first = self._make()
         first.begin(SEED)

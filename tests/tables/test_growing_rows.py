@@ -179,7 +179,9 @@ def test_a_copy_holds_the_rows_as_they_were_when_it_began() -> None:
             here = slots < len(before["key"])
             copied[column][slots[here]] = values[here]
     assert all((copied[column] == values).all() for column, values in before.items())
-    changed = set(rows.since(0).tolist())
+    since = rows.since(0)
+    assert since is not None
+    changed = set(since.tolist())
     now = rows.columns["weight"][: rows.num_slots]
     differing = (now[: len(before["key"])] != before["weight"]).any(1).nonzero().flatten().tolist()
     assert changed == {*differing, *range(len(before["key"]), rows.num_slots)}

@@ -111,7 +111,7 @@ def test_rows_out_of_range_are_noted_as_fbgemm_trains_them(tables: ShardedTables
     touched.mark(0)
     (block,) = (b for b in tables.blocks() if b.table == "tables.b" and b.what == "weight")
     before = block.values.clone()
-    touched.begin_copy()
+    touched.begin_copy([])
     train(tables, 2, of_b=rows)
     changed = (block.values != before).any(1).nonzero().flatten().tolist()
     noted = touched.since(0, block)
@@ -163,7 +163,7 @@ def test_copy_made_during_training_shows_the_state_at_its_start(tables: ShardedT
     for first in (0, 100):  # rows kept for one copy must not appear in the next
         blocks = [block for block in tables.blocks() if touched.is_tracked(block)]
         as_begun = [block.values.clone() for block in blocks]
-        touched.begin_copy()
+        touched.begin_copy([])
         for i in range(steps_before):
             train(tables, first + i)
         copies = [block.values.clone() for block in blocks]
