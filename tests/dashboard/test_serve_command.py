@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra `web`")
 
+from lightning_dlrover.cli.errors import UsageError
 from lightning_dlrover.dashboard import serve
 from tests.support.dlrover_process import Dlrover, Run
 from tests.support.waiting import eventually
@@ -100,5 +101,5 @@ def test_server_ends_at_once_while_pages_are_open(dlrover: Dlrover) -> None:
 
 def test_missing_packages_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "lightning_dlrover.dashboard.server", None)
-    with pytest.raises(serve.UsageError, match=r"lightning-dlrover\[web\]"):
+    with pytest.raises(UsageError, match=r"lightning-dlrover\[web\]"):
         serve.serve(None)  # type: ignore[arg-type]
