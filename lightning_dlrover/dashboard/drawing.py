@@ -5,6 +5,7 @@ Colour only repeats what a letter, a number or a position shows, so the screens 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -89,11 +90,17 @@ def parts_bar(parts: StepParts, width: int) -> Text:
     return text
 
 
-def legend() -> Text:
-    """Return the marks of a step's parts."""
+def legend(has_waits: bool) -> Text:
+    """Return the marks of a step's parts.
+
+    Args:
+        has_waits: False: the waits for slower workers are part of `comm`, as in a series.
+    """
     text = Text()
     for name, _, colour in (*PARTS, ("other", "", "dim")):
-        text.append(f"{_FILLS[name]} ", colour).append(f"{name}  ")
+        if name != "wait" or has_waits:
+            shown = "comm and waits" if name == "comm" and not has_waits else name
+            text.append(f"{_FILLS[name]} ", colour).append(f"{shown}  ")
     return text
 
 
@@ -120,7 +127,7 @@ def rate_chart(points: Sequence[Point], width: int, height: int) -> list[Text]:
     for row in range(height, 0, -1):
         cells = "".join(_cell(p.samples_per_s / top * height - row + 1 if p is not None and top > 0 else 0.0) for p in shown)
         name = number_text(top) if row == height else "0" if row == 1 else ""
-        lines.append(Text(f"{name:>{label - 1}} ", "dim") + Text(cells, "cyan"))
+        lines.append(Text.assemble((f"{name:>{label - 1}} ", "dim"), (cells, "cyan")))
     lines.append(Text(f"{'workers':>{label - 1}} {_changes([p.num_workers if p else 0 for p in shown])}", "dim"))
     return lines
 
@@ -146,20 +153,21 @@ def parts_chart(points: Sequence[Point], width: int, height: int) -> list[Text]:
     lines = []
     for row in range(height, 0, -1):
         name = _seconds_text(top) if row == height else "0" if row == 1 else ""
-        line = Text(f"{name:>{label - 1}} ", "dim")
-        for point in shown:
-            line.append_text(_part_at(point.parts, (row - 0.5) / height * top) if point and point.parts else Text(" "))
-        lines.append(line)
+        at = (row - 0.5) / height * top
+        cells = [_part_at(point.parts, at) if point and point.parts else (" ", "") for point in shown]
+        runs = [("".join(mark for mark, _ in run), colour) for colour, run in itertools.groupby(cells, lambda cell: cell[1])]
+        lines.append(Text.assemble((f"{name:>{label - 1}} ", "dim"), *runs))
     return lines
 
 
-def _part_at(parts: StepParts, seconds: float) -> Text:
+def _part_at(parts: StepParts, seconds: float) -> tuple[str, str]:
+    """Return the mark and the colour of the part that a step is in after some seconds."""
     passed = 0.0
     for name, field, colour in (*PARTS, ("other", "other_s", "dim")):
         passed += getattr(parts, field)
         if seconds < passed:
-            return Text(_FILLS[name], colour)
-    return Text(" ")
+            return _FILLS[name], colour
+    return " ", ""
 
 
 def _over_time(points: Sequence[Point], columns: int) -> list[Point | None]:
@@ -236,16 +244,17 @@ def facts(job: ShownJob, width: int) -> list[Text]:
             (bar(progress.percent / 100, max(5, width - len(text))) if progress.percent is not None else Text()) + text
         )
     rates = [point.samples_per_s for point in job.series]
-    line = Text.assemble((f"{rate_text(job.samples_per_s)} samples/s ", "bold"), (sparkline(rates, 12), "cyan"))
+    rate = f"{rate_text(job.samples_per_s)} samples/s " if not job.is_over else f"ran {_duration(job)} "
+    line = Text.assemble((rate, "bold"), (sparkline(rates, 12), "cyan"))
     if job.goodput is not None:
         line.append(f"  goodput {job.goodput:.0%}")
-    line.append(f"  workers {job.num_workers}")
-    if job.wanted_workers not in (None, job.num_workers):
+    if job.num_losses:
+        line.append(f"  {counted(job.num_losses, 'loss', 'losses')}")
+    line.append(f"  workers {job.num_workers}" if not job.is_over else f"  {counted(job.num_rounds, 'round')}")
+    if not job.is_over and job.wanted_workers not in (None, job.num_workers):
         line.append(f", {job.wanted_workers} wanted", "yellow")
     if job.min_workers is not None:
         line.append(f" (limits {job.min_workers} to {job.max_workers})", "dim")
-    if job.num_losses:
-        line.append(f"  {counted(job.num_losses, 'loss', 'losses')}")
     lines.append(line)
     if job.parts is not None:
         lines.append(Text(f"step {_seconds_text(job.parts.step_s)}  ") + parts_line(job.parts, width - 14))
@@ -281,6 +290,10 @@ def facts(job: ShownJob, width: int) -> list[Text]:
         line.truncate(width, overflow="ellipsis")
         line.no_wrap = True
     return lines
+
+
+def _duration(job: ShownJob) -> str:
+    return time_text(max(0.0, job.newest_at - job.started_at))
 
 
 def memory_text(worker: ShownWorker, now: float) -> Text:

@@ -6,7 +6,6 @@ import argparse
 import os
 
 from lightning_dlrover.cli.errors import UsageError
-from lightning_dlrover.cli.lookup import etcd_access
 from lightning_dlrover.cli.options import add_place_options
 from lightning_dlrover.output import has_terminal
 
@@ -31,6 +30,7 @@ class TopCommand:
             raise UsageError("dlrover top draws on a terminal, and there is none; `dlrover status --json` prints the same once")
         os.environ.setdefault("TEXTUAL_ANIMATIONS", "none")  # each frame would be sent over ssh
         try:
+            from lightning_dlrover.cli.lookup import etcd_access
             from lightning_dlrover.dashboard.top import run_top
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] not in ("textual", "rich"):

@@ -75,7 +75,7 @@ class Table(DataTable[Any]):
         for key, cells in rows.items():
             self.add_row(*cells, key=key)
         self._rows = dict(rows)
-        if selected in rows:
+        if selected is not None and selected in rows:
             self.move_cursor(row=list(rows).index(selected))
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
@@ -202,10 +202,12 @@ class Live(Screen[None]):
         self.set_class(self.size.width >= WIDE, "wide")
         self.app.refresh_now()
 
-    def head(self, title: Text, source: SourceState | None, now: float) -> Text:
+    def head(self, title: Text, source: SourceState | None, now: float, is_over: bool = False) -> Text:
         """Return the first line: the title, and whether the picture is current."""
         if source is None:
             state = Text("reading", "yellow")
+        elif is_over:
+            state = Text("ended", "bold")
         elif source.is_connected:
             state = Text("live", "green")
         elif source.as_of:
@@ -363,6 +365,7 @@ class JobScreen(Live):
         now, width = time.time(), self.size.width
         self.job, self.place = seen.job, seen.place
         job = seen.job
+        place = "its own etcd" if seen.source.place.startswith("unix:") else seen.source.place
         title = Text(f"job {clean(self.run_id, 40)}", "bold")
         if job is not None:
             title = (
@@ -371,7 +374,9 @@ class JobScreen(Live):
                 + drawing.state_text(job.state)
                 + Text(f" · {job.target or 'torchrun'}" if job.target else "")
             )
-        self.query_one("#head", Static).update(self.head(title + Text(f" · {seen.source.place}", "dim"), seen.source, now))
+        self.query_one("#head", Static).update(
+            self.head(Text.assemble(title, (f" · {place}", "dim")), seen.source, now, job is not None and job.is_over)
+        )
         self.query_one("#notice", Static).update(Text(seen.source.problem, "yellow"))
         self.query_one("#notice").display = bool(seen.source.problem)
         if job is None:
@@ -405,7 +410,7 @@ class JobScreen(Live):
         begin, end = drawing.clock_text(job.series[0].at), drawing.clock_text(job.series[-1].at)
         rate = [Text(f"samples per second, {begin} to {end}", "bold"), *drawing.rate_chart(job.series, half, rows)]
         self.query_one("#rate", Static).update(Text("\n").join(rate))
-        legend = Text("step by parts: ", "bold").append_text(drawing.legend())
+        legend = Text("step by parts: ", "bold").append_text(drawing.legend(has_waits=False))
         self.query_one("#parts", Static).update(Text("\n").join([legend, *drawing.parts_chart(job.series, half, rows)]))
 
     @staticmethod
@@ -531,12 +536,15 @@ class JobScreen(Live):
             ),
         )
 
-    @work(thread=True, group="action")
     def _act(self, act: Callable[[], str], answer: Any) -> None:
-        if answer is None:
-            return
+        """Carry out an action in a thread if the user has agreed."""
+        if answer is not None:
+            self._act_now(act)
+
+    @work(thread=True, group="action")
+    def _act_now(self, act: Callable[[], str]) -> None:
         try:
-            text, severity = act(), "information"
+            text, severity = act().partition("; `dlrover status")[0], "information"  # the progress is on this screen
         except _REFUSALS as error:
             text, severity = str(error), "error"
         self.app.call_from_thread(self.notify, clean(text), severity=severity, timeout=10, markup=False)
@@ -701,7 +709,7 @@ class Top(App[int]):
     @work(thread=True, group="follow")
     def _follow(self) -> None:
         worker, version = get_current_worker(), -1
-        while not worker.is_cancelled:
+        while True:
             version = self.watcher.wait_for_change(version, AGES_S)
             if worker.is_cancelled:
                 return
