@@ -8,6 +8,8 @@ import importlib.util
 import itertools
 import os
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -40,7 +42,7 @@ _MEANT_FOR = {
     **dict.fromkeys([*NODE_OPTIONS, "cpus", "mem"], TARGETS),
     **dict.fromkeys(["work_dir", "preemption_notice", "poll_interval", "etcd_host"], ("slurm", "kubernetes")),
     **dict.fromkeys([*SLURM_OPTIONS, "sbatch_arg"], ("slurm",)),
-    **dict.fromkeys([*KUBERNETES_OPTIONS, *REPEATED_OPTIONS, "plain_jobs"], ("kubernetes",)),
+    **dict.fromkeys([*KUBERNETES_OPTIONS, *REPEATED_OPTIONS, "plain_jobs", "no_disruption_budget"], ("kubernetes",)),
 }
 """Targets of each option; options that are not listed apply to all."""
 
@@ -253,6 +255,7 @@ def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
         queue=options.queue,
         run_as=options.run_as,
         plain_jobs=bool(options.plain_jobs),
+        keeps_budget=not options.no_disruption_budget,
     )
 
 
@@ -286,17 +289,45 @@ def objective(options: argparse.Namespace) -> dict[str, str]:
 
 
 def checked_command(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the script, or `-m` and the module, as torchrun takes it. Raise UsageError if it cannot be run."""
+    """Return the script as torchrun takes it, with `-m` before a module and `--no-python` before another program.
+
+    Raises:
+        UsageError: it cannot be run.
+    """
+    form = ("-m",) if options.module else ("--no-python",) if options.no_python else ()
+    if options.no_python and options.spares:
+        raise UsageError(
+            "--spares 1 forks workers from a Python process with the script's modules, which cannot run another program: leave "
+            "out --spares 1, or --no-python"
+        )
     if options.target == "kubernetes":  # pods have it in their image or in a volume, so it may not exist here
-        return ("-m", options.script) if options.module else (options.script,)
+        return *form, options.script
+    if options.no_python:
+        return *form, checked_program(options.script)
     if not options.module:
         return (str(checked_script(options.script)),)
-    if file := _file_of_module(options.script, options.work_dir or os.getcwd()):
+    if file := file_of_module(options.script, options.work_dir or os.getcwd()):
         checked_script(file)
-    return "-m", options.script
+    return *form, options.script
 
 
-def _file_of_module(name: str, folder: str) -> str:
+def checked_program(text: str) -> str:
+    """Return the absolute path of a program, or its name if it is found in PATH. Raise UsageError if it cannot be started."""
+    if "/" not in text and not os.path.exists(text):
+        if shutil.which(text) is None:
+            raise UsageError(f"--no-python: there is no program {text!r} in {Path.cwd()}, nor in PATH")
+        return text  # nodes may have it in another folder
+    program = Path(text).absolute()
+    if not program.is_file():
+        raise UsageError(f"--no-python: program {text!r} does not exist or is not a file (looked in {Path.cwd()})")
+    if not os.access(program, os.X_OK):
+        raise UsageError(
+            f"--no-python: {text!r} cannot be executed; run `chmod +x {shlex.quote(text)}`, or leave out --no-python"
+        )
+    return str(program)
+
+
+def file_of_module(name: str, folder: str) -> str:
     """Return the file that `python -m` would run in a folder; empty if it is not a Python file. No module is imported."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise UsageError(f"-m {name!r} is not the name of a module: give it as in `import`, without a path and without '.py'")
@@ -310,7 +341,7 @@ def _file_of_module(name: str, folder: str) -> str:
             raise UsageError(f"-m {name}: there is no {parent!r} in {folder}, nor among the installed packages")
         places = found.submodule_search_locations
     if places is not None:
-        return _file_of_module(f"{name}.__main__", folder)
+        return file_of_module(f"{name}.__main__", folder)
     return found.origin if found is not None and found.origin and found.origin.endswith(".py") else ""
 
 

@@ -82,6 +82,14 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", "-m", "json"], "-m json.__main__: there is no 'json.__main__' in /"),
         (["run", "-m", "a/script.py"], "-m 'a/script.py' is not the name of a module: give it as in `import`"),
         (["run", "-m", "broken"], "broken.py' is not valid Python"),
+        (["run", "-m", "--no-python", "nowhere"], "argument --no-python: not allowed with argument -m/--module"),
+        (["run", "--no-python", "no-such-program"], "--no-python: there is no program 'no-such-program' in /"),
+        (["run", "--no-python", "./nowhere"], "--no-python: program './nowhere' does not exist or is not a file"),
+        (["run", "--no-python", "script.py"], "'script.py' cannot be executed; run `chmod +x script.py`, or leave out"),
+        (["run", "--no-python", "--spares", "1", "true"], "cannot run another program: leave out --spares 1, or --no-python"),
+        (["run", *KUBERNETES, "--no-python", "--spares", "1", "true"], "leave out --spares 1, or --no-python"),
+        (["doctor", "-m"], "-m: give the name of the module to check"),
+        (["doctor", "-m", "nowhere"], "-m nowhere: there is no 'nowhere' in /"),
         (["run", "broken.py"], "script 'broken.py' is not valid Python"),
         (["run", "binary.py"], "script 'binary.py' is not valid Python"),
         (["run", "--rdzv-id", "a/b", "script.py"], "--rdzv-id 'a/b' cannot name a folder"),
@@ -173,7 +181,7 @@ def test_wrong_usage_is_answered_with_two_lines(dlrover: RunCli, command: str) -
 
 def test_help_of_run_begins_with_its_arguments_and_not_with_a_list_of_options(dlrover: RunCli) -> None:
     lines = dlrover("run", "--help")[1].splitlines()
-    assert lines[:2] == ["usage: dlrover run [OPTION ...] [-m] script [ARGUMENT ...]", ""]
+    assert lines[:2] == ["usage: dlrover run [OPTION ...] [-m | --no-python] script [ARGUMENT ...]", ""]
     assert lines[2] == "positional arguments:"
 
 
