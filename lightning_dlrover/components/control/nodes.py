@@ -460,6 +460,11 @@ class NodeEntry:
     def has_ended(self) -> bool:
         return self.status not in ("pending", "running")
 
+    def start_again(self, now: float) -> None:
+        """Note that a node which has run waits for its start, because its scheduler has requeued it."""
+        self.started_at, self.running_since, self.agent_seen = now, None, False
+        self.worker_seen_at = self.member_seen_at = self.whole_at = None
+
     def record(self, now: float) -> NodeRecord:
         """Return the record that etcd should hold."""
         living = NodeRecord(
@@ -823,6 +828,8 @@ class Observer:
                 if status == entry.status:
                     continue
                 ended = status not in ("pending", "running")
+                if status == "pending":
+                    entry.start_again(now)
                 entry.status = "cancelled" if ended and entry.cancelled else status
                 if ended and not entry.cancelled:
                     others = Counter({other: number for other, number in num_members.items() if other != name})
