@@ -48,13 +48,32 @@ class SettingsInForce:
     Args:
         cores: cores that this worker may use. It never computes with more threads. It has more loader workers only if the
             user's loader or a manual plan requests them, because other plans may be made for larger nodes.
+        threads_per_core: threads for each core where no plan sets their number; 0: as many as the user has chosen.
     """
 
-    def __init__(self, cores: float) -> None:
+    def __init__(self, cores: float, threads_per_core: float = 0.0) -> None:
         self._cores = max(1, int(cores))
+        self._threads_per_core = threads_per_core
         self._plan: PlanRecord | None = None  # the plan that was last carried out
         self._loaders: Sequence[ElasticLoader] = ()  # loaders of that plan; a Trainer may make new ones for each epoch
         self._begun: tuple[PlanRecord, _Settings] | None = None  # plan under way, and the settings before it
+
+    def set_cores(self, cores: float) -> None:
+        """Note how many cores this worker may use now; `follow` applies it."""
+        if (number := max(1, int(cores))) == self._cores:
+            return
+        own = self._own_threads
+        self._cores, self._plan = number, None
+        # Threads that a plan had set stay, as far as there are cores for them.
+        if own and torch.get_num_threads() == own:
+            torch.set_num_threads(self._own_threads)
+        elif torch.get_num_threads() > number:
+            torch.set_num_threads(number)
+
+    @property
+    def _own_threads(self) -> int:
+        """Threads of this worker where no plan sets their number; 0: as the user has chosen."""
+        return max(1, int(self._cores * self._threads_per_core)) if self._threads_per_core else 0
 
     def follow(
         self, plan: PlanRecord | None, loaders: Sequence[ElasticLoader], may_add_workers: bool

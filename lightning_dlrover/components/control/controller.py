@@ -265,9 +265,8 @@ class Resizes:
                 self._told_waits.pop(name, None)
                 if wanted != before:
                     entry.resize_why = ""
-                    self._tell(
-                        name, entry, "resized", wanted, f"{name} has {wanted} in place of {before}, without a new process"
-                    )
+                    text = f"{name} has {wanted} in place of {before}, without a new process"
+                    self._tell(name, entry, "resized", wanted, text)
             case "refused":
                 self._refuse(name, entry, found.why)
             case "asked" | "waiting":

@@ -29,6 +29,7 @@ from lightning_dlrover.components.control.reconcile import (
     refusals,
 )
 from lightning_dlrover.components.targets.target import (
+    ANY_SIZE,
     App,
     AppStatus,
     NodeSize,
@@ -586,7 +587,7 @@ class Observer:
 
     def look_at_shrinking(self, view: JobView) -> None:
         """Note which nodes are larger than planned, and whether their workers already use less."""
-        now, size = time.monotonic(), self._limits.size(view.plan)
+        now, size = time.monotonic(), self._limits.chosen_size(view.plan)
         holding = []
         for entry in self._registry.entries.values():
             is_larger = 0 < size.cpus < entry.size.cpus or 0 < size.memory_mb < entry.size.memory_mb

@@ -219,6 +219,13 @@ class Limits:
         low, high = self.min_size, self.max_size
         return NodeSize(min(high.cpus, max(low.cpus, asked[0])), min(high.memory_mb, max(low.memory_mb, asked[1])))
 
+    def chosen_size(self, plan: PlanRecord | None) -> NodeSize:
+        """Return the values of `size` that the plan itself contains; 0 for the others, to which no node shrinks."""
+        size = self.size(plan)
+        if plan is None:
+            return ANY_SIZE
+        return NodeSize(size.cpus if plan.node_cpus else 0, size.memory_mb if plan.node_memory_mb else 0)
+
     def num_workers(self, plan: PlanRecord | None) -> int:
         """Return the number of workers in `plan`, kept within the limits; the minimum if the plan is only a recommendation."""
         asked = plan.num_workers if plan is not None and plan.binding else self.min_workers
@@ -281,6 +288,7 @@ class ControllerView:
     stop: str = ""  # reason of a request to end the whole job
     unfinished_fit: int = 0  # number of the `fit` after the first that has begun and not ended; 0: none
     size: NodeSize = ANY_SIZE  # planned size of a node
+    chosen_size: NodeSize = ANY_SIZE  # values of it that the plan itself contains; 0: not contained
     in_place: bool = False  # running nodes may get another size without a new process
     members: Mapping[str, str] = field(default_factory=dict)  # node of each member of the current round, in rank order
     leaving: Set[str] = frozenset()  # registered workers asked to leave, at once or once replaced
@@ -299,6 +307,7 @@ class ControllerView:
             nodes=nodes,
             fewest=limits.min_workers,
             size=limits.size(view.plan),
+            chosen_size=limits.chosen_size(view.plan),
             members={worker: names.get(view.workers[worker].agent_id, "") for worker in view.survivors},
             leaving=(view.drains | view.replacements) & view.workers.keys(),
         )
@@ -450,18 +459,20 @@ def _replacements(view: ControllerView, policy: FailurePolicy) -> list[ReplaceWo
     return [*(ReplaceWorker(worker, reason) for worker, reason in chosen.items()), *_too_small(view)]
 
 
-def next_size(node: Node, plan: NodeSize) -> NodeSize:
+def next_size(node: Node, plan: NodeSize, chosen: NodeSize) -> NodeSize:
     """Return the size that a running node should get in place next; its present one if it has all that it can get.
 
     Cores and memory change one after the other, so that a scheduler without room for one still gives the other. Memory grows
     first, because its lack kills, and what grows precedes what shrinks. A refused value is not requested again.
+
+    Args:
+        chosen: values of `plan` that a node may shrink to; 0: it does not shrink.
     """
     have, refused = node.size, node.refused_size
     more_memory = plan.memory_mb > have.memory_mb
     more_cores = plan.cpus > have.cpus
-    # A plan of 0 leaves the value to the scheduler.
-    fewer_cores = 0 < plan.cpus < have.cpus
-    less_memory = 0 < plan.memory_mb < have.memory_mb
+    fewer_cores = 0 < chosen.cpus < have.cpus
+    less_memory = 0 < chosen.memory_mb < have.memory_mb
     may_change_cores, may_change_memory = plan.cpus != refused.cpus, plan.memory_mb != refused.memory_mb
     if more_memory and may_change_memory:
         return replace(have, memory_mb=plan.memory_mb)
@@ -486,7 +497,7 @@ def _resizes(view: ControllerView, policy: FailurePolicy) -> list[ResizeNode | K
         return [*stuck]
     changing = [node for node in running if node.resize == "asked"]
     for node in changing or running:
-        size = next_size(node, view.size)
+        size = next_size(node, view.size, view.chosen_size)
         if size == (node.wanted or node.size):
             continue
         shrinks = not size.is_at_least(node.size)

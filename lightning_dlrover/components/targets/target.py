@@ -165,7 +165,9 @@ def thread_variables(num_cores: int, num_workers: int = 1) -> dict[str, str]:
     """Return the variables for the threads of a node's workers: as in this process, else one per core that they share."""
     if (chosen := os.environ.get("OMP_NUM_THREADS")) is not None:
         return {"OMP_NUM_THREADS": chosen}
-    return {"OMP_NUM_THREADS": str(max(1, num_cores // num_workers)), variables.THREADS_PER_CORE: "1"}
+    # Without cores of its own, a node has one thread, whatever its machine has.
+    follows = {variables.THREADS_PER_CORE: "1"} if num_cores else {}
+    return {"OMP_NUM_THREADS": str(max(1, num_cores // num_workers)), **follows}
 
 
 # Files with the nodes' output, and the new lines in them.

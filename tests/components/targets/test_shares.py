@@ -12,7 +12,7 @@ import pytest
 from lightning_dlrover.components.targets import machine as shares
 from lightning_dlrover.components.targets.machine import MachineShares, MemoryGroups, NoMemoryGroupsError
 from lightning_dlrover.components.targets.target import ANY_SIZE, NodeSize, NotTakenError
-from lightning_dlrover.variables import MEMORY_GROUP
+from lightning_dlrover.variables import MEMORY_GROUP, THREADS_PER_CORE
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -34,7 +34,8 @@ def test_node_without_a_size_has_no_limits_and_one_thread(
 def test_number_of_threads_is_that_of_cores_unless_the_user_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     size = NodeSize(len(CORES))
-    assert MachineShares(gpus=0).take("node1", size) == (tuple(CORES), {"OMP_NUM_THREADS": str(len(CORES))})
+    exported = {"OMP_NUM_THREADS": str(len(CORES)), THREADS_PER_CORE: "1"}
+    assert MachineShares(gpus=0).take("node1", size) == (tuple(CORES), exported)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert MachineShares(gpus=0).take("node1", size) == (tuple(CORES), {"OMP_NUM_THREADS": "7"})
 
