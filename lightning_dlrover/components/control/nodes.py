@@ -91,8 +91,8 @@ class ControllerTenure(Tenure[ControllerRecord]):
     def publish_nodes(self, apps: Mapping[str, str], held_up: str, spares: Spares | None, resizes: Mapping[str, str]) -> bool:
         """Update the controller's record. Return whether it has changed."""
         spare, spare_bytes = (spares.state, spares.memory_bytes) if spares is not None else ("", 0)
-        states = {"held_up": held_up[:2000], "resizes": dict(resizes)}
-        record = replace(self.record, apps=dict(apps), **states, spare=spare, spare_bytes=spare_bytes)
+        record = replace(self.record, apps=dict(apps), held_up=held_up[:2000], spare=spare, spare_bytes=spare_bytes)
+        record = replace(record, resizes=dict(resizes))
         if record == self.record:
             return False
         try:

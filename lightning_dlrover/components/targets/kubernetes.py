@@ -295,7 +295,7 @@ class KubernetesTarget:
         return Resize("asked")
 
     def _unresized(self, node: str, pod: str, error: ApiError) -> Resize:
-        """Return the progress after a request that was not accepted; raise the error if the same request may be accepted soon."""
+        """Return the progress after a request that was not accepted. Raise the error if it may be accepted soon."""
         if error.may_pass:
             raise error
         if "exceeded quota" in str(error):

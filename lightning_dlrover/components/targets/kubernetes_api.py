@@ -211,7 +211,7 @@ class KubernetesApi:
         return any(isinstance(each, dict) and each.get("name") == "pods/resize" for each in found.get("resources") or ())
 
     def resize_pod(self, namespace: str, name: str, container: str, resources: Mapping[str, str]) -> None:
-        """Request other resources for a container of a running pod. Requests and limits move together, as its QoS class must."""
+        """Request other resources for a container of a running pod. Requests stay equal to limits, so its QoS class stays."""
         wanted = {"name": container, "resources": {"requests": dict(resources), "limits": dict(resources)}}
         self._object("PATCH", f"{_path(namespace, 'pods', name)}/resize", body={"spec": {"containers": [wanted]}})
 

@@ -1054,7 +1054,7 @@ def test_example_role_allows_exactly_the_targets_requests(
     }
     verbs = ("create", "list", "get", "delete", "watch", "patch")
     groups = {"jobs.batch.volcano.sh": VOLCANO_JOBS, "podgroups.scheduling.volcano.sh": "scheduling.volcano.sh/v1beta1"}
-    resources = ("jobs", "pods", "pods/log", "events", "secrets", *groups)
+    resources = ("jobs", "pods", "pods/log", "pods/resize", "events", "secrets", *groups)
     cluster.forbidden = {(verb, resource) for verb in verbs for resource in resources} - allowed
     for has_volcano in (False, True):
         cluster.has_volcano, cluster.has_room_for_pods = has_volcano, True
@@ -1065,6 +1065,7 @@ def test_example_role_allows_exactly_the_targets_requests(
         cluster.logs["node1"] = stamped(1, "one")
         cluster.set_pod("node1", "Running")
         wait_for_output(target, "one\n")
+        assert target.resize(handle, NodeSize(2)).state == "asked"
         cluster.has_room_for_pods = False
         waiting = target.start("node2")
         assert target.status(waiting) == "pending"
@@ -1079,7 +1080,7 @@ def test_example_role_allows_exactly_the_targets_requests(
         if not rest:
             continue  # any user may read the cluster's capabilities
         kind, *name = rest.split("/")
-        verb = {"POST": "create", "DELETE": "delete"}.get(method, "get" if name else "list")
+        verb = {"POST": "create", "DELETE": "delete", "PATCH": "patch"}.get(method, "get" if name else "list")
         group = place.removeprefix("/apis/").partition("/")[0] if place != "/api/v1" else ""
         asked.add((verb, "/".join([f"{kind}{own_groups.get(group, '.' + group)}", *name[1:]])))
     assert asked == allowed
