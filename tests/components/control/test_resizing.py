@@ -199,7 +199,8 @@ def test_request_is_in_etcd_before_it_is_made(sized_job: Any) -> None:
     def look(handle: str, size: NodeSize) -> Resize:
         record = job.record()
         seen.append((record.resize, record.wanted_cpus, record.cpus))
-        return resize(handle, size)
+        found: Resize = resize(handle, size)
+        return found
 
     job.target.resize = look
     job.plan(1, node_cpus=2)
@@ -303,7 +304,8 @@ def test_request_without_an_answer_is_repeated(sized_job: Any) -> None:
     def fail_first(handle: str, size: NodeSize) -> Resize:
         if failures:
             raise failures.pop()
-        return resize(handle, size)
+        found: Resize = resize(handle, size)
+        return found
 
     job.target.resize = fail_first
     job.plan(1, node_cpus=2)

@@ -1064,8 +1064,9 @@ def test_example_role_allows_exactly_the_targets_requests(
         assert target.start("node1") == handle
         cluster.logs["node1"] = stamped(1, "one")
         cluster.set_pod("node1", "Running")
-        wait_for_output(target, "one\n")
+        clock.ahead_s += 0.1  # a list is due
         assert target.resize(handle, NodeSize(2)).state == "asked"
+        wait_for_output(target, "one\n")
         cluster.has_room_for_pods = False
         waiting = target.start("node2")
         assert target.status(waiting) == "pending"
