@@ -110,6 +110,7 @@ class LoneWorld:
 
     worker_id = "alone"
     left_state: HostStateCache | None = None
+    notice: float | None = None
     owned_sockets: Sequence[tuple[int, int]] = ()
     num_begun = 0
     broken = False
@@ -458,6 +459,11 @@ class World:
     def view(self) -> WorkerView:
         """This worker's newest view of the job. It may lag behind etcd."""
         return self.membership.view
+
+    @property
+    def notice(self) -> float | None:
+        """Time at which this worker's node will be taken away, in seconds since the epoch; None: no time was announced."""
+        return self.view.taken_at.get(self.worker_id)
 
     @property
     def records(self) -> SharedRecords:

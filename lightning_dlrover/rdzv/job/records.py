@@ -225,6 +225,8 @@ class Notice:
     drains: list[str] = field(default_factory=list)  # workers that were asked to leave
     replacements: list[str] = field(default_factory=list)  # workers that leave once another worker can replace them
     lacks_workers: bool = False  # True if the present workers cannot form a further round
+    # Workers on nodes that will be taken away, and when, in seconds since the epoch. Without those of an unknown time.
+    taken_at: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -334,6 +336,10 @@ class DrainRecord:
     reason: str
     once_replaced: bool = False  # True: leave only when a replacement, which the controller starts, can take the place
     failed_round: int = 0  # round in which this worker made a step fail: the next one excludes it; 0: none
+    # Notices: the node of the worker will be taken away.
+    source: str = ""  # who has announced it, such as "aws: spot/instance-action"; empty: the node stays
+    taken_at: float = 0.0  # seconds since the epoch; 0: unknown
+    noticed_at: float = 0.0  # time at which the deadline became known, seconds since the epoch
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,7 @@ class JobView:
     # Members of `drains` that made a step fail, and the round of that step: no further round includes them.
     dismissals: Mapping[str, int] = field(default_factory=dict)
     addresses: Mapping[str, AddressRecord] = field(default_factory=dict)  # also of workers with an expired lease
+    notices: Mapping[str, DrainRecord] = field(default_factory=dict)  # workers on nodes that will be taken away
 
     # In a job of a thousand workers the coordinator reads these after each change, so they are computed once.
 
@@ -270,7 +271,11 @@ class JobView:
         replaced = {self.nodes[w] for w in self.replacements if w in self.nodes}
         drains = self.drains | {worker for worker, node in self.nodes.items() if node in left}
         replacements = {worker for worker, node in self.nodes.items() if node in replaced}
-        return replace(self, drains=frozenset(drains), replacements=frozenset(replacements - drains))
+        noticed = {self.nodes[w]: notice for w, notice in self.notices.items() if w in self.nodes}
+        notices = {worker: noticed[node] for worker, node in self.nodes.items() if node in noticed}
+        return replace(
+            self, drains=frozenset(drains), replacements=frozenset(replacements - drains), notices={**notices, **self.notices}
+        )
 
 
 @dataclass(frozen=True)
@@ -764,6 +769,11 @@ class WorkerView:
         return frozenset(self.notice.replacements) if self.notice is not None else frozenset()
 
     @property
+    def taken_at(self) -> Mapping[str, float]:
+        """Workers on nodes that will be taken away, and when, in seconds since the epoch."""
+        return self.notice.taken_at if self.notice is not None else {}
+
+    @property
     def lacks_workers(self) -> bool:
         """Whether the present workers cannot form a further round, however long they wait."""
         return self.notice is not None and self.is_told and self.notice.lacks_workers
@@ -794,6 +804,7 @@ def notice_of(view: JobView, term: int) -> Notice:
         drains=sorted(view.drains),
         replacements=sorted(view.replacements),
         lacks_workers=lacks_workers(view),
+        taken_at={worker: notice.taken_at for worker, notice in sorted(view.notices.items()) if notice.taken_at},
     )
 
 
@@ -836,6 +847,7 @@ class Decoder:
             dismissals={worker: record.failed_round for worker, record in drains.items() if record.failed_round},
             # A request by others outlasts the worker's lease. After its expiry the worker's place is free already.
             replacements=frozenset(w for w, record in drains.items() if record.once_replaced and w in workers),
+            notices={worker: record for worker, record in drains.items() if record.source and worker in workers},
         )
         return view.with_requests_to_nodes()
 
