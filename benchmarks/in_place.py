@@ -38,7 +38,7 @@ class InPlace:
     stall_s: float  # longest time between two steps around the change, less a usual step
     usual_step_s: float
     longest_before_s: float  # longest time between two steps of the same number before the change
-    carried_out_s: float  # from the plan to the first step with more threads
+    carried_out_s: float  # from the plan to the worker's computing with more threads
 
     def __str__(self) -> str:
         return (
@@ -108,9 +108,10 @@ def change(target: str, space: Workspace, endpoint: str, name: str, size: Size) 
         job.plan(1, node_cpus=2, node_memory_mb=LARGE_MIB, intra_op_threads=0)
 
         def with_two_threads() -> float | None:
-            return min((step.ended_s for step in job.steps() if step.settings[2] == 2), default=None)
+            at = [event.at for event in job.events("settings") if event.data["intra_op_threads"] == 2]
+            return min(at) - time.time() + time.monotonic() if at else None
 
-        done_s = job.wait_for("a step with two threads", with_two_threads, CHANGE_S)
+        done_s = job.wait_for("two threads", with_two_threads, CHANGE_S, poll_s=0.1)
         job.wait_for("its record", lambda: _is_large(job) or None, CHANGE_S)
         job.wait_for_steps(size.steady_steps, 1, since_s=time.monotonic())
         if started := family() - before:
@@ -118,13 +119,14 @@ def change(target: str, space: Workspace, endpoint: str, name: str, size: Size) 
         if len(job.nodes()) != 1 or len({step.pid for step in job.steps()}) != 1:
             raise BenchmarkError(f"{name}: another node or worker was started: {job.nodes()}")
         ended = sorted(step.ended_s for step in job.steps())
-        around = [at for at in ended if at >= asked_s]
-        first = len(ended) - len(around)
-        former = ended[max(0, first - len(around)) : first]
-        usual_s = median(later - earlier for earlier, later in pairwise(former))
-        longest_s = max(later - earlier for earlier, later in pairwise(former))
-        stall_s = max(later - earlier for earlier, later in pairwise([former[-1], *around])) - usual_s
-        return InPlace(target, max(0.0, stall_s), usual_s, longest_s, done_s - asked_s)
+        gaps = [(later, later - earlier) for earlier, later in pairwise(ended)]
+        num_around = sum(asked_s <= at <= done_s for at, _ in gaps) + 2
+        before_s = [gap for at, gap in gaps if at < asked_s][-num_around:]
+        after_s = [gap for at, gap in gaps if at > done_s]
+        # Each step is compared with others of its number of threads.
+        changing = [gap - median(before_s) for at, gap in gaps if asked_s <= at <= done_s]
+        changing += [gap - median(after_s) for gap in after_s[:2]]
+        return InPlace(target, max(0.0, *changing), median(before_s), max(before_s), done_s - asked_s)
 
 
 def _is_large(job: ControlledJob) -> bool:
