@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 import psutil
-from jobs import BenchmarkError, ControlledJob, Workspace
+from jobs import TRAINING, BenchmarkError, ControlledJob, Workspace
 from live_resize import Size
 from memory_growth import SCRIPT as LEAKING_SCRIPT
 
@@ -24,7 +24,8 @@ from tests.support import pod_limits
 from tests.support.kubernetes_cluster import kubernetes_cluster
 
 TARGETS = ("local", "kubernetes")
-SMALL_MIB, LARGE_MIB = 1200, 2600
+SMALL_MIB, LARGE_MIB = 2000, 3000
+LEAK_SIZES_MIB = (1200, 2600)
 LEAK_MIB_PER_STEP, LEAK_STEPS = 3, 500  # 1500 MiB in addition to the 400 of Python and its libraries
 LEAK_S = 300.0
 CHANGE_S = 60.0
@@ -75,20 +76,25 @@ def family() -> set[int]:
 
 @contextlib.contextmanager
 def nodes_of(
-    target: str, space: Workspace, endpoint: str, name: str, arguments: Sequence[str], script: Path | None = None
+    target: str,
+    space: Workspace,
+    endpoint: str,
+    name: str,
+    arguments: Sequence[str],
+    script: Path = TRAINING,
+    memory_mib: tuple[int, int] = (SMALL_MIB, LARGE_MIB),
 ) -> Iterator[ControlledJob]:
     """Start a job of one worker on a node of one core that may have two, and more memory."""
-    sizes = ("--cpus", "1:2", "--mem", f"{SMALL_MIB}M:{LARGE_MIB}M")
+    sizes = ("--cpus", "1:2", "--mem", f"{memory_mib[0]}M:{memory_mib[1]}M")
     with contextlib.ExitStack() as stack:
         options: tuple[str, ...] = ("--target", target, *sizes)
-        given = (name, endpoint, arguments) if script is None else (name, endpoint, arguments, script)
         if target == "kubernetes":
             folder = space.folder / f"{name}-cluster"
             folder.mkdir()
             cluster = stack.enter_context(kubernetes_cluster(folder, limits_pods=True))
             cluster.environment["OMP_NUM_THREADS"] = "1"
             options = (*options, "--image", "trainer:1")
-        job = stack.enter_context(space.controlled_job(*given))
+        job = stack.enter_context(space.controlled_job(name, endpoint, arguments, script))
         if target == "kubernetes":
             job.environment["KUBECONFIG"] = str(cluster.kubeconfig)
         job.start(1, 1, *options)
@@ -138,7 +144,7 @@ def leak(target: str, space: Workspace, endpoint: str, name: str) -> Leak:
     finished = space.folder / f"{name}.finished"
     arguments = ["--what", "leak", "--bytes-per-step", str(LEAK_MIB_PER_STEP << 20), "--max-steps", str(LEAK_STEPS)]
     arguments += ["--finished", str(finished)]
-    with nodes_of(target, space, endpoint, name, arguments, LEAKING_SCRIPT) as job:
+    with nodes_of(target, space, endpoint, name, arguments, LEAKING_SCRIPT, LEAK_SIZES_MIB) as job:
         pids: set[int] = set()
         peak = 0
 
@@ -181,11 +187,11 @@ def measure(space: Workspace, size: Size, num_rounds: int) -> dict[str, float]:
         found = leak(target, space, endpoint, f"{target}-leak")
         print(
             f"{target}: a leak {'finished' if found.finished else 'did not finish'} with {found.peak_mib:.0f} MiB on a node "
-            f"that had {SMALL_MIB}; its memory was raised {found.num_raised} times, and {found.num_started} nodes or workers "
+            f"that had {LEAK_SIZES_MIB[0]}; its memory was raised {found.num_raised} times, and {found.num_started} nodes or workers "
             "were started for it",
             flush=True,
         )
-        if not found.finished or found.num_started or found.peak_mib < SMALL_MIB:
+        if not found.finished or found.num_started or found.peak_mib < LEAK_SIZES_MIB[0]:
             raise BenchmarkError(f"{target}: the leak has not finished in place: {found}")
     named = {f"{target}_in_place_stall_s": stall_s for target, stall_s in stalls.items()}
     return {**named, "leaks_finished": float(len(TARGETS)), "in_place_stall_s": max(stalls.values())}

@@ -24,6 +24,7 @@ class Host:
 
     cpus: float = 64.0
     memory_bytes: float = 2.0**40
+    taken_cpus: float = 0.0  # by pods of others
     has_static_cpus: bool = False  # static CPU manager, whose exclusive cores never change
     reports_generations: bool = True  # in conditions, from Kubernetes 1.34 on
     used_bytes: float = 0.0  # of each pod that has no control group
@@ -90,7 +91,7 @@ def settle(pod: Object, running: Sequence[Object], host: Host, limits: PodLimits
         _set_condition(pod, host, ("PodResizePending", "Infeasible", why))
     elif cpus > host.cpus or memory > host.memory_bytes:
         _set_condition(pod, host, ("PodResizePending", "Infeasible", "Node didn't have enough capacity"))
-    elif cpus > host.cpus - _sum(others, "cpu"):
+    elif cpus > host.cpus - host.taken_cpus - _sum(others, "cpu"):
         _set_condition(pod, host, ("PodResizePending", "Deferred", "Node didn't have enough resource: cpu"))
     elif memory > host.memory_bytes - _sum(others, "memory"):
         _set_condition(pod, host, ("PodResizePending", "Deferred", "Node didn't have enough resource: memory"))
