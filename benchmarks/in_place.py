@@ -187,8 +187,8 @@ def measure(space: Workspace, size: Size, num_rounds: int) -> dict[str, float]:
         found = leak(target, space, endpoint, f"{target}-leak")
         print(
             f"{target}: a leak {'finished' if found.finished else 'did not finish'} with {found.peak_mib:.0f} MiB on a node "
-            f"that had {LEAK_SIZES_MIB[0]}; its memory was raised {found.num_raised} times, and {found.num_started} nodes or workers "
-            "were started for it",
+            f"that had {LEAK_SIZES_MIB[0]}; its memory was raised {found.num_raised} times, and {found.num_started} nodes or "
+            "workers were started for it",
             flush=True,
         )
         if not found.finished or found.num_started or found.peak_mib < LEAK_SIZES_MIB[0]:

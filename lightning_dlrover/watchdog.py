@@ -34,6 +34,7 @@ from lightning_dlrover.rdzv.job.events import (
     events_of,
 )
 from lightning_dlrover.rdzv.job.records import EventRecord, PlanRecord, StacksRecord, StacksRequest
+from lightning_dlrover.rdzv.job.sizes import ANY_NUMBER
 from lightning_dlrover.tuning.health import innermost_user_place, is_in_debugger, stacks
 from lightning_dlrover.tuning.memory import (
     LEADS,
@@ -433,7 +434,7 @@ class _Memory:
                 has_sharded_tables=windows[-1].embedding_bytes > 0,
                 max_memory_bytes=nodes.max_memory_mb * 2**20 // self._workers_per_node if nodes is not None else 0,
                 tried=self._tried(past, windows),
-                workers_per_node=self._workers_per_node,
+                sizes=view.job.world_sizes if view.job is not None else ANY_NUMBER,
                 spare_bytes=windows[-1].spare_bytes,
                 can_raise=can_replace and nodes is not None and nodes.in_place and limit_bytes > self._stuck_bytes,
             ),
