@@ -479,16 +479,14 @@ def next_size(node: Node, plan: NodeSize, chosen: NodeSize) -> NodeSize:
         chosen: values of `plan` that a node may shrink to; 0: it does not shrink.
     """
     have, refused = node.size, node.refused_size
-    more_memory = plan.memory_mb > have.memory_mb
-    more_cores = plan.cpus > have.cpus
-    fewer_cores = 0 < chosen.cpus < have.cpus
-    less_memory = 0 < chosen.memory_mb < have.memory_mb
     may_change_cores, may_change_memory = plan.cpus != refused.cpus, plan.memory_mb != refused.memory_mb
-    if more_memory and may_change_memory:
+    more_memory = may_change_memory and plan.memory_mb > have.memory_mb
+    more_cores = may_change_cores and plan.cpus > have.cpus
+    if more_memory:
         return replace(have, memory_mb=plan.memory_mb)
-    if (more_cores or (fewer_cores and not more_memory)) and may_change_cores:
+    if more_cores or (may_change_cores and 0 < chosen.cpus < have.cpus):
         return replace(have, cpus=plan.cpus)
-    if less_memory and not more_cores and may_change_memory:
+    if may_change_memory and 0 < chosen.memory_mb < have.memory_mb:
         return replace(have, memory_mb=plan.memory_mb)
     return have
 

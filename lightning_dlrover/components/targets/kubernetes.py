@@ -84,7 +84,7 @@ _RESIZE_AGAIN_S = 30.0
 """Seconds between two requests to resize a pod while a quota has no room for it."""
 
 _CONDITIONS_S = 5.0
-"""Seconds from such a request until conditions without a generation concern it, and not an earlier one."""
+"""Seconds from a request until a pod shows it, and until conditions without a generation do not concern an earlier one."""
 
 _ASK_WHY_S = 30.0
 """Seconds between two reads of a waiting node's events."""
@@ -291,11 +291,12 @@ class KubernetesTarget:
         if pod is None:
             return Resize("asked")  # its end is noticed elsewhere
         wanted, now = self._options.resources(size), self._clock()
-        asked, asked_at = self._resized.get(node, ({}, -float("inf")))
-        if asked == wanted and self._polling.asked_at <= asked_at:
-            return Resize("asked")  # the newest list is older than the request
-        if has_requested(pod, wanted):
+        asked, asked_at = self._resized.get(node, (wanted, -float("inf")))
+        # After a request for another size, what is known of the pod may be older than that request.
+        if asked == wanted and has_requested(pod, wanted):
             return resize_state(pod, wanted, now - asked_at > _CONDITIONS_S)
+        if asked == wanted and now - asked_at <= _CONDITIONS_S:
+            return Resize("asked")
         next_at, why = self._resize_at.get(node, (-float("inf"), ""))
         if now < next_at:
             return Resize("waiting", why)

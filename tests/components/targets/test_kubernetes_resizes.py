@@ -129,7 +129,7 @@ def test_deferred_change_waits_until_there_is_room(sized: Sized, reports_generat
     assert sized.wait_for(NodeSize(3, 1024), "waiting").why == "Deferred: Node didn't have enough resource: cpu"
     sized.cluster.remove_pod("node3")
     assert sized.wait_for(NodeSize(3, 1024), "done") == Resize("done")
-    assert sized.num_requests == 1
+    assert sized.num_requests <= 2  # repeated once if the pod has not shown it after 5 s
 
 
 @pytest.mark.parametrize("reports_generations", [False, True])
