@@ -97,12 +97,12 @@ class Growing:
             self.watch.check(self.now)
 
     def train_until(self, act: str) -> None:
-        """Train until this act, for at most 500 s."""
-        for _ in range(250):
+        """Train until this act, for at most 3000 s."""
+        for _ in range(1500):
             self.train(2.0)
             if self._membership.acts[-1:] == [act]:
                 return
-        raise AssertionError(f"no {act} within 500 s")
+        raise AssertionError(f"no {act} within 3000 s: {self._membership.acts}")
 
 
 def test_checkpoint_saves_the_job_if_the_requested_worker_is_missing() -> None:
@@ -165,18 +165,24 @@ def test_memory_is_raised_in_place_again_and_again_until_the_largest_size() -> N
     membership = FakeMembership(view=WorkerView(job=JOB, plan=plan), nodes=IN_PLACE)
     worker = Growing(membership)
     worker.watch._fit.remaining_steps = None  # type: ignore[misc]
-    worker.train_until("raise")
-    assert membership.view.plan is not None
-    first = membership.view.plan.node_memory_mb
-    assert first is not None
-    assert first < 4000
-    worker.window = replace(worker.window, memory_limit_bytes=(first - 200) * MIB)  # what the node has without its agent
-    worker.train(first - worker.mib - 150.0)
-    assert membership.view.plan.node_memory_mb == 4000
+    given = []
+    for _ in range(3):
+        worker.train_until("raise")
+        assert membership.view.plan is not None
+        memory_mb = membership.view.plan.node_memory_mb
+        assert memory_mb is not None
+        given.append(memory_mb)
+        if memory_mb == IN_PLACE.max_memory_mb:
+            break
+        worker.window = replace(worker.window, memory_limit_bytes=(memory_mb - 200) * MIB)
+        worker.train_until("wait")
+    assert given == sorted(given)
+    assert len(given) > 1
+    assert given[-1] == 4000
     assert membership.view.replacements == set()
-    worker.window = replace(worker.window, memory_limit_bytes=3800 * MIB)
-    worker.train(3800.0 - worker.mib - 150.0)
-    assert membership.view.replacements == {"w"}  # a new worker starts without the leak
+    worker.window = replace(worker.window, memory_limit_bytes=3900 * MIB)
+    worker.train_until("replace")  # a new worker starts without the leak
+    assert worker.mib < 3900
 
 
 def test_worker_is_replaced_if_its_node_does_not_get_more_memory_in_time() -> None:
