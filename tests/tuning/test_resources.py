@@ -280,9 +280,7 @@ def test_cores_of_a_resized_node_are_seen_at_the_next_look() -> None:
     assert (cores.number, cores.threads_per_core, cores.is_due) == (2.0, 0.5, False)
     available[0] = 4.0
     clock.advance_s(CORES_S)
-    assert cores.is_due
-    assert cores.look() == 4.0
-    assert not cores.is_due
+    assert (cores.is_due, cores.look(), cores.is_due) == (True, 4.0, False)
     assert cores.look() is None
     assert cores.look(planned=1) == 1.0  # before the node shrinks
     assert cores.look(planned=8) == 4.0
