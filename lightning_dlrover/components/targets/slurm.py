@@ -32,6 +32,7 @@ from lightning_dlrover.components.targets.target import (
     NodeSpec,
     NotTakenError,
     Polling,
+    Resize,
     TargetError,
     existing_logs,
     read_tail,
@@ -173,6 +174,7 @@ class SlurmTarget:
 
     name = "slurm"
     outlives_controller = True
+    resizes_in_place = False
     spares: None = None
 
     def __init__(
@@ -361,6 +363,9 @@ class SlurmTarget:
             if done.returncode and (problems or not done.stderr.strip()):
                 raise TargetError(f"scancel ended with {done.returncode}: {_text(done.stderr)}")
         self._polling.hasten()
+
+    def resize(self, handle: str, size: NodeSize) -> Resize:
+        return Resize("refused", "Slurm cannot enlarge a running job")
 
     def ran_out_of_memory(self, handle: str) -> bool:
         row = self._polling.newest.get(handle.split("/")[0])

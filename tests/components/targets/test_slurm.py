@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlrover.components.control.nodes import examine
+from lightning_dlrover.components.control.post_mortem import examine
 from lightning_dlrover.components.targets.slurm import SlurmFeatures, SlurmOptions, SlurmTarget
 from lightning_dlrover.components.targets.target import App, NodeSize, NodeSpec, NotTakenError, TargetError
 from tests.support.slurm_commands import SlurmCommands
