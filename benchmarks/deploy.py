@@ -26,7 +26,7 @@ then a worker gets SIGKILL. `spare_s` is the time from the decision to the end o
 the controller's request for another node, or SIGKILL where the worker's agent restarts it. The time from SIGKILL is printed,
 too. `spare_mb` is the memory of one such process, where a page that n processes share counts as 1 / n (PSS).
 
-`--api` counts the requests that `KubernetesTarget` makes for 100 nodes from their start on: lists, and requests for output.
+`--api` counts the requests that `KubernetesTarget` makes for 100 nodes from their start on: lists, watches, and output.
 Each node prints a line per second. The API server is that of the tests.
 
 `--in-place` gives a training node 2 cores instead of 1 and more memory, on this machine and on the tests' cluster, whose pods
