@@ -50,7 +50,8 @@ from jobs import ControlledJob, Workspace, describe_machine, result_line
 from live_resize import FULL, QUICK, LiveResize, Size, Stall
 from slurm_cluster import missing_packages
 
-from lightning_dlrover.components.targets.kubernetes import KubernetesOptions, KubernetesTarget
+from lightning_dlrover.components.targets.kubernetes import KubernetesTarget
+from lightning_dlrover.components.targets.kubernetes_manifests import KubernetesOptions
 from lightning_dlrover.components.targets.target import NodeSpec
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror

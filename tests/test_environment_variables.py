@@ -42,7 +42,7 @@ WRITERS = {
     "components/elastic.py",
     "components/host_agents.py",
     "components/targets/slurm.py",
-    "components/targets/kubernetes.py",
+    "components/targets/kubernetes_manifests.py",
     "components/targets/local.py",
     "components/targets/machine.py",
     "lab/characterize/run.py",

@@ -26,7 +26,7 @@ from lightning_dlrover.tuning.history import history_url
 from lightning_dlrover.tuning.plan import objective_from
 
 if TYPE_CHECKING:
-    from lightning_dlrover.components.targets.kubernetes import KubernetesOptions
+    from lightning_dlrover.components.targets.kubernetes_manifests import KubernetesOptions
 
 RESTARTS_WITH_SPARES = 3
 """Default of --max-restarts where each agent keeps a spare process for its worker."""
@@ -193,7 +193,7 @@ def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
     """Return the settings of each node's pod. Raise UsageError for an invalid value."""
     import yaml
 
-    from lightning_dlrover.components.targets.kubernetes import KubernetesOptions, Mount
+    from lightning_dlrover.components.targets.kubernetes_manifests import KubernetesOptions, Mount
 
     mounts = [re.fullmatch(r"([^:]+):(/[^:]*)(:ro)?", text) for text in options.mount]
     if None in mounts:

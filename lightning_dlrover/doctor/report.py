@@ -28,8 +28,8 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from lightning_dlrover import variables
-from lightning_dlrover.components.targets.kubernetes import VOLCANO_JOBS
 from lightning_dlrover.components.targets.kubernetes_api import KubernetesApi, has_cluster
+from lightning_dlrover.components.targets.kubernetes_manifests import VOLCANO_JOBS
 from lightning_dlrover.components.targets.target import TargetError
 from lightning_dlrover.doctor.dry_run import NOTES
 from lightning_dlrover.doctor.imports import check_gpus, check_imports, import_all

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_dlrover.components.targets.kubernetes import PLAIN_JOBS, VOLCANO_JOBS, secret_name
+from lightning_dlrover.components.targets.kubernetes_manifests import PLAIN_JOBS, VOLCANO_JOBS, secret_name
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError

@@ -14,8 +14,9 @@ from typing import ClassVar, Protocol
 import pytest
 
 from lightning_dlrover.components import elastic
-from lightning_dlrover.components.targets.kubernetes import KubernetesOptions, KubernetesTarget
+from lightning_dlrover.components.targets.kubernetes import KubernetesTarget
 from lightning_dlrover.components.targets.kubernetes_api import KubernetesApi
+from lightning_dlrover.components.targets.kubernetes_manifests import KubernetesOptions
 from lightning_dlrover.components.targets.local import LocalTarget
 from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
 from lightning_dlrover.components.targets.target import NodeSpec, Target

@@ -24,17 +24,16 @@ from torchx.specs import AppDef, AppState, Role
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.reconcile import FailurePolicy, Limits
 from lightning_dlrover.components.targets import kubernetes_api
-from lightning_dlrover.components.targets.kubernetes import (
+from lightning_dlrover.components.targets.kubernetes import KubernetesTarget, known_target
+from lightning_dlrover.components.targets.kubernetes_api import KubernetesApi
+from lightning_dlrover.components.targets.kubernetes_manifests import (
     PLAIN_JOBS,
     VOLCANO_JOBS,
     KubernetesOptions,
-    KubernetesTarget,
     Mount,
     job_manifest,
     job_name,
-    known_target,
 )
-from lightning_dlrover.components.targets.kubernetes_api import KubernetesApi
 from lightning_dlrover.components.targets.target import ANY_SIZE, App, NodeSize, NodeSpec, NotTakenError, TargetError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.job.records import Keys
