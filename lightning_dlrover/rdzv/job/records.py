@@ -7,6 +7,7 @@ untrusted input: `decode` either returns a valid record or raises `RecordError` 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -328,6 +329,18 @@ class PlanRecord:
 
 
 @dataclass(frozen=True)
+class EndNotice:
+    """Announcement that a node will be taken away."""
+
+    source: str  # who has announced it, and how, such as "aws spot/instance-action"
+    taken_at: float = 0.0  # seconds since the epoch; 0: soon, the time is unknown
+
+    def __str__(self) -> str:
+        at = time.strftime("at %Y-%m-%d %H:%M:%S", time.localtime(self.taken_at)) if self.taken_at else "soon"
+        return f"will be taken away {at} ({self.source})"
+
+
+@dataclass(frozen=True)
 class DrainRecord:
     """Request that one worker leaves. Key `drains/{worker_id}`; written by anyone, deleted with the worker."""
 
@@ -336,9 +349,13 @@ class DrainRecord:
     once_replaced: bool = False  # True: leave only when a replacement, which the controller starts, can take the place
     failed_round: int = 0  # round in which this worker made a step fail: the next one excludes it; 0: none
     # Notices: the node of the worker will be taken away.
-    source: str = ""  # who has announced it, such as "aws: spot/instance-action"; empty: the node stays
+    source: str = ""  # who has announced it, such as "aws spot/instance-action"; empty: the node stays
     taken_at: float = 0.0  # seconds since the epoch; 0: unknown
-    noticed_at: float = 0.0  # time at which the deadline became known, seconds since the epoch
+
+    @property
+    def notice(self) -> EndNotice | None:
+        """The notice that this request follows; None if there is none."""
+        return EndNotice(self.source, self.taken_at) if self.source else None
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from lightning_dlrover.rdzv.etcd.types import (
     exists,
     modified,
 )
-from lightning_dlrover.rdzv.job.events import Event, record_of
+from lightning_dlrover.rdzv.job.events import Event, NodeNoticed, record_of
 from lightning_dlrover.rdzv.job.journal import MAX_EVENTS, FenceLostError, Journal, read, readable, readable_folder
 from lightning_dlrover.rdzv.job.records import (
     MAX_UNREACHABLE,
@@ -41,6 +41,7 @@ from lightning_dlrover.rdzv.job.records import (
     CheckpointRecord,
     CheckpointRequest,
     DrainRecord,
+    EndNotice,
     EventRecord,
     JobRecord,
     Keys,
@@ -67,6 +68,41 @@ def ask_for_replacement(journal: Journal, worker_id: str, reason: str, *guard: C
     # A worker that must leave at once, because its host is taken away, cannot wait for its replacement.
     may_ask = (*guard, exists(journal.keys.workers + worker_id), absent(drain))
     return journal.fenced_write({drain: DrainRecord(worker_id, reason, once_replaced=True)}, may_ask)
+
+
+def note_end(journal: Journal, worker_id: str, notice: EndNotice, *guard: Compare) -> bool:
+    """Record that a worker's node will be taken away: it leaves once replaced, and in time in any case.
+
+    A request to leave at once remains one. The first deadline counts until its source announces another, or another source an
+    earlier one.
+
+    Returns:
+        False if that is known, if the worker is gone, or if a guard fails.
+    """
+    key = journal.keys.drains + worker_id
+    entry = journal.client.get(key)
+    known = readable(DrainRecord, entry) or DrainRecord(worker_id, f"its node {notice}", once_replaced=True)
+    if not _is_news(notice, known.notice):
+        return False
+    record = dataclasses.replace(known, source=notice.source[:200], taken_at=notice.taken_at)
+    if known.once_replaced:
+        record = dataclasses.replace(record, reason=f"its node {notice}"[:500])
+    line = record_of(NodeNoticed(worker_id, notice.source[:200], notice.taken_at), f"{worker_id}: its node {notice}"[:500])
+    may_write = (*guard, exists(journal.keys.workers + worker_id), modified(key) == (entry.mod_revision if entry else 0))
+    put = Put(key, encode(record), entry.lease_id if entry else 0)
+    return journal.client.txn(may_write, [put, *journal.puts([line], worker_id)]).succeeded
+
+
+SAME_TIME_S = 2.0
+"""Maximum difference in seconds between two readings of one deadline."""
+
+
+def _is_news(notice: EndNotice, known: EndNotice | None) -> bool:
+    if known is None or not known.taken_at:
+        return known is None or notice.taken_at > 0
+    if not notice.taken_at or abs(notice.taken_at - known.taken_at) <= SAME_TIME_S:
+        return False
+    return notice.source == known.source or notice.taken_at < known.taken_at
 
 
 def dismiss(journal: Journal, worker_id: str, failed_round: int, reason: str) -> bool:
