@@ -43,7 +43,15 @@ from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import Delete, EtcdError, KeyValue, absent, modified
 from lightning_dlrover.rdzv.job.events import Event, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, Tenure, holder_text, readable
-from lightning_dlrover.rdzv.job.records import CheckpointRecord, ControllerRecord, Keys, NodeRecord, NodesRecord, decode
+from lightning_dlrover.rdzv.job.records import (
+    CheckpointRecord,
+    ControllerRecord,
+    EndNotice,
+    Keys,
+    NodeRecord,
+    NodesRecord,
+    decode,
+)
 from lightning_dlrover.rdzv.membership.rounds import Decoder, JobView
 from lightning_dlrover.spares import Spares
 
@@ -435,7 +443,7 @@ class NodeEntry:
     refusal_kind: str = ""  # refused nodes: text that all refusals for this reason share
     is_released: bool = False  # its scheduler may have forgotten it
     all_shown: bool = False
-    wanted_back: bool = False  # the scheduler will end it soon
+    notice: EndNotice | None = None  # the scheduler will end it, and a worker of it is a member
     whole_at: float | None = None  # last time at which all of its agents were registered; None: it has one, or they never were
     lacks_memory: bool = False  # killed for lack of memory; the plan does not account for it yet
     is_enlarged: bool = False  # killed for lack of memory; the plan accounts for it
@@ -829,14 +837,14 @@ class Observer:
                     self._note_end(name, entry, entry.handle, view, now, others)
 
     def query_scheduler(self) -> None:
-        """Ask the scheduler which nodes it wants back and which were killed for lack of memory.
+        """Ask the scheduler which nodes it will take away and which were killed for lack of memory.
 
-        Slurm's target answers `wants_back` once for each new list of jobs, so call this only when the answer can be acted on.
+        Slurm's target answers `notice` once for each new list of jobs, so call this only when the answer can be acted on.
         """
         now = time.monotonic()
         for entry in self._registry.entries.values():
             trains = entry.is_member and not entry.cancelled and not entry.has_ended
-            entry.wanted_back = trains and entry.handle is not None and self._target.wants_back(entry.handle)
+            entry.notice = self._target.notice(entry.handle) if trains and entry.handle is not None else None
             has_just_failed = entry.status == "failed" and now - (entry.ended_at or now) < SAME_FAILURE_S
             may_lack = has_just_failed and not entry.is_enlarged
             entry.lacks_memory = may_lack and entry.handle is not None and self._target.ran_out_of_memory(entry.handle)

@@ -58,6 +58,7 @@ from lightning_dlrover.components.targets.target import (
     set_aside,
 )
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError, read_password
+from lightning_dlrover.rdzv.job.records import EndNotice
 
 log = logging.getLogger(__name__)
 
@@ -251,8 +252,8 @@ class KubernetesTarget:
         pod = seen.pod if seen is not None else None
         return pod is not None and "OOMKilled" in why_it_failed(pod.get("status", {}))
 
-    def wants_back(self, handle: str) -> bool:
-        return False  # SIGTERM notifies the pod directly, and the node leaves on its own
+    def notice(self, handle: str) -> EndNotice | None:
+        return None
 
     def logs(self, handle: str) -> list[Path]:
         return existing_logs(self._log_dir / handle.split("/")[1]) if self._log_dir is not None else []

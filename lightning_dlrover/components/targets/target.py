@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar
 
+from lightning_dlrover.rdzv.job.records import EndNotice
 from lightning_dlrover.spares import Spares
 
 AppStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "gone"]
@@ -125,8 +126,8 @@ class Target(Protocol):
     def ran_out_of_memory(self, handle: str) -> bool:
         """Whether a failed node was killed for exceeding its memory."""
 
-    def wants_back(self, handle: str) -> bool:
-        """Whether the scheduler has announced that it will end this node soon."""
+    def notice(self, handle: str) -> EndNotice | None:
+        """Return the scheduler's announcement that this node will be taken away; None if there is none, or no newer answer."""
 
     def logs(self, handle: str) -> list[Path]:
         """Return the files with the node's output, stderr last."""

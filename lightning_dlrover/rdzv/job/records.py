@@ -328,12 +328,24 @@ class PlanRecord:
         return self.reason if self.owner == "pool" else f"{self.source}: {self.reason}"
 
 
+SAME_TIME_S = 2.0
+"""Maximum difference in seconds between two readings of one deadline."""
+
+
 @dataclass(frozen=True)
 class EndNotice:
     """Announcement that a node will be taken away."""
 
     source: str  # who has announced it, and how, such as "aws spot/instance-action"
     taken_at: float = 0.0  # seconds since the epoch; 0: soon, the time is unknown
+
+    def updates(self, known: EndNotice | None) -> bool:
+        """Whether this is news. The first deadline holds until its source changes it, or another source has an earlier one."""
+        if known is None or not known.taken_at:
+            return known is None or self.taken_at > 0
+        if not self.taken_at or abs(self.taken_at - known.taken_at) <= SAME_TIME_S:
+            return False
+        return self.source == known.source or self.taken_at < known.taken_at
 
     def __str__(self) -> str:
         at = time.strftime("at %Y-%m-%d %H:%M:%S", time.localtime(self.taken_at)) if self.taken_at else "soon"

@@ -73,8 +73,7 @@ def ask_for_replacement(journal: Journal, worker_id: str, reason: str, *guard: C
 def note_end(journal: Journal, worker_id: str, notice: EndNotice, *guard: Compare) -> bool:
     """Record that a worker's node will be taken away: it leaves once replaced, and in time in any case.
 
-    A request to leave at once remains one. The first deadline counts until its source announces another, or another source an
-    earlier one.
+    A request to leave at once remains one.
 
     Returns:
         False if that is known, if the worker is gone, or if a guard fails.
@@ -82,7 +81,7 @@ def note_end(journal: Journal, worker_id: str, notice: EndNotice, *guard: Compar
     key = journal.keys.drains + worker_id
     entry = journal.client.get(key)
     known = readable(DrainRecord, entry) or DrainRecord(worker_id, f"its node {notice}", once_replaced=True)
-    if not _is_news(notice, known.notice):
+    if not notice.updates(known.notice):
         return False
     record = dataclasses.replace(known, source=notice.source[:200], taken_at=notice.taken_at)
     if known.once_replaced:
@@ -91,18 +90,6 @@ def note_end(journal: Journal, worker_id: str, notice: EndNotice, *guard: Compar
     may_write = (*guard, exists(journal.keys.workers + worker_id), modified(key) == (entry.mod_revision if entry else 0))
     put = Put(key, encode(record), entry.lease_id if entry else 0)
     return journal.client.txn(may_write, [put, *journal.puts([line], worker_id)]).succeeded
-
-
-SAME_TIME_S = 2.0
-"""Maximum difference in seconds between two readings of one deadline."""
-
-
-def _is_news(notice: EndNotice, known: EndNotice | None) -> bool:
-    if known is None or not known.taken_at:
-        return known is None or notice.taken_at > 0
-    if not notice.taken_at or abs(notice.taken_at - known.taken_at) <= SAME_TIME_S:
-        return False
-    return notice.source == known.source or notice.taken_at < known.taken_at
 
 
 def dismiss(journal: Journal, worker_id: str, failed_round: int, reason: str) -> bool:
