@@ -20,7 +20,8 @@ from lightning_dlrover.output import counted, show
 from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError
 from lightning_dlrover.rdzv.job.events import SizeRequested, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable
-from lightning_dlrover.rdzv.job.records import DrainRecord, JobRecord, NodesRecord, PlanRecord, encode
+from lightning_dlrover.rdzv.job.records import DrainRecord, EndNotice, JobRecord, NodesRecord, PlanRecord, encode
+from lightning_dlrover.rdzv.membership.worker_records import note_end
 from lightning_dlrover.report.status import (
     CANCELLED,
     JOB_FILE,
@@ -262,7 +263,8 @@ def drain_command(options: argparse.Namespace) -> int:
         if not leaving:
             known = ", ".join(view.workers) or "none"
             raise UsageError(f"job {place.run_id!r} has no worker or node {options.worker!r}; its workers are: {known}")
-        if options.replace and client.get(place.keys.controller) is None:
+        has_controller = client.get(place.keys.controller) is not None
+        if options.replace and not has_controller:
             raise UsageError(
                 f"job {place.run_id!r} has no controller that would start another worker; start one by hand, and when "
                 f"`dlrover status {place.run_id}` shows it ready, drain {options.worker!r} without --replace"
@@ -272,15 +274,24 @@ def drain_command(options: argparse.Namespace) -> int:
                 f"{options.worker!r} of job {place.run_id!r} has been asked to leave at once, and may not be able to wait"
             )
         is_last = not {*view.survivors}.isdisjoint(leaving) and not {*view.survivors} - {*leaving, *view.drains}
-        if is_last and not options.replace:
+        if is_last and not options.replace and not (options.at and has_controller):
             found = f"{leaving[0]!r} is the only worker" if len(leaving) == 1 else f"{', '.join(leaving)} are the only workers"
             raise UsageError(
                 f"{found} of job {place.run_id!r} that would stay, and without them the job would stop; "
                 f"`dlrover scale {place.run_id} {2 * len(leaving)}` first"
             )
+        notice, journal = EndNotice("dlrover drain", options.at or 0.0), Journal(client, place.keys)
         for worker in leaving:
+            if options.at:
+                note_end(journal, worker, notice)
+                continue
             request = DrainRecord(worker, "asked for by `dlrover drain`", once_replaced=options.replace)
             client.put(place.keys.drains + worker, encode(request))
+    if options.at:
+        others = "another one takes its place" if len(leaving) == 1 else "others take their places"
+        instead = f"leave when {others}, or in time in any case" if has_controller else "leave in time"
+        show(f"job {place.run_id}: the node of {', '.join(leaving)} {notice}; will hand over and {instead}")
+        return EXIT_OK
     when = f" when {'another worker is' if len(leaving) == 1 else 'other workers are'} ready" if options.replace else ""
     show(f"job {place.run_id}: {', '.join(leaving)} will hand over and leave{when}")
     return EXIT_OK

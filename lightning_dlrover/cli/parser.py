@@ -219,7 +219,15 @@ def _add_drain(drain: argparse.ArgumentParser) -> None:
     _add_job(drain)
     text = "worker's id from `dlrover status`, or its node, such as node1; all workers of the node leave"
     drain.add_argument("worker", metavar="WORKER", help=text)
-    drain.add_argument("--replace", action="store_true", help="start a replacement first")
+    when = drain.add_mutually_exclusive_group()
+    when.add_argument("--replace", action="store_true", help="start a replacement first")
+    when.add_argument(
+        "--at",
+        type=options.moment,
+        metavar="TIME",
+        help="the node will be taken away then: start a replacement now, and leave in time in any case. +90, +5m or +1h from "
+        "now, a clock time (14:30, 14:30:05), or RFC 3339 (2026-01-31T14:30:00Z)",
+    )
 
 
 def _add_cancel(cancel: argparse.ArgumentParser) -> None:
