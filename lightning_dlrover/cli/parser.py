@@ -142,6 +142,8 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     text = "1: keep a process that has imported the script's modules, and fork new workers from it, which then train after a "
     text += "second or two; `dlrover status` shows its memory (default 0)"
     run.add_argument("--spares", type=int, choices=(0, 1), default=0, help=text)
+    text = "read from this cloud's metadata service, on each node, when the node's machine will be taken away"
+    run.add_argument("--notices", choices=("aws", "gcp", "azure"), help=text)
     for name, text in options.TIMEOUTS.items():
         run.add_argument(
             options.flag(name), type=options.lease if name == "lease_ttl" else options.duration, metavar="TIME", help=text

@@ -147,6 +147,7 @@ def node(
     agents: int = 1,
     max_restarts: int = 0,
     spares: int = 0,
+    notices: str = "",
     key_prefix: str = "",
     user: str = "",
     password_file: str = "",
@@ -175,6 +176,7 @@ def node(
         agents: workers of this node, each with an agent and a GPU of its own; all nodes of a job have equally many
         max_restarts: how often the agent restarts a failed worker in place
         spares: 1: the agent keeps a process that has imported the script's modules, and forks restarted workers from it
+        notices: aws, gcp or azure: the agent reads from that cloud's metadata service when its machine will be taken away
         key_prefix: folder of the job's keys in etcd
         user: etcd user, if etcd has authentication enabled
         password_file: file whose first line is the user's password
@@ -189,7 +191,7 @@ def node(
         image: container image or folder, where the scheduler needs one
     """
     access = {"user": user, "password_file": password_file, "ca_cert": ca_cert, "cert": cert, "cert_key": cert_key}
-    values = {"live": "1", "spares": "1" if spares else "", "key_prefix": key_prefix, **access}
+    values = {"live": "1", "spares": "1" if spares else "", "notices": notices, "key_prefix": key_prefix, **access}
     for name, value in values.items():
         if "," in value or "=" in value:
             raise ValueError(f"{name}={value!r} cannot be used: --rdzv-conf separates its values by ',' and '='")

@@ -142,6 +142,7 @@ def node_app(spec: NodeSpec, node: str, dollar: str) -> AppDef:
         node=node,
         max_restarts=spec.max_restarts,
         spares=int(spec.has_spares),
+        notices=spec.notices,
         agents=spec.workers_per_node,
         key_prefix=spec.prefix,
         timeouts=",".join(f"{name}={seconds:g}" for name, seconds in spec.timeouts.items()),

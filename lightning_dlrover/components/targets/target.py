@@ -49,6 +49,7 @@ class NodeSpec:
     max_restarts: int = 0
     workers_per_node: int = 1
     has_spares: bool = False  # workers are forked from processes that have imported their modules
+    notices: str = ""  # cloud whose notices the nodes' agents read: aws, gcp or azure
     access: Mapping[str, str] = field(default_factory=dict)  # etcd user and paths of credential files
     environment: Mapping[str, str] = field(default_factory=dict)  # extra variables of the nodes
     # seconds, by the keys of --rdzv-conf; missing keys have defaults
