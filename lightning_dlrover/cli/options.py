@@ -177,6 +177,15 @@ def positive(text: str, meaning: str = "a number") -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not {meaning} above 0 and up to {MAX_AMOUNT:,.0f}")
 
 
+def listen_address(text: str) -> tuple[str, int]:
+    """Host and port to listen at, from `9400`, `0.0.0.0:9400` or `[::]:9400`. Loopback without a host; port 0: any free one."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not port.isdecimal() or not 0 <= int(port) <= 65535 or (colon and not host):
+        raise argparse.ArgumentTypeError(f"{text!r} is not PORT or ADDRESS:PORT, such as 9400 or 0.0.0.0:9400")
+    return host or "127.0.0.1", int(port)
+
+
 # Groups of options that several commands share, and the options of each target.
 
 TARGETS = ("local", "slurm", "kubernetes")
@@ -288,6 +297,12 @@ def add_etcd_options(parser: argparse.ArgumentParser) -> None:
     access.add_argument("--cert", metavar="FILE", help="PEM file of the client certificate")
     access.add_argument("--cert-key", metavar="FILE", help="PEM file of the client certificate's key")
     parser.add_argument("--key-prefix", metavar="PREFIX", help="prefix of all jobs' keys in etcd (default /dlrover)")
+
+
+def add_metrics_option(parser: argparse.ArgumentParser) -> None:
+    """Add the address at which a long command answers Prometheus."""
+    text = "serve metrics for Prometheus at http://127.0.0.1:PORT/metrics, or at another address of this host (default: none)"
+    parser.add_argument("--metrics", type=listen_address, metavar="[ADDRESS:]PORT", help=text)
 
 
 def add_objective_options(parser: argparse.ArgumentParser) -> None:

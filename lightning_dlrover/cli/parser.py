@@ -155,6 +155,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable of the nodes; repeatable"
     )
+    options.add_metrics_option(run)
     options.add_objective_options(run)
     add_hook_options(run)
     options.add_place_options(run)

@@ -442,6 +442,11 @@ def _run_job(
         client = stack.enter_context(connect(place))
         is_resumed = (folder / JOB_FILE).exists()
         _refuse_unusable_job(client, place, is_resumed, options.workers_per_node)
+        if options.metrics is not None:
+            from lightning_dlrover.report.metrics import JobMetrics, serve_metrics
+
+            metrics = stack.enter_context(contextlib.closing(JobMetrics(place)))
+            say(f"metrics at {stack.enter_context(serve_metrics(options.metrics, metrics))}")
         # Before the target: its nodes end before the ticket is released.
         ticket = stack.enter_context(asked.wait(client, place.keys)) if asked is not None else None
         gpus = ticket.gpus if ticket is not None else None
