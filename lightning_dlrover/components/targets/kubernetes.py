@@ -29,6 +29,7 @@ from lightning_dlrover.components.targets.kubernetes_manifests import (
     secret_manifest,
     secret_name,
 )
+from lightning_dlrover.components.targets.kubernetes_notices import Hosts, pod_notice
 from lightning_dlrover.components.targets.kubernetes_state import (
     Seen,
     State,
@@ -146,6 +147,7 @@ class KubernetesTarget:
         self._dismissed_at: dict[str, float] = {}  # key: node; last request to delete a pod that has outlived its worker
         self._release_at = -float("inf")  # time of the next request to delete an ended Job
         self._release_pause_s = 0.0  # after a refused one
+        self._hosts = Hosts(self._api, spec.run_id, clock)
         self._logs = (
             PodLogs(self._api, self._namespace, CONTAINER, log_dir, min(1.0, poll_s), output_since)
             if log_dir is not None
@@ -253,7 +255,14 @@ class KubernetesTarget:
         return pod is not None and "OOMKilled" in why_it_failed(pod.get("status", {}))
 
     def notice(self, handle: str) -> EndNotice | None:
-        return None
+        node = handle.split("/")[1]
+        seen = self._polling.newest.get(node)
+        if node in self._cancelled or seen is None or seen.pod is None:
+            return None
+        if self._hosts.is_due:
+            pods = [each.pod for each in self._polling.newest.values() if each.pod is not None]
+            self._hosts.look({name for pod in pods if (name := pod["spec"].get("nodeName"))})
+        return pod_notice(seen.pod) or self._hosts.notice(seen.pod["spec"].get("nodeName", ""))
 
     def logs(self, handle: str) -> list[Path]:
         return existing_logs(self._log_dir / handle.split("/")[1]) if self._log_dir is not None else []
