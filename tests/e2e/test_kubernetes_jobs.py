@@ -103,7 +103,7 @@ def test_worker_on_a_host_that_is_tainted_is_replaced_before_it_is_lost(
     until = tmp_path / "enough"
     options = ("--target", "kubernetes", "--workers", "2:2", "--image", "trainer:1", "--endpoint", etcd.endpoint)
     run = dlrover.start(*options, SCRIPT, "--until", until, run_id=run_id)
-    wait_for_first_round(run)
+    run.wait_for_output(r"\[round\] round 1: 2 workers,", timeout_s=90)
     doomed = wait_for_workers(run, 2)[1]
     node = node_of(doomed["pid"])
     cluster.taint(node, "aws-node-termination-handler/spot-itn")
