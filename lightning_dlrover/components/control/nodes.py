@@ -433,6 +433,7 @@ class NodeEntry:
     missing_since: float | None = None  # start of its absence from the scheduler's list
     cancel_at: float = 0.0  # time of the next cancellation request
     post_mortem: PostMortem | None = None
+    has_left: bool = False  # others trained on without its workers
     stopped_job: bool = False
     left_too_few: bool = False
     after_training: bool = False
@@ -820,7 +821,10 @@ class Observer:
             if 1 < self._limits.workers_per_node <= num_agents[name]:
                 entry.whole_at = now
             entry.worker_seen_at = now if entry.workers else entry.worker_seen_at
+            if not entry.is_member and entry.member_seen_at is not None and self._finished_at is None and num_members:
+                entry.has_left = True
             if entry.is_member:
+                entry.has_left = False
                 entry.member_seen_at = now
                 if view.round is not None and entry.round_number != view.round.number:
                     entry.round_number, entry.members = view.round.number, frozenset(num_members)
@@ -885,7 +889,8 @@ class Observer:
         has_finished_s = now - self._finished_at if self._finished_at is not None else -1.0
         is_late = has_finished_s >= (0.0 if entry.post_mortem.error else self._policy.settle_s)
         trains_again = view.job is not None and bool(view.job.unfinished_fit) and not entry.post_mortem.error
-        entry.after_training = is_late and entry.member_seen_at is not None and not trains_again
+        was_there = entry.member_seen_at is not None and not entry.has_left
+        entry.after_training = is_late and was_there and not trains_again
         entry.stopped_job, entry.checkpoint_step = is_last, self._checkpoint_step()
         round_number = view.round.number if view.round else 0
         # Of the round that it was in: a replacement may have come by chance, and hides that it was needed.
