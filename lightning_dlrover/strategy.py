@@ -350,8 +350,9 @@ class DLRoverStrategy(LiveStrategy):
         tables = self.tables
         if tables is None:
             super().load_model_state_dict(checkpoint, strict)
-        elif tables.sharded.is_built:  # else this is a joiner, which receives the others' state
-            folder, tables.folder_to_load = tables.folder_to_load, None
+            return
+        folder, tables.folder_to_load = tables.folder_to_load, None
+        if tables.sharded.is_built:  # else this is a joiner, which receives the others' state
             if WHOLE_TABLES in checkpoint:
                 tables.load_stock_state_dict(checkpoint["state_dict"], strict)
                 return

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import threading
 
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, Interrupted, UsageError, signals_as_exceptions
 from lightning_dlrover.cli.lookup import etcd_access
 from lightning_dlrover.cli.options import flag
-from lightning_dlrover.cli.run_options import checked_prefix, checked_script
+from lightning_dlrover.cli.run_options import checked_prefix, checked_script, file_of_module
 from lightning_dlrover.doctor.report import Case, as_json, examine, lines, summary
 from lightning_dlrover.output import show, worst
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
@@ -23,10 +24,14 @@ _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 def doctor_command(options: argparse.Namespace) -> int:
     """Show each check as it ends. The exit code is 1 if one of them has found an error."""
     defaults = EtcdDefaults.of_this_process()
+    name = options.script[0] if options.script else ""
+    if options.module and not name:
+        raise UsageError("-m: give the name of the module to check, as in: dlrover doctor -m package.module")
     case = Case(
         etcd=_etcd(options, defaults),
         prefix=checked_prefix(options.key_prefix or defaults.prefix),
-        script=checked_script(options.script[0]) if options.script else None,
+        script=checked_script(_file_of(name) if options.module else name) if name else None,
+        module=name if options.module else "",
         arguments=options.script[1:],
         deadline_s=options.timeout,
     )
@@ -44,6 +49,13 @@ def doctor_command(options: argparse.Namespace) -> int:
         return 128 + interrupted.signal_number
     show(json.dumps(as_json(findings), indent=2) if options.json else summary(findings))
     return EXIT_FAILED if worst(findings) == "error" else EXIT_OK
+
+
+def _file_of(module: str) -> str:
+    """Return the file of a module. Raise UsageError if it is missing, or not a Python file."""
+    if file := file_of_module(module, os.getcwd()):
+        return file
+    raise UsageError(f"-m {module}: it is not in a Python file, so its first batch cannot be observed")
 
 
 def _etcd(options: argparse.Namespace, defaults: EtcdDefaults) -> EtcdConfig | None:

@@ -24,6 +24,7 @@ from lightning_dlrover.plugins import PluginError
 
 _MODULES = {
     "run": "run",
+    "init": "init",
     "doctor": "doctor",
     "data": "data",
     **dict.fromkeys(("scale", "drain", "cancel"), "control"),

@@ -164,6 +164,16 @@ def workers(text: str) -> tuple[int, int]:
     return low, high
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """Numbers of workers, from `1,2,4,8` or `pow2`."""
+    from lightning_dlrover.rdzv.job.sizes import parse_sizes
+
+    try:
+        return parse_sizes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def workers_per_node(text: str) -> int:
     """Workers of a node; 0 for `gpu`, one for each of its GPUs."""
     return 0 if text == "gpu" else _whole(text, 1, 1024, "`gpu`, nor a number of workers")

@@ -128,12 +128,18 @@ def _add_json(command: argparse.ArgumentParser) -> None:
 
 
 def _add_run(run: argparse.ArgumentParser) -> None:
-    run.usage, run.description = "%(prog)s [OPTION ...] [-m] script [ARGUMENT ...]", None  # all options would take 20 lines
+    run.usage, run.description = (
+        "%(prog)s [OPTION ...] [-m | --no-python] script [ARGUMENT ...]",
+        None,
+    )  # all options would take 20 lines
     text = "minimum and maximum number of workers (default: those of one node, and of two, such as 1:2)"
     run.add_argument("--workers", type=options.workers, metavar="MIN:MAX", help=text)
     text = "workers of each node, each with a GPU of its own; gpu: one for each of its --gpus (default 1). --workers and "
     text += "plans count workers, and nodes come and go as a whole"
     run.add_argument("--workers-per-node", type=options.workers_per_node, default=1, metavar="N", help=text)
+    text = "the only numbers of workers that plans may request, such as 1,2,4,8, or pow2 for powers of two (default: any "
+    text += "within --workers). A job that loses a worker continues with the others until it is replaced"
+    run.add_argument("--sizes", type=options.sizes, default=(), metavar="LIST", help=text)
     run.add_argument(
         "--rdzv-id", type=options.given, metavar="JOB", help="name of the job (default: made from the script's name)"
     )
@@ -162,7 +168,13 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     options.add_node_options(run)
     options.add_slurm_options(run)
     options.add_kubernetes_options(run)
-    run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for `python -m`")
+    form = run.add_mutually_exclusive_group()
+    form.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for `python -m`")
+    text = (
+        "SCRIPT is a program, which each worker starts as it is, such as a shell script that ends with exec python; not with "
+    )
+    text += "--spares 1"
+    form.add_argument("--no-python", action="store_true", help=text)
     run.add_argument("script", help="training script; Kubernetes: its path in the image or a mounted volume")
     arguments = run.add_argument("script_args", nargs=argparse.REMAINDER, help="arguments of the script")
     arguments.required = False  # not to be named where the script is missing
@@ -177,9 +189,19 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
     text = "time limit for the script's first batch (default 2m)"
     doctor.add_argument("--timeout", type=options.duration, default=120.0, metavar="TIME", help=text)
     options.add_etcd_options(doctor)
+    doctor.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for `python -m`")
     text = "training script with a Lightning Trainer, then -- and its arguments"
     doctor.add_argument("script", nargs="*", metavar="SCRIPT", help=text)
     doctor.hint = "; arguments of a script go after --, as in: dlrover doctor train.py -- --epochs 2"  # type: ignore[attr-defined]
+
+
+def _add_init(init: argparse.ArgumentParser) -> None:
+    init.description = (
+        "Show the lines that make a script elastic as a unified diff: the import, and each Trainer's strategy and callback. "
+        "Refuses a script where only its author can decide, and prints what to pass. The script is not run."
+    )
+    init.add_argument("script", metavar="SCRIPT", help="training script, or the module that makes its Trainer")
+    init.add_argument("--write", action="store_true", help="write the lines into SCRIPT (default: only show them)")
 
 
 def _add_scale(scale: argparse.ArgumentParser) -> None:
@@ -303,6 +325,7 @@ def _add_history(history: argparse.ArgumentParser) -> None:
 
 _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "run": ("run a script as a live elastic job, on this machine, Slurm or Kubernetes", _add_run),
+    "init": ("show the lines that make a script elastic, or write them", _add_init),
     "doctor": ("check this machine, its packages, etcd and a script before a job", _add_doctor),
     "scale": ("set the number of workers and their settings by hand", _add_scale),
     "status": ("show rounds, workers, rates and the current plan", _add_status),

@@ -32,6 +32,7 @@ from lightning_dlrover.cli.run_options import (
     node_sizes,
     objective,
     pairs,
+    settle_sizes,
     settle_spares,
     settle_workers,
     surrounding_target,
@@ -354,6 +355,7 @@ def run_command(options: argparse.Namespace) -> int:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", run_id):
         raise UsageError(f"--rdzv-id {run_id!r} cannot name a folder: use letters, digits, '.', '_' and '-'")
     settle_workers(options)
+    settle_sizes(options)
     settle_spares(options)
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
@@ -428,7 +430,7 @@ def _run_job(
     """Run the job to its end; all nodes but those in `course.left` have ended when this returns or raises."""
     end: FinishJob | None = None
     fewest, most = options.workers
-    limits = Limits(fewest, most, *node_sizes(options), options.workers_per_node)
+    limits = Limits(fewest, most, *node_sizes(options), options.workers_per_node, options.sizes)
     spec = _node_spec(options, command, place, asked)
     # A node may be without a worker while one is restarted.
     policy = FailurePolicy(exit_s=180.0) if options.max_restarts or options.workers_per_node > 1 else FailurePolicy()
@@ -441,7 +443,7 @@ def _run_job(
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect(place))
         is_resumed = (folder / JOB_FILE).exists()
-        _refuse_unusable_job(client, place, is_resumed, options.workers_per_node)
+        _refuse_unusable_job(client, place, is_resumed, options.workers_per_node, options.sizes)
         if options.metrics is not None:
             from lightning_dlrover.report.metrics import JobMetrics, serve_metrics
 
@@ -470,6 +472,7 @@ def _run_job(
             complain(f"{folder / JOB_FILE} keeps the former process's id ({error.strerror}); the job continues")
         course.has_begun = True
         workers = f"{limits.min_workers} to {limits.max_workers} workers"
+        workers += f" (sizes {limits.world_sizes.text})" if limits.sizes else ""
         say(f"job {place.run_id}: {workers}, etcd at {place.endpoint}, files in {folder}")
         try:
             end = _steer(controller, server, options.target, [announce, progress], ticket)
@@ -520,6 +523,7 @@ def _node_spec(options: argparse.Namespace, command: Sequence[str], place: JobPl
         has_spares=bool(options.spares),
         notices=options.notices or "",
         workers_per_node=options.workers_per_node,
+        sizes=options.sizes,
         access=place.access,
         environment={**objective(options), **of_pool, **pairs(options, "env", "NAME=VALUE")},
         timeouts={name: value for name in TIMEOUTS if (value := getattr(options, name)) is not None},
@@ -603,7 +607,9 @@ def _make_target(
     return SlurmTarget(spec, SlurmOptions(**asked, extra=tuple(options.sbatch_arg)), log_dir, _poll_s(options))
 
 
-def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool, workers_per_node: int) -> None:
+def _refuse_unusable_job(
+    client: EtcdClient, place: JobPlace, is_resumed: bool, workers_per_node: int, sizes: tuple[int, ...]
+) -> None:
     """Raise UsageError for the name of a job in etcd that this process can neither start nor continue."""
     try:
         found = read_job(client, place.keys)
@@ -625,6 +631,12 @@ def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool, 
         raise UsageError(
             f"job {place.run_id!r} has {job.workers_per_node} workers on each of its nodes, which cannot change; continue it "
             f"with --workers-per-node {job.workers_per_node}, or choose another --rdzv-id"
+        )
+    if tuple(job.sizes) != sizes:
+        listed = f"--sizes {','.join(map(str, job.sizes))}" if job.sizes else "without --sizes"
+        raise UsageError(
+            f"job {place.run_id!r} was started {'with ' * bool(job.sizes)}{listed}, which cannot change; continue it so, or "
+            "choose another --rdzv-id"
         )
 
 

@@ -8,6 +8,8 @@ import importlib.util
 import itertools
 import os
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -21,6 +23,7 @@ from lightning_dlrover.components.targets.kubernetes_api import is_in_pod
 from lightning_dlrover.components.targets.machine import DEVICES_VARIABLE, visible_devices
 from lightning_dlrover.components.targets.target import NodeSize
 from lightning_dlrover.output import counted, say
+from lightning_dlrover.rdzv.job.sizes import POW2, POWERS_OF_TWO, sizes_within
 from lightning_dlrover.spares import SparesError, check_platform
 from lightning_dlrover.tuning.history import history_url
 from lightning_dlrover.tuning.plan import objective_from
@@ -74,7 +77,8 @@ def settle_workers(options: argparse.Namespace) -> None:
         raise UsageError("--workers-per-node gpu: --gpus N sets the number of GPUs of each node, and so of its workers")
     each = options.workers_per_node = options.workers_per_node or gpus
     if options.workers is None:
-        options.workers = each, 2 * each
+        listed = options.sizes if options.sizes != POWERS_OF_TWO else ()
+        options.workers = (listed[0], listed[-1]) if listed else (each, 2 * each)
     if each == 1:
         return
     if any(number % each for number in options.workers):
@@ -93,6 +97,25 @@ def settle_workers(options: argparse.Namespace) -> None:
                 f"--{name} {low}{unit}:{high}{unit} with --workers-per-node {each}: only nodes of one worker can be resized; "
                 f"give one size for the whole node, such as --{name} {high}{unit}"
             )
+
+
+def settle_sizes(options: argparse.Namespace) -> None:
+    """Check --sizes against the other options, and lower the maximum number of workers to the largest size.
+
+    Raises:
+        UsageError: a size contradicts them.
+    """
+    if not options.sizes:
+        return
+    (fewest, most), asked = options.workers, options.sizes
+    text = POW2 if asked == POWERS_OF_TWO else ",".join(map(str, asked))
+    try:
+        options.sizes = sizes_within(asked, fewest, most, options.workers_per_node)
+    except ValueError as error:
+        raise UsageError(f"--sizes {text} with --workers {fewest}:{most}: {error}") from error
+    if options.sizes[-1] < most:
+        say(f"at most {counted(options.sizes[-1], 'worker')}, not {most}: the largest of --sizes")
+        options.workers = fewest, options.sizes[-1]
 
 
 def settle_spares(options: argparse.Namespace) -> None:
@@ -166,6 +189,12 @@ def _check_this_machine(options: argparse.Namespace) -> None:
         )
         raise UsageError(f"--workers {fewest}:{most}: {enough}; use fewer, or --target slurm or kubernetes")
     if most > limit:
+        allowed = [size for size in options.sizes if size <= limit]
+        if options.sizes and not allowed:
+            enough = f"this machine has {cores} cores, enough for {counted(limit, 'worker')} at most"
+            raise UsageError(f"--sizes from {options.sizes[0]} on: {enough}; list smaller ones, or use another --target")
+        options.sizes = tuple(allowed)
+        limit = allowed[-1] if allowed else limit
         say(f"at most {counted(limit, 'worker')}, not {most}: this machine has {cores} cores")
         options.workers = fewest, limit
     low, high = options.cpus or (0, 0)
@@ -259,17 +288,45 @@ def objective(options: argparse.Namespace) -> dict[str, str]:
 
 
 def checked_command(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the script, or `-m` and the module, as torchrun takes it. Raise UsageError if it cannot be run."""
+    """Return the script as torchrun takes it, with `-m` before a module and `--no-python` before another program.
+
+    Raises:
+        UsageError: it cannot be run.
+    """
+    form = ("-m",) if options.module else ("--no-python",) if options.no_python else ()
+    if options.no_python and options.spares:
+        raise UsageError(
+            "--spares 1 forks workers from a Python process with the script's modules, which cannot run another program: leave "
+            "out --spares 1, or --no-python"
+        )
     if options.target == "kubernetes":  # pods have it in their image or in a volume, so it may not exist here
-        return ("-m", options.script) if options.module else (options.script,)
+        return *form, options.script
+    if options.no_python:
+        return *form, checked_program(options.script)
     if not options.module:
         return (str(checked_script(options.script)),)
-    if file := _file_of_module(options.script, options.work_dir or os.getcwd()):
+    if file := file_of_module(options.script, options.work_dir or os.getcwd()):
         checked_script(file)
-    return "-m", options.script
+    return *form, options.script
 
 
-def _file_of_module(name: str, folder: str) -> str:
+def checked_program(text: str) -> str:
+    """Return the absolute path of a program, or its name if it is found in PATH. Raise UsageError if it cannot be started."""
+    if "/" not in text and not os.path.exists(text):
+        if shutil.which(text) is None:
+            raise UsageError(f"--no-python: there is no program {text!r} in {Path.cwd()}, nor in PATH")
+        return text  # nodes may have it in another folder
+    program = Path(text).absolute()
+    if not program.is_file():
+        raise UsageError(f"--no-python: program {text!r} does not exist or is not a file (looked in {Path.cwd()})")
+    if not os.access(program, os.X_OK):
+        raise UsageError(
+            f"--no-python: {text!r} cannot be executed; run `chmod +x {shlex.quote(text)}`, or leave out --no-python"
+        )
+    return str(program)
+
+
+def file_of_module(name: str, folder: str) -> str:
     """Return the file that `python -m` would run in a folder; empty if it is not a Python file. No module is imported."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise UsageError(f"-m {name!r} is not the name of a module: give it as in `import`, without a path and without '.py'")
@@ -283,7 +340,7 @@ def _file_of_module(name: str, folder: str) -> str:
             raise UsageError(f"-m {name}: there is no {parent!r} in {folder}, nor among the installed packages")
         places = found.submodule_search_locations
     if places is not None:
-        return _file_of_module(f"{name}.__main__", folder)
+        return file_of_module(f"{name}.__main__", folder)
     return found.origin if found is not None and found.origin and found.origin.endswith(".py") else ""
 
 

@@ -1,6 +1,6 @@
 """Run a script up to its first batch as the only worker of a job, and note which of its parts a job supports.
 
-`python -m lightning_dlrover.doctor.dry_run FOLDER RECORD_AT SCRIPT ARGS...` is the worker.
+`python -m lightning_dlrover.doctor.dry_run FOLDER RECORD_AT MODULE SCRIPT ARGS...` is the worker.
 The script's own files stay as they are:
 
 | part of the script | in the dry run |
@@ -79,15 +79,16 @@ class Notes:
         self._file.flush()
 
 
-def dry_run(notes: Notes, folder: Path, script: str, arguments: list[str]) -> None:
+def dry_run(notes: Notes, folder: Path, module: str, script: str, arguments: list[str]) -> None:
     """Run the script in this process, which it may leave in any state.
 
     Args:
         folder: empty folder for the script's Trainers.
+        module: name of the script's module, as for `python -m`; empty: it is run as a file.
     """
     logging.getLogger("lightning_dlrover").addHandler(_Warnings(notes))
     sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
+    sys.path[0] = os.getcwd() if module else str(Path(script).resolve().parent)
     from lightning_dlrover.lightning_compat import on_import, when_imported
 
     note_checks = functools.cache(lambda: _note_checks(notes))
@@ -103,7 +104,10 @@ def dry_run(notes: Notes, folder: Path, script: str, arguments: list[str]) -> No
     )
     notes.reached("start")
     try:
-        runpy.run_path(script, run_name="__main__")
+        if module:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
         notes.ended("returned")
     except _DryRunEnded:
         notes.ended("dry run ended")
@@ -398,14 +402,14 @@ def _note_place(notes: Notes, script: str, main: int) -> None:
 
 
 def _main() -> None:
-    folder, record_at, script, *arguments = sys.argv[1:]
+    folder, record_at, module, script, *arguments = sys.argv[1:]
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no process outlives a doctor that was killed
     notes, root = Notes(Path(folder) / NOTES), Path(folder) / "root"
     root.mkdir()
     timer = threading.Timer(max(0.1, float(record_at) - time.monotonic()), _note_place, (notes, script, threading.get_ident()))
     timer.daemon = True
     timer.start()
-    dry_run(notes, root, script, arguments)
+    dry_run(notes, root, module, script, arguments)
     timer.cancel()
 
 

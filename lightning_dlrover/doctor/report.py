@@ -584,19 +584,24 @@ _OF_OTHER_JOBS = re.compile(
 
 
 def check_script(
-    script: Path, arguments: Sequence[str] = (), deadline_s: float = 120.0, environ: Mapping[str, str] = os.environ
+    script: Path,
+    arguments: Sequence[str] = (),
+    deadline_s: float = 120.0,
+    environ: Mapping[str, str] = os.environ,
+    module: str = "",
 ) -> list[Finding]:
     """Run a script up to its first batch, and return which of its parts a job supports.
 
     Args:
+        module: name under which the script is imported, as for `python -m`; empty: it is run as a file.
         deadline_s: limit on the time until the first batch.
     """
     owned = OwnedFolder("dlrover-doctor-")
     folder = Path(owned.name)
     try:
         with EmbeddedEtcd(private=True) as server:
-            returned = _run(script, arguments, deadline_s, _environment(environ, server.endpoint), folder)
-        return _findings(script, returned, deadline_s, folder)
+            returned = _run(module, script, arguments, deadline_s, _environment(environ, server.endpoint), folder)
+        return _findings(module, script, returned, deadline_s, folder)
     except EtcdServerError as problem:
         return [error("script", f"not run, because a job's etcd cannot be started: {problem}", "see the line of etcd")]
     finally:
@@ -621,13 +626,15 @@ def _environment(environ: Mapping[str, str], endpoint: str) -> dict[str, str]:
     }
 
 
-def _run(script: Path, arguments: Sequence[str], deadline_s: float, environ: Mapping[str, str], folder: Path) -> int | None:
+def _run(
+    module: str, script: Path, arguments: Sequence[str], deadline_s: float, environ: Mapping[str, str], folder: Path
+) -> int | None:
     """Run the dry run; return its exit code, None if it had to be ended."""
-    module = "lightning_dlrover.doctor.dry_run"
+    worker = "lightning_dlrover.doctor.dry_run"
     recorded_at = time.monotonic() + deadline_s - _MARGIN_S  # one clock for all processes of a host
     with (folder / _OUTPUT).open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(folder), str(recorded_at), str(script), *arguments],
+            [sys.executable, "-m", worker, str(folder), str(recorded_at), module, str(script), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -672,10 +679,10 @@ class _Notes:
         return notes
 
 
-def _findings(script: Path, returned: int | None, deadline_s: float, folder: Path) -> list[Finding]:
+def _findings(module: str, script: Path, returned: int | None, deadline_s: float, folder: Path) -> list[Finding]:
     notes = _Notes.read(folder / NOTES)
     findings = _without_repeats(notes.findings)
-    again = f"`python {script}` must reach its first batch; its arguments follow `--`"
+    again = f"`python {f'-m {module}' if module else script}` must reach its first batch; its arguments follow `--`"
     how, text = (notes.end["how"], notes.end["text"]) if notes.end is not None else ("", "")
     if how == "dry run ended":
         return [ok("script", f"{script.name} has trained its first batch after {notes.stages['batch']:.1f} s"), *findings]
@@ -733,6 +740,7 @@ class Case:
     etcd: EtcdConfig | None = None  # None: jobs start an etcd of their own
     prefix: str = "/dlrover"
     script: Path | None = None
+    module: str = ""  # name of the script's module, if it is run as one
     arguments: Sequence[str] = ()
     deadline_s: float = 120.0  # seconds until the script's first batch
 
@@ -750,7 +758,7 @@ def examine(case: Case, environ: Mapping[str, str] = os.environ) -> Iterator[Fin
     yield check_slurm(environ)
     yield check_kubernetes()
     if case.script is not None and is_safe:
-        yield from check_script(case.script, case.arguments, case.deadline_s, environ)
+        yield from check_script(case.script, case.arguments, case.deadline_s, environ, case.module)
 
 
 def _host_and_etcd(case: Case, environ: Mapping[str, str]) -> Iterator[Finding]:

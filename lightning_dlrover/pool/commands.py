@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_dlrover.cli.control import check_can_be_planned, plan_by_hand, wanted_text
+from lightning_dlrover.cli.control import check_can_be_planned, check_size, plan_by_hand, wanted_text
 from lightning_dlrover.cli.errors import EXIT_OK, Interrupted, UsageError, signals_as_exceptions
 from lightning_dlrover.cli.lookup import connected_job, etcd_access, find_place
 from lightning_dlrover.cli.options import SETTINGS
@@ -163,6 +163,8 @@ def what_if_command(options: argparse.Namespace) -> int:
         raise UsageError("nothing to compare: give --workers N, --add cores=16, or --without JOB")
     now = time.time()
     with connected_job(options) as (place, client):
+        if options.workers is not None and (job := read_job(client, place.keys).view.job) is not None:
+            check_size(place, job, options.workers)
         view = Watch(client, PoolKeys(options.pool, place.prefix)).look(now)
         seen = view.jobs.get(place.run_id)
         learned = seen.learned if seen is not None else Learned()

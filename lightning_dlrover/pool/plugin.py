@@ -361,4 +361,5 @@ def _member(options: argparse.Namespace) -> MemberRecord:
         weight=options.weight or 1.0,
         owner=owner or "",
         deadline_at=now + options.deadline if options.deadline is not None else 0.0,
+        sizes=list(options.sizes),
     )

@@ -563,6 +563,7 @@ def show_status(
         "min_workers": job.min_workers if job else None,
         "max_workers": job.max_workers if job else None,
         "workers_per_node": job.workers_per_node if job else None,
+        "sizes": job.sizes if job else [],
         "global_batch_size": job.global_batch_size if job else None,
         "failed_sizes": dict(sorted(job.failed_sizes.items(), key=lambda each: each[0].rjust(6))) if job else {},
         "round": {"number": round_.number, "kind": round_.kind, "reason": round_.reason} if round_ else None,

@@ -82,6 +82,14 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", "-m", "json"], "-m json.__main__: there is no 'json.__main__' in /"),
         (["run", "-m", "a/script.py"], "-m 'a/script.py' is not the name of a module: give it as in `import`"),
         (["run", "-m", "broken"], "broken.py' is not valid Python"),
+        (["run", "-m", "--no-python", "nowhere"], "argument --no-python: not allowed with argument -m/--module"),
+        (["run", "--no-python", "no-such-program"], "--no-python: there is no program 'no-such-program' in /"),
+        (["run", "--no-python", "./nowhere"], "--no-python: program './nowhere' does not exist or is not a file"),
+        (["run", "--no-python", "script.py"], "'script.py' cannot be executed; run `chmod +x script.py`, or leave out"),
+        (["run", "--no-python", "--spares", "1", "true"], "cannot run another program: leave out --spares 1, or --no-python"),
+        (["run", *KUBERNETES, "--no-python", "--spares", "1", "true"], "leave out --spares 1, or --no-python"),
+        (["doctor", "-m"], "-m: give the name of the module to check"),
+        (["doctor", "-m", "nowhere"], "-m nowhere: there is no 'nowhere' in /"),
         (["run", "broken.py"], "script 'broken.py' is not valid Python"),
         (["run", "binary.py"], "script 'binary.py' is not valid Python"),
         (["run", "--rdzv-id", "a/b", "script.py"], "--rdzv-id 'a/b' cannot name a folder"),
@@ -103,6 +111,22 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", "--workers-per-node", "0", "script.py"], "'0' is not `gpu`, nor a number of workers from 1 to 1024"),
         (["run", "--workers-per-node", "gpu", "script.py"], "--workers-per-node gpu: --gpus N sets the number of GPUs"),
         (["run", "--workers-per-node", "4", "--workers", "1:6", "script.py"], "give multiples of 4, such as 4:4"),
+        (
+            ["run", "--sizes", "1,x", "script.py"],
+            "--sizes: 'x' is not a number of workers above 0; give pow2, or sizes such as",
+        ),
+        (
+            ["run", "--workers", "1:4", "--sizes", "2,8", "script.py"],
+            "--sizes 2,8 with --workers 1:4: 8 is outside of the job's limits of 1 to 4 workers; leave it out, or change the",
+        ),
+        (
+            ["run", "--workers", "5:7", "--sizes", "pow2", "script.py"],
+            "no size from 5 to 7 workers is a power of two; list sizes",
+        ),
+        (
+            ["run", "--workers", "2:6", "--workers-per-node", "2", "--sizes", "3,6", "script.py"],
+            "3 workers do not fill nodes of 2; give multiples of 2",
+        ),
         (["run", "--workers-per-node", "2", "--gpus", "4", "script.py"], "each worker has one GPU of its own; give --gpus 2"),
         (["run", "--workers-per-node", "2", "--pool", "p", "script.py"], "a pool counts single workers"),
         (
@@ -157,7 +181,7 @@ def test_wrong_usage_is_answered_with_two_lines(dlrover: RunCli, command: str) -
 
 def test_help_of_run_begins_with_its_arguments_and_not_with_a_list_of_options(dlrover: RunCli) -> None:
     lines = dlrover("run", "--help")[1].splitlines()
-    assert lines[:2] == ["usage: dlrover run [OPTION ...] [-m] script [ARGUMENT ...]", ""]
+    assert lines[:2] == ["usage: dlrover run [OPTION ...] [-m | --no-python] script [ARGUMENT ...]", ""]
     assert lines[2] == "positional arguments:"
 
 

@@ -162,20 +162,32 @@ def named(findings: list[Finding], check: str, text: str) -> Finding:
     return found[0]
 
 
+RELATIVE = "    from .sizes import BATCH\n    assert BATCH == 10\n"
+
+
+@pytest.mark.parametrize("is_module", [False, True], ids=["script", "module"])
 def test_supported_script_and_machine_have_no_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_module: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DLROVER_ENDPOINT", raising=False)
-    file = script(tmp_path, MODEL, GOOD)
-    code = main(["doctor", "--json", file.name, "--", "--epochs", "2"])
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    arguments = ["train.py"]
+    if is_module:
+        (tmp_path / "package").mkdir()
+        script(tmp_path / "package", RELATIVE, MODEL, GOOD)
+        (tmp_path / "package" / "sizes.py").write_text("BATCH = 10\n")
+        arguments = ["-m", "package.train"]
+    else:
+        script(tmp_path, MODEL, GOOD)
+    code = main(["doctor", "--json", *arguments, "--", "--epochs", "2"])
     found = json.loads(capsys.readouterr().out)
     assert (code, found["errors"]) == (0, 0), found
     by_check = {each["check"]: each for each in found["findings"]}
     of_script = ("script", "strategy", "callback", "training data", "validation data", "model", "imports", "packages", "etcd")
     assert [by_check[check]["verdict"] for check in of_script] == ["ok"] * len(of_script), found
     assert by_check["training data"]["text"] == "100 samples in batches of 10, RandomSampler, 0 loader workers"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == (["sizes.py"] * is_module + ["train.py"])
 
 
 def test_unsupported_parts_are_all_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,6 +281,24 @@ def test_failure_after_fit_fails_the_job(dlrover: Dlrover, tmp_path: Path) -> No
         assert {profile["memory_limit_bytes"] for profile in profiles()} == {(1 << 30) - AGENT_BYTES}
 
 
+@pytest.mark.long
+def test_worker_under_a_program_that_is_not_python_is_lost_and_replaced(dlrover: Dlrover, tmp_path: Path) -> None:
+    # Without `exec`: the worker is a child of the program that the agent has started.
+    until, program = tmp_path / "enough", tmp_path / "launch.sh"
+    program.write_text(f'#!/bin/sh\n"{sys.executable}" "{SCRIPT}" "$@"\n')
+    program.chmod(0o755)
+    run = dlrover.start("--workers", "2:2", "--no-python", program, "--until", until)
+    run.wait_for_output(r"\[round\] round 1: 2 workers,", timeout_s=90)
+    first, second = wait_for_workers(run, 2)
+    parent = psutil.Process(second["pid"]).parent()
+    assert parent is not None
+    assert parent.cmdline()[:2] == ["/bin/sh", str(program)]
+    os.kill(second["pid"], signal.SIGKILL)
+    assert wait_for_workers(run, 2, without=(second["worker_id"],))[0]["worker_id"] == first["worker_id"]
+    run.finish(until)
+    dlrover.assert_all_ended()
+
+
 def test_script_without_training_is_noted(dlrover: Dlrover, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(0)\n")

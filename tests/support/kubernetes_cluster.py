@@ -1,7 +1,8 @@
 """A Kubernetes cluster of one process: an API server over HTTP, its Job controller, and a kubelet that runs pods as processes.
 
 Its answers match a real cluster's in all that a target needs. It checks fields, names and labels, refuses duplicate names,
-and applies selectors to lists. A deleted pod receives SIGTERM and disappears when its process has ended. A Job counts its pod.
+and applies selectors to lists. Lists have pages and a resource version, and watches deliver every change after such a version.
+A deleted pod receives SIGTERM and disappears when its process has ended. A Job counts its pod.
 Volcano is optional. A test may let the next requests fail (`answer_next`), and may act on pods like hosts and their owners.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
 import dataclasses
 import datetime
 import http.server
@@ -20,6 +22,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,6 +38,9 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 
 _PLAIN, _VOLCANO, _SCHEDULING = "batch/v1", "batch.volcano.sh/v1alpha1", "scheduling.volcano.sh/v1beta1"
+
+_LOOK_S = 0.02
+"""Seconds between two looks of a stream for something new."""
 
 POD_VARIABLE = "KUBERNETES_TEST_POD"
 """Environment variable with the pod's name, in every process of a pod."""
@@ -54,12 +60,24 @@ class Answer:
     is_carried_out: bool = False
     delay_s: float = 0.0
     stream: Iterator[bytes] | None = None  # pieces of the body as they arrive
+    is_buffered: bool = False  # a proxy passes the stream on, and its headers, only once it has ended
 
 
 class _Refused(Exception):
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(message)
         self.status, self.reason = status, reason
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of an object, as a watch delivers it."""
+
+    revision: int
+    place: tuple[str, str]  # kind and API version
+    type: str  # ADDED, MODIFIED or DELETED
+    content: Object
+    former_labels: Mapping[str, str]
 
 
 @dataclass
@@ -97,7 +115,8 @@ class KubernetesCluster:
         self.lock = threading.RLock()
         self.has_volcano = has_volcano
         # Jobs of both kinds under one name: no test gives two of them the same name.
-        self.objects: dict[str, dict[str, Object]] = {"jobs": {}, "pods": {}, "events": {}, "podgroups": {}, "secrets": {}}
+        kinds = ("jobs", "pods", "events", "podgroups", "secrets", "poddisruptionbudgets")
+        self.objects: dict[str, dict[str, Object]] = {kind: {} for kind in kinds}
         self.requests: list[tuple[str, str]] = []  # method, path with query
         self.max_jobs = 1000
         self.has_room_for_pods = True  # if false, a Job has no pod
@@ -110,6 +129,13 @@ class KubernetesCluster:
         self.version = "v1.36.1"
         self.hosts: dict[str, Object] = {}  # the cluster's nodes; each pod has its own
         self.pod_security = ""  # level that pods must meet: "" or "restricted"; of Jobs it only warns
+        self.bookmark_s = 60.0  # time between two bookmarks of a watch
+        self.has_buffering_proxy = False  # a proxy holds watches back until they end
+        self._revision = 1
+        self._compacted = 0  # watches from an older revision have expired
+        self._noted: dict[tuple[str, str], tuple[str, str, int]] = {}  # kind and name: uid, content, revision
+        self._history: list[_Change] = []
+        self._pages: dict[str, tuple[int, list[Object]]] = {}  # continuation token: revision, rest of a list
         self._num_cuts = 0  # see `cut_streams`
         self._answers: list[tuple[str, str, Answer]] = []
         self._processes: dict[str, _Process] = {}  # process by the pod's name
@@ -178,12 +204,21 @@ class KubernetesCluster:
             del self.objects["pods"][self.pod_of(node)["metadata"]["name"]]
 
     def cut_streams(self) -> None:
-        """End all streams of output in their middle, as a load balancer does."""
+        """End all watches and streams of output in their middle, as a load balancer does."""
         self._num_cuts += 1
 
-    def num_requests(self, method: str, kind: str) -> int:
+    def compact(self) -> None:
+        """Forget all changes until now, as etcd does after five minutes. Running watches have seen them."""
         with self.lock:
-            return sum(m == method and f"/{kind}" in path for m, path in self.requests)
+            self._note_changes()
+            self._revision += 1
+            self._compacted = self._revision
+            self._pages.clear()
+
+    def num_requests(self, method: str, kind: str) -> int:
+        """Count the requests for a kind of object. Watches are counted by method WATCH alone."""
+        with self.lock:
+            return sum(_method(m, path) == method and f"/{kind}" in path for m, path in self.requests)
 
     def pod_of(self, node: str) -> Object:
         with self.lock:
@@ -251,6 +286,7 @@ class KubernetesCluster:
         )
         with self.lock:
             self.requests.append((method, path))
+            method = _method(method, path)
             offered = self._resources(match[1] or "") if match else []
             if match is None or not offered or match[3] not in (None, *offered):
                 return _status(404, "NotFound", "the server could not find the requested resource")
@@ -268,7 +304,8 @@ class KubernetesCluster:
             return _json(200, {"kind": "APIResourceList", "groupVersion": group, "resources": [{"name": n} for n in offered]})
         try:
             with self.lock:
-                verb = {"POST": "create", "DELETE": "delete", "PUT": "update"}.get(method, "get" if name else "list")
+                verbs = {"POST": "create", "DELETE": "delete", "PUT": "update", "WATCH": "watch"}
+                verb = verbs.get(method, "get" if name else "list")
                 own_group = group.partition("/")[0] if group != _PLAIN else ""
                 resource = _joined(f"{kind}.{own_group}" if own_group else kind, part)
                 if namespace != self.namespace or (verb, resource) in self.forbidden:
@@ -313,10 +350,14 @@ class KubernetesCluster:
             return answer
         if verb == "create":
             return _json(201, self._create_secret(body))
+        self._note_changes()
         objects = {n: o for n, o in self.objects[kind].items() if kind != "jobs" or o["apiVersion"] == group}
+        if verb == "watch":
+            stream = self._watched((kind, group), query)
+            headers = {"Content-Type": "application/json"}
+            return Answer(200, headers=headers, stream=stream, is_buffered=self.has_buffering_proxy)
         if verb == "list":
-            found = [o for o in objects.values() if _is_selected(o, query)]
-            return _json(200, {"kind": f"{kind[:-1].capitalize()}List", "metadata": {"resourceVersion": "1"}, "items": found})
+            return self._page(kind, [o for _, o in sorted(objects.items()) if _is_selected(o, query)], query)
         if name not in objects:
             raise _Refused(404, "NotFound", f'{kind} "{name}" of {group or "v1"} not found')
         if is_log and query.get("follow") == "true":
@@ -331,6 +372,82 @@ class KubernetesCluster:
         if verb == "delete":
             self.delete(kind, name, body.get("gracePeriodSeconds"))
         return _json(200, objects[name])
+
+    def _page(self, kind: str, found: list[Object], query: Mapping[str, str]) -> Answer:
+        """Return a list, or a page of it. All pages show the objects at the time of the first one."""
+        revision = self._revision
+        if token := query.get("continue"):
+            if token not in self._pages:
+                words = "The provided continue parameter is too old to display a consistent list result."
+                raise _Refused(410, "Expired", words)
+            revision, found = self._pages.pop(token)
+        metadata: Object = {"resourceVersion": str(revision)}
+        limit = int(query.get("limit") or len(found) or 1)
+        if found[limit:]:
+            metadata |= {"continue": uuid.uuid4().hex, "remainingItemCount": len(found[limit:])}
+            self._pages[metadata["continue"]] = (revision, copy.deepcopy(found[limit:]))
+        return _json(200, {"kind": f"{kind[:-1].capitalize()}List", "metadata": metadata, "items": found[:limit]})
+
+    def _note_changes(self) -> None:
+        """Give each object that has changed a new resource version, and add the change to the history."""
+        for kind, objects in self.objects.items():
+            gone = {key: noted for key, noted in self._noted.items() if key[0] == kind and key[1] not in objects}
+            for name, found in objects.items():
+                metadata = found["metadata"]
+                uid = metadata.setdefault("uid", str(uuid.uuid4()))
+                without_version = {key: value for key, value in metadata.items() if key != "resourceVersion"}
+                text = json.dumps({**found, "metadata": without_version})
+                noted = self._noted.get((kind, name))
+                if noted is not None and noted[0] != uid:
+                    gone[kind, name] = noted
+                elif noted is not None and noted[1] == text:
+                    metadata.setdefault("resourceVersion", str(noted[2]))
+                    continue
+                if (kind, name) in gone:
+                    self._note((kind, name), "DELETED", *gone.pop((kind, name)))
+                self._note((kind, name), "MODIFIED" if noted and noted[0] == uid else "ADDED", uid, text)
+                metadata["resourceVersion"] = str(self._revision)
+            for key, noted in gone.items():
+                self._note(key, "DELETED", *noted)
+
+    def _note(self, key: tuple[str, str], change: str, uid: str, text: str, _: int = 0) -> None:
+        former = json.loads(self._noted[key][1])["metadata"].get("labels", {}) if key in self._noted else {}
+        content = json.loads(text)
+        self._revision += 1
+        content["metadata"]["resourceVersion"] = str(self._revision)
+        group = content.get("apiVersion", "") if key[0] == "jobs" else ""
+        self._history.append(_Change(self._revision, (key[0], group), change, content, former))
+        if change == "DELETED":
+            del self._noted[key]
+        else:
+            self._noted[key] = (uid, text, self._revision)
+
+    def _watched(self, place: tuple[str, str], query: Mapping[str, str]) -> Iterator[bytes]:
+        """Deliver all changes after a resource version until the time is up, and a bookmark now and then."""
+        seen, num_cuts = int(query["resourceVersion"]), self._num_cuts
+        ends_at = time.monotonic() + float(query.get("timeoutSeconds", 1800))
+        bookmark_at = time.monotonic() + self.bookmark_s
+        if seen < self._compacted:  # not an HTTP status: the request itself was valid
+            words = f"too old resource version: {seen} ({self._compacted})"
+            yield _event("ERROR", json.loads(_status_body(Answer(410, words, "Expired"))))
+            return
+        place = place if place[0] == "jobs" else (place[0], "")
+        while num_cuts == self._num_cuts and time.monotonic() < ends_at:
+            with self.lock:
+                self._note_changes()
+                new = [change for change in self._history if change.revision > seen and change.place == place]
+                seen = self._revision
+            for change in new:
+                is_selected = _is_selected(change.content, query)
+                was_selected = _is_selected({"metadata": {"labels": change.former_labels}}, query) and change.type != "ADDED"
+                if is_selected or was_selected:
+                    kind = "DELETED" if not is_selected else "ADDED" if not was_selected else change.type
+                    yield _event(kind, change.content)
+            if time.monotonic() >= bookmark_at and query.get("allowWatchBookmarks") == "true":
+                bookmark_at = time.monotonic() + self.bookmark_s
+                yield _event("BOOKMARK", {"kind": "Object", "metadata": {"resourceVersion": str(seen)}})
+            if self._stopped.wait(_LOOK_S):
+                return
 
     def _create_secret(self, secret: Object) -> Object:
         name = secret["metadata"]["name"]
@@ -581,7 +698,7 @@ class KubernetesCluster:
             if text[num_sent:]:
                 yield text[num_sent:].encode()
                 num_sent = len(text)
-            if has_ended or self._stopped.wait(0.02):
+            if has_ended or self._stopped.wait(_LOOK_S):
                 return
 
     def _log(self, name: str, query: Mapping[str, str]) -> str:
@@ -642,12 +759,14 @@ def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHand
                 self.wfile.write(content)
 
         def _send_stream(self, answer: Answer) -> None:
+            if answer.is_buffered:
+                answer = dataclasses.replace(answer, stream=iter([b"".join(answer.stream or ())]))
             self.send_response(answer.status)
             for name, value in {"Transfer-Encoding": "chunked", **answer.headers}.items():
                 self.send_header(name, value)
             self.end_headers()
             with contextlib.suppress(ConnectionError):  # the client has read enough
-                for piece in answer.stream or ():
+                for piece in filter(None, answer.stream or ()):
                     self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
                 self.wfile.write(b"0\r\n\r\n")
 
@@ -754,6 +873,15 @@ def _now(plus_s: float = 0.0) -> str:
 
 def _json(status: int, content: Object) -> Answer:
     return Answer(status, body=json.dumps(content).encode(), headers={"Content-Type": "application/json"})
+
+
+def _method(method: str, path: str) -> str:
+    """Return a request's method; WATCH for a watch, which is a GET of another kind."""
+    return "WATCH" if method == "GET" and "watch=true" in path.partition("?")[2].split("&") else method
+
+
+def _event(kind: str, content: Object) -> bytes:
+    return json.dumps({"type": kind, "object": content}).encode() + b"\n"
 
 
 def _status(status: int, reason: str, message: str) -> Answer:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_dlrover.components.targets.kubernetes_api import ApiError, KubernetesApi, kind_of_refusal, own_pod
+from lightning_dlrover.components.targets.kubernetes_api import ApiError, KubernetesApi, Resource, kind_of_refusal, own_pod
 from lightning_dlrover.components.targets.kubernetes_logs import READ_FILE, PodLogs
 from lightning_dlrover.components.targets.kubernetes_manifests import (
     CONTAINER,
@@ -46,6 +46,7 @@ from lightning_dlrover.components.targets.kubernetes_state import (
     waits_in_queue,
     why_it_failed,
 )
+from lightning_dlrover.components.targets.kubernetes_watch import WatchedList
 from lightning_dlrover.components.targets.target import (
     ANY_SIZE,
     App,
@@ -91,12 +92,13 @@ class KubernetesTarget:
 
     Args:
         log_dir: local folder; each node's output is copied into a subfolder. None: output is not copied.
-        poll_s: minimum interval between queries; two requests cover all nodes.
+        poll_s: minimum interval between queries; two requests cover all nodes, and none is needed while watches work.
         api: default: the cluster that kubectl would use.
         api_version: API version of the nodes' Jobs; default: Volcano's if the cluster has it, unless the options require plain
             Jobs.
         output_since: RFC 3339; earlier output of the pods is skipped.
         clock: time of queries and of all waits for nodes.
+        watches: watch the nodes' Jobs and pods where the cluster lets us; else list them at each query.
         has_own_etcd: the job's etcd serves this job alone. Its password reaches the pods in a Secret that is removed with the
             last node.
 
@@ -118,6 +120,7 @@ class KubernetesTarget:
         output_since: str = "",
         clock: Callable[[], float] = time.monotonic,
         has_own_etcd: bool = False,
+        watches: bool = True,
     ) -> None:
         self._makes_secret = has_own_etcd and "password_file" in spec.access
         self._has_made_secret = False
@@ -137,7 +140,13 @@ class KubernetesTarget:
         self.name = f"kubernetes/{self._namespace}{'/volcano' if self._api_version == VOLCANO_JOBS else ''}"
         self._mark = ""
         nothing_seen: dict[str, Seen] = {}  # key: node
-        self._polling = Polling(self._list, nothing_seen, poll_s, clock)
+        self._jobs, self._pods = (
+            WatchedList(self._api, self._namespace, resource, watches, clock)
+            for resource in (Resource("jobs", self._api_version), Resource("pods"))
+        )
+        self._polling = Polling(
+            self._list, nothing_seen, poll_s, clock, listed_at=lambda: min(self._jobs.listed_at, self._pods.listed_at)
+        )
         self._known: dict[str, AppStatus] = {}  # key: handle
         self._cancelled: set[str] = set()  # nodes
         self._terminating_since: dict[str, float] = {}  # key: pod name
@@ -156,6 +165,8 @@ class KubernetesTarget:
 
     def open(self, mark: str) -> None:
         self._mark = mark
+        for listed in (self._jobs, self._pods):
+            listed.select(f"{MARK_LABEL}={mark}")
         if self._makes_secret:
             self._options = replace(self._options, secret=secret_name(self._spec.run_id, mark))
 
@@ -164,6 +175,7 @@ class KubernetesTarget:
         name = manifest["metadata"]["name"]
         self._set_former_output_aside(node)
         self._make_secret()  # before the first pod that mounts it
+        self._jobs.expect()
         try:
             self._api.create_job(self._namespace, manifest)
         except ApiError as error:
@@ -226,6 +238,7 @@ class KubernetesTarget:
                 problem = error
                 if not error.status:
                     break  # the API server is unreachable, and every further request would wait as long
+        self._jobs.expect()
         self._polling.hasten()
         if problem is not None:
             raise TargetError(f"not all nodes could be deleted: {problem}") from problem
@@ -246,6 +259,7 @@ class KubernetesTarget:
             self._release_pause_s = min(_MAX_PAUSE_S, 2.0 * self._release_pause_s or 2.0)
             self._release_at = self._clock() + self._release_pause_s
             return False
+        self._jobs.expect()
         self._release_pause_s = 0.0
         return True
 
@@ -281,10 +295,12 @@ class KubernetesTarget:
     def close(self) -> None:
         if self._logs is not None:
             self._logs.close()
+        self._jobs.close()
+        self._pods.close()
         if self._makes_secret and self._mark:
             try:
                 # Nodes that outlive this process read the password again whenever they need a token.
-                if not any(self._state(seen).status in ("pending", "running") for seen in self._list().values()):
+                if not any(self._state(seen).status in ("pending", "running") for seen in self._list(fresh=True).values()):
                     self.remove_secret()
             except ApiError as error:
                 log.warning(
@@ -326,9 +342,10 @@ class KubernetesTarget:
 
     def _refresh(self) -> None:
         """List the nodes' objects if a poll is due, and act on changes."""
-        if not self._polling.refresh():
+        is_free = self._jobs.is_current and self._pods.is_current
+        if not self._polling.refresh(has_news=is_free and (self._jobs.has_news or self._pods.has_news)):
             return
-        found, now = self._polling.newest, self._polling.asked_at
+        found, now = self._polling.newest, self._clock()
         terminating = {p["metadata"]["name"] for s in found.values() for p in s.pods if p["metadata"].get("deletionTimestamp")}
         self._terminating_since = {name: self._terminating_since.get(name, now) for name in terminating}
         for node, seen in found.items():
@@ -338,13 +355,12 @@ class KubernetesTarget:
             self._log_why_it_waits(node, seen, now)
             self._dismiss_leftover(node, seen, now)
 
-    def _list(self) -> dict[str, Seen]:
-        selector = f"{MARK_LABEL}={self._mark}"
+    def _list(self, fresh: bool = False) -> dict[str, Seen]:
         found: dict[str, Seen] = {}
         try:
-            for job in self._api.jobs(self._namespace, self._api_version, selector):
+            for job in self._jobs.read(fresh):
                 found.setdefault(node_of(job), Seen()).job = job
-            for pod in self._api.pods(self._namespace, selector):
+            for pod in self._pods.read(fresh):
                 found.setdefault(node_of(pod), Seen()).pods.append(pod)
         except ApiError as error:
             raise ApiError(f"the nodes cannot be listed: {error}", retry_after_s=error.retry_after_s) from error

@@ -28,6 +28,7 @@ from lightning_dlrover.host import PR_SET_CHILD_SUBREAPER
 from lightning_dlrover.output import say
 from lightning_dlrover.rdzv.etcd.server import OwnedFolder
 from lightning_dlrover.rdzv.job.records import EndNotice
+from lightning_dlrover.rdzv.job.sizes import WorldSizes
 from lightning_dlrover.spares import Spares
 
 log = logging.getLogger(__name__)
@@ -144,6 +145,7 @@ def node_app(spec: NodeSpec, node: str, dollar: str) -> AppDef:
         spares=int(spec.has_spares),
         notices=spec.notices,
         agents=spec.workers_per_node,
+        sizes=WorldSizes(spec.sizes).conf,
         key_prefix=spec.prefix,
         timeouts=",".join(f"{name}={seconds:g}" for name, seconds in spec.timeouts.items()),
         **spec.access,  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ ANY_SIZE = NodeSize()
 class NodeSpec:
     """Command and settings shared by every node of a job."""
 
-    script: str  # `-m` if the first argument is the name of a module
+    script: str  # `-m` if the first argument is the name of a module, `--no-python` if it is another program
     script_args: tuple[str, ...]
     endpoint: str
     run_id: str
@@ -48,6 +48,7 @@ class NodeSpec:
     max_workers: int
     max_restarts: int = 0
     workers_per_node: int = 1
+    sizes: tuple[int, ...] = ()  # numbers of workers that may be requested; empty: any
     has_spares: bool = False  # workers are forked from processes that have imported their modules
     notices: str = ""  # cloud whose notices the nodes' agents read: aws, gcp or azure
     access: Mapping[str, str] = field(default_factory=dict)  # etcd user and paths of credential files
@@ -266,6 +267,7 @@ class Polling(Generic[T]):
         newest: list that holds before the first answer.
         poll_s: minimum interval between requests. It doubles with every failure in a row, up to a minute.
         steady_s: interval once nothing has changed for a minute; default: `poll_s`.
+        listed_at: time of the newest list, where `request` may return what has changed since; default: that of the request.
     """
 
     def __init__(
@@ -275,8 +277,10 @@ class Polling(Generic[T]):
         poll_s: float,
         clock: Callable[[], float] = time.monotonic,
         steady_s: float = 0.0,
+        listed_at: Callable[[], float] | None = None,
     ) -> None:
         self._request = request
+        self._listed_at = listed_at
         self._poll_s = poll_s
         self._steady_s = max(poll_s, steady_s)
         self._clock = clock
@@ -288,10 +292,10 @@ class Polling(Generic[T]):
         self.newest = newest
         self.asked_at = -float("inf")  # request time of the newest list
 
-    def refresh(self) -> bool:
-        """List the nodes if a request is due. Return whether there is a new list."""
+    def refresh(self, has_news: bool = False) -> bool:
+        """List the nodes if a request is due, or if it costs nothing and `has_news`. Return whether there is a new list."""
         now = self._clock()
-        if now < self._next_at:
+        if now < self._next_at and not (has_news and self._trouble is None):
             return False
         try:
             found = self._request()
@@ -303,7 +307,8 @@ class Polling(Generic[T]):
         if found != self.newest or self._num_failures:
             self._changed_at = now
         self.newest = found
-        self._trouble, self._num_failures, self.asked_at = None, 0, now
+        self._trouble, self._num_failures = None, 0
+        self.asked_at = self._listed_at() if self._listed_at is not None else now
         self._next_at = now + (self._steady_s if now - self._changed_at > _STEADY_AFTER_S else self._poll_s)
         return True
 

@@ -16,6 +16,7 @@ import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -287,9 +288,19 @@ class NoticeWatch:
 
     Args:
         agent_id, host: of the agent, as its workers' records have them.
+        owner: the thread ends once this object is gone.
     """
 
-    def __init__(self, client: EtcdClient, keys: Keys, agent_id: str, host: str, cloud: Cloud, poll_s: float = POLL_S) -> None:
+    def __init__(
+        self,
+        client: EtcdClient,
+        keys: Keys,
+        agent_id: str,
+        host: str,
+        cloud: Cloud,
+        owner: object,
+        poll_s: float = POLL_S,
+    ) -> None:
         self._journal = Journal(client, keys)
         self._agent_id = agent_id
         self._host = host
@@ -297,13 +308,14 @@ class NoticeWatch:
         self._poll_s = poll_s
         self._trouble = ""
         self._stopped = threading.Event()
+        self._owner = weakref.ref(owner)
         threading.Thread(target=self._run, name="dlrover-notices", daemon=True).start()
 
     def stop(self) -> None:
         self._stopped.set()
 
     def _run(self) -> None:
-        while not self._stopped.is_set():
+        while not self._stopped.is_set() and self._owner() is not None:
             with contextlib.suppress(EtcdError):  # the next reading records it
                 self._look()
             self._stopped.wait(self._poll_s)

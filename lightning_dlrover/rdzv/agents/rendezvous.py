@@ -76,6 +76,7 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
     worker_name_of,
 )
+from lightning_dlrover.rdzv.job.sizes import CONF_SEPARATOR, parse_sizes
 from lightning_dlrover.rdzv.membership.coordinator import eviction
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.spares import Spares, check_platform
@@ -100,6 +101,7 @@ class HandlerConfig:
     num_workers: int = 1  # workers of this node, until the agent reports the number
     node: str = ""  # name of this node; empty if `dlrover run` has not started it
     history_ttl_s: float = HISTORY_TTL_S  # seconds that the run's records outlast its last agent and worker
+    sizes: str = ""  # numbers of workers that may be requested, such as 1+2+4 or pow2; empty: any
     spares: bool = False  # start workers by forking a process that has imported their modules
     spares_folder: str = ""  # the controller's folder of records, if it keeps such a process for its nodes
     cloud: Cloud | None = None  # reads notices of this machine's end
@@ -150,6 +152,7 @@ class HandlerConfig:
             live=take("live", _flag, False),
             history_ttl_s=take("history_ttl", _lifetime, HISTORY_TTL_S),
             num_workers=take("nproc", _positive, variables.local_world_size(os.environ)),
+            sizes=take("sizes", _sizes, ""),
             spares=take("spares", _flag, False),
             spares_folder=os.environ.get(variables.SPARES, ""),
             cloud=take("notices", functools.partial(cloud_named, url=url, node=os.environ.get(variables.NODE, "")), None),
@@ -179,6 +182,11 @@ def _positive(text: str) -> int:
     if value < 1:
         raise ValueError("it must be at least 1")
     return value
+
+
+def _sizes(text: str) -> str:
+    parse_sizes(text, CONF_SEPARATOR)
+    return text.strip()
 
 
 def _flag(text: str) -> bool:
@@ -212,6 +220,7 @@ def export(config: HandlerConfig, agent_id: str, left_state_folder: str | None) 
         variables.AGENT_PID: str(os.getpid()),
         variables.MIN_NODES: str(limits.min_nodes),
         variables.MAX_NODES: str(limits.max_nodes),
+        variables.SIZES: config.sizes or None,
         variables.HISTORY_TTL_S: str(round(config.history_ttl_s)),
         variables.LEFT_STATE: left_state_folder,
         **config.timeouts.to_environment(),
@@ -522,10 +531,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._left_state: OwnedFolder | None = None  # state left by workers that this agent ends together
         self._spares_folder: OwnedFolder | None = None
         self._spares = self._own_spares()
-        self._notices: NoticeWatch | None = None
-        if config.cloud is not None:
-            self._notices = NoticeWatch(self._client, self._keys, self._agent_id, host, config.cloud)
-            weakref.finalize(self, self._notices.stop).atexit = False
+        place = (self._client, self._keys, self._agent_id, host)
+        self._notices = NoticeWatch(*place, cloud, self) if (cloud := config.cloud) is not None else None
         self._num_members = 0  # members of the round that this agent takes part in
         self._num_agents = 0  # approximate number of living agents
         self._is_live = False

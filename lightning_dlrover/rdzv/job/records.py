@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from lightning_dlrover.codec import RecordError, from_fields, to_json
+from lightning_dlrover.rdzv.job.sizes import WorldSizes
 
 FORMAT_VERSION = 1  # format number in every record; readers refuse any other number
 MAX_RECORD_BYTES = 1 << 20
@@ -240,6 +241,7 @@ class JobRecord:
     max_workers: int
     version: str  # release of lightning_dlrover
     workers_per_node: int = 1  # workers that come and go together, with their node
+    sizes: list[int] = field(default_factory=list)  # numbers of workers that may be requested, ascending; empty: any
     fingerprint: str = ""  # fingerprint of the model
     data: str = ""  # fingerprint of the comparable part of the training data
     global_batch_size: int = 0  # samples per step; 0 until the first round has determined it
@@ -267,13 +269,15 @@ class JobRecord:
         each = self.workers_per_node
         return self.sizes_not_tried | {n for n in range(self.min_workers, self.max_workers + 1) if n % each and each > 1}
 
-    def on_whole_nodes(self, num_workers: int) -> int:
-        """Return the most workers up to `num_workers` that fill their nodes; those of one node if it is fewer."""
-        return max(num_workers - num_workers % self.workers_per_node, self.workers_per_node)
+    @property
+    def world_sizes(self) -> WorldSizes:
+        """The numbers of workers that may be requested."""
+        return WorldSizes(tuple(self.sizes), self.workers_per_node)
 
     def most_workers(self, now: int) -> int:
-        """Return up to how many workers a job of `now` workers may grow, if any number in between must be possible."""
-        return min([self.max_workers, *(size - 1 for size in self.sizes_not_tried if size > now)])
+        """Return up to how many workers a job of `now` workers may grow, if any size in between must be possible."""
+        most = min([self.max_workers, *(size - 1 for size in self.sizes_not_tried if size > now)])
+        return self.world_sizes.at_most(most) if self.sizes else most
 
     def trying_again(self, sizes: Collection[str]) -> JobRecord:
         """Return the record without failures of these numbers of workers."""

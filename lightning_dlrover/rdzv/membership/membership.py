@@ -31,8 +31,22 @@ from lightning_dlrover.rdzv.job.records import (
 )
 from lightning_dlrover.rdzv.membership.coordinator import Announcer, Office, WorkerRecords, eviction
 from lightning_dlrover.rdzv.membership.member import EvictedError, MembershipError
-from lightning_dlrover.rdzv.membership.rounds import Decoder, JobView, RoundTimeouts, WorkerView, awaited, leaves_at, read_view
+from lightning_dlrover.rdzv.membership.rounds import Decoder, JobView, RoundTimeouts, WorkerView, awaited, read_view
 from lightning_dlrover.rdzv.membership.worker_records import BATCH, OwnRecord, SharedRecords
+
+MAX_LEAVE_S = 30.0
+"""Maximum seconds between a planned leave and the end of the node."""
+
+
+def leaves_at(taken_at: float, now: float) -> float:
+    """Return the time at which a worker leaves even if it is not replaced, because its node is taken away at `taken_at`.
+
+    A third of the notice is reserved for the step in flight and the hand-over. Until then a replacement may come.
+
+    Args:
+        now: time at which the deadline becomes known.
+    """
+    return taken_at - min(MAX_LEAVE_S, max(0.0, taken_at - now) / 3)
 
 
 class JobClosedError(MembershipError):
@@ -60,6 +74,7 @@ class MembershipConfig:
     address: str = ""  # address at which other workers reach this one
     port: int = 0  # port of this worker's TCPStore
     node_workers: int = 1  # workers of each node of `dlrover run`, which starts an agent for each; they come and go together
+    sizes: tuple[int, ...] = ()  # numbers of workers that may be requested, ascending; empty: any
     lease_ttl_s: float = 5.0
     history_ttl_s: float = HISTORY_TTL_S  # seconds that the job's records outlast its last process
     timeouts: RoundTimeouts = field(default_factory=RoundTimeouts)
@@ -83,6 +98,7 @@ def enter_job(journal: Journal, config: MembershipConfig) -> None:
                 max_workers=config.max_workers,
                 version=config.version,
                 workers_per_node=config.node_workers,
+                sizes=list(config.sizes),
                 created_at=time.time(),
             )
             journal.fenced_write({keys.job: first}, [absent(keys.job)])

@@ -39,21 +39,6 @@ from lightning_dlrover.rdzv.job.records import (
     decode,
 )
 
-MAX_LEAVE_S = 30.0
-"""Maximum seconds between a planned leave and the end of the node."""
-
-
-def leaves_at(taken_at: float, now: float) -> float:
-    """Return the time at which a worker leaves even if it is not replaced, because its node is taken away at `taken_at`.
-
-    A third of the notice is reserved for the step in flight and the hand-over. Until then a replacement may come.
-
-    Args:
-        now: time at which the deadline becomes known.
-    """
-    return taken_at - min(MAX_LEAVE_S, max(0.0, taken_at - now) / 3)
-
-
 Answer = Literal["accepts", "refuses", "silent"]
 """Response of a worker's port to a connection."""
 
@@ -259,7 +244,7 @@ class JobView:
         limit = self.job.max_workers
         if self.plan is not None and self.plan.binding:
             limit = min(limit, max(self.plan.num_workers, self.job.min_workers))
-        return self.job.on_whole_nodes(limit)
+        return self.job.world_sizes.at_most(limit)
 
     @cached_property
     def nodes(self) -> Mapping[str, str]:
@@ -441,7 +426,18 @@ def _wait_of(view: JobView, worker: str, is_about_to: bool) -> str:
         return f"spare: waits for a plan that admits it, {wanted}"
     if failed := limits.failed_sizes.get(str(len(round_.members) + 1)):
         return f"spare: {failed}"
+    if (num_more := _num_to_next_size(view)) > 0:
+        return f"waits for {counted(num_more, 'more worker')}: the job's sizes are {limits.world_sizes.text}"
     return "about to be admitted" if is_about_to else MORE
+
+
+def _num_to_next_size(view: JobView) -> int:
+    """Return how many workers besides those that are ready the job needs for the next of its sizes; 0 or less: none."""
+    assert view.job is not None
+    sizes, present = view.job.world_sizes, len(view.members)
+    if not sizes.lists(present) or sizes.at_least(present + 1) <= present:
+        return 0
+    return sizes.at_least(present + 1) - present - len([w for w in view.in_state("ready") if w not in view.drains])
 
 
 def _too_few(here: int, job: JobRecord) -> str:
@@ -499,8 +495,10 @@ def _first(view: JobView, waited_s: float, timeouts: RoundTimeouts) -> RoundReco
         return None
     if len(group) < view.job.min_workers or not group:
         return None
-    reason = f"start with {counted(min(len(group), view.cap), 'worker')}"
-    return _round(view, group[: view.cap], "start", planned=True, reason=reason)
+    most = min(len(group), view.cap)
+    # With fewer than the smallest size, the job starts with what it has: its minimum may be below.
+    size = next((n for n in range(most, 0, -1) if view.job.world_sizes.lists(n)), most)
+    return _round(view, group[:size], "start", planned=True, reason=f"start with {counted(size, 'worker')}")
 
 
 def _after_failure(view: JobView, waited_s: float, timeouts: RoundTimeouts) -> RoundRecord | None:
@@ -630,11 +628,17 @@ def _lacks_neighbours(view: JobView, joiners: Sequence[str]) -> bool:
 
 
 def _most(view: JobView, num_staying: int, num_joiners: int) -> int:
-    """Return the most workers that the next round may have, without growing to a size at which a step has failed."""
+    """Return the most workers that the next round may have.
+
+    It does not grow to a size at which a step has failed, nor from a size of `--sizes` to another number: joiners wait until
+    there are enough. After a loss, a job of any number takes each worker that comes.
+    """
     assert view.job is not None
     assert view.round is not None
+    sizes, present = view.job.world_sizes, len(view.round.members)
     for size in range(min(view.cap, num_staying + num_joiners), num_staying, -1):
-        if size <= len(view.round.members) or str(size) not in view.job.failed_sizes:
+        is_able = str(size) not in view.job.failed_sizes and (sizes.lists(size) or not sizes.lists(present))
+        if size <= present or is_able:
             return size
     return min(view.cap, num_staying)
 

@@ -185,7 +185,7 @@ def test_watch_records_the_notice_for_the_agents_workers_alone(
     ours = [register(client, keys, "agent1", number) for number in (1, 2)]
     others = register(client, keys, "agent2", 3)
     service.fault = "error"
-    watch = NoticeWatch(client, keys, "agent1", "host", reader(service), poll_s=0.05)
+    watch = NoticeWatch(client, keys, "agent1", "host", reader(service), service, poll_s=0.05)
     try:
         eventually(lambda: service.num_requests > 3, "several requests")
         service.fault = ""
@@ -222,7 +222,7 @@ def test_watch_repeats_a_record_that_etcd_did_not_take(
 
     monkeypatch.setattr(client, "txn", unavailable)
     service.announce("vm1", 0.0)
-    watch = NoticeWatch(client, keys, "agent1", "host", reader(service), poll_s=0.05)
+    watch = NoticeWatch(client, keys, "agent1", "host", reader(service), service, poll_s=0.05)
     try:
         eventually(lambda: client.get(keys.drains + worker), "the request to leave")
     finally:

@@ -32,7 +32,7 @@ from lightning_dlrover.rdzv.job.records import (
 )
 from lightning_dlrover.rdzv.membership import coordinator
 from lightning_dlrover.rdzv.membership.member import EvictedError, MembershipError
-from lightning_dlrover.rdzv.membership.membership import JobClosedError, Membership, MembershipConfig
+from lightning_dlrover.rdzv.membership.membership import JobClosedError, Membership, MembershipConfig, leaves_at
 from lightning_dlrover.rdzv.membership.rounds import JobView, RoundTimeouts, WorkerView, dead_workers, read_view
 from lightning_dlrover.rdzv.membership.worker_records import note_end
 from tests.rdzv.present import present
@@ -312,6 +312,13 @@ def test_worker_that_must_leave_at_once_does_not_wait_for_a_replacement(is_repla
         assert not first.membership.shared.replace(second.worker_id, "slow")
     assert first.wait_for(lambda view: view.drains or None) == {second.worker_id}
     assert first.membership.view.replacements == frozenset()
+
+
+@pytest.mark.parametrize(
+    "notice_s, reserved_s", [(3600.0, 30.0), (90.0, 30.0), (30.0, 10.0), (3.0, 1.0), (0.0, 0.0), (-5.0, 0.0)]
+)
+def test_part_of_a_notice_is_reserved_for_leaving(notice_s: float, reserved_s: float) -> None:
+    assert leaves_at(1000.0 + notice_s, 1000.0) == 1000.0 + notice_s - reserved_s
 
 
 def test_worker_leaves_in_time_before_its_node_is_taken_away(start: StartWorker) -> None:
