@@ -230,6 +230,10 @@ class Notice:
     # Workers on nodes that will be taken away, and when, in seconds since the epoch. Without those of an unknown time.
     taken_at: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for at in self.taken_at.values():
+            _check_time(at)
+
 
 @dataclass(frozen=True)
 class JobRecord:
@@ -332,6 +336,14 @@ class PlanRecord:
         return self.reason if self.owner == "pool" else f"{self.source}: {self.reason}"
 
 
+MAX_TIME = 1e11  # latest time of a record, seconds since the epoch: a few thousand years from now
+
+
+def _check_time(at: float) -> None:
+    if not 0.0 <= at <= MAX_TIME:
+        raise ValueError(f"taken_at is {at}; it must be from 0 to {MAX_TIME:g} seconds since the epoch")
+
+
 SAME_TIME_S = 2.0
 """Maximum difference in seconds between two readings of one deadline."""
 
@@ -367,6 +379,9 @@ class DrainRecord:
     # Notices: the node of the worker will be taken away.
     source: str = ""  # who has announced it, such as "aws spot/instance-action"; empty: the node stays
     taken_at: float = 0.0  # seconds since the epoch; 0: unknown
+
+    def __post_init__(self) -> None:
+        _check_time(self.taken_at)
 
     @property
     def notice(self) -> EndNotice | None:

@@ -78,18 +78,22 @@ def note_end(journal: Journal, worker_id: str, notice: EndNotice, *guard: Compar
     Returns:
         False if that is known, if the worker is gone, or if a guard fails.
     """
-    key = journal.keys.drains + worker_id
-    entry = journal.client.get(key)
-    known = readable(DrainRecord, entry) or DrainRecord(worker_id, f"its node {notice}", once_replaced=True)
-    if not notice.updates(known.notice):
-        return False
-    record = dataclasses.replace(known, source=notice.source[:200], taken_at=notice.taken_at)
-    if known.once_replaced:
-        record = dataclasses.replace(record, reason=f"its node {notice}"[:500])
-    line = record_of(NodeNoticed(worker_id, notice.source[:200], notice.taken_at), f"{worker_id}: its node {notice}"[:500])
-    may_write = (*guard, exists(journal.keys.workers + worker_id), modified(key) == (entry.mod_revision if entry else 0))
-    put = Put(key, encode(record), entry.lease_id if entry else 0)
-    return journal.client.txn(may_write, [put, *journal.puts([line], worker_id)]).succeeded
+    key, seen = journal.keys.drains + worker_id, -1
+    while True:
+        entry = journal.client.get(key)
+        revision = entry.mod_revision if entry is not None else 0
+        known = readable(DrainRecord, entry) or DrainRecord(worker_id, f"its node {notice}", once_replaced=True)
+        if not notice.updates(known.notice) or revision == seen:
+            return False
+        record = dataclasses.replace(known, source=notice.source[:200], taken_at=notice.taken_at)
+        if known.once_replaced:
+            record = dataclasses.replace(record, reason=f"its node {notice}"[:500])
+        line = record_of(NodeNoticed(worker_id, notice.source[:200], notice.taken_at), f"{worker_id}: its node {notice}"[:500])
+        may_write = (*guard, exists(journal.keys.workers + worker_id), modified(key) == revision)
+        put = Put(key, encode(record), entry.lease_id if entry is not None else 0)
+        if journal.client.txn(may_write, [put, *journal.puts([line], worker_id)]).succeeded:
+            return True
+        seen = revision  # another request came first, if it differs
 
 
 def dismiss(journal: Journal, worker_id: str, failed_round: int, reason: str) -> bool:

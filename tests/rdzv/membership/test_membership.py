@@ -371,6 +371,23 @@ def test_notice_with_news_replaces_the_last_one(notices: Sequence[EndNotice], ke
     assert f"{first.worker_id}: its node {kept}" in texts
 
 
+def test_notice_is_recorded_although_another_request_comes_first(start: StartWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first,) = job_of(start, 1)
+    journal, drain = first.membership.shared.journal, first.membership.keys.drains + first.worker_id
+    get, requests = journal.client.get, [DrainRecord(first.worker_id, "slow", once_replaced=True)]
+
+    def get_too_early(key: str) -> Any:
+        entry = get(key)
+        if key == drain and requests:
+            journal.client.put(drain, encode(requests.pop()))
+        return entry
+
+    monkeypatch.setattr(journal.client, "get", get_too_early)
+    assert note_end(journal, first.worker_id, LATE)
+    assert present(journal.get(DrainRecord, drain).record).notice == LATE
+    assert not note_end(journal, "gone", LATE)
+
+
 def test_notice_never_delays_a_worker_that_leaves_at_once(start: StartWorker) -> None:
     (first,) = job_of(start, 1)
     journal, drain = first.membership.shared.journal, first.membership.keys.drains + first.worker_id
