@@ -187,12 +187,13 @@ def _cancel_by_name(place: JobPlace, kind: str, mark: str, deadline: float) -> i
             cancelled |= dict.fromkeys(due, time.monotonic())
         time.sleep(0.1)
     if cluster is not None:
-        # Its `dlrover run` may have been killed. A user who may not remove Secrets has no job that created one.
-        try:
-            cluster.remove_secret()
-        except ApiError as error:
-            if error.status != 403:
-                raise
+        # Its `dlrover run` may have been killed. A user who may not remove such objects has no job that created one.
+        for kind in ("budget", "secret"):
+            try:
+                cluster.remove_leftovers(secret=kind == "secret", budget=kind == "budget")
+            except ApiError as error:
+                if error.status != 403:
+                    raise
     return len(cancelled)
 
 

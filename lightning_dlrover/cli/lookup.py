@@ -15,6 +15,7 @@ from lightning_dlrover.report.status import JobPlace, connect_to_job, find_job
 
 if TYPE_CHECKING:
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
+    from lightning_dlrover.report.notify import Destination
 
 
 def find_place(run_id: str, options: argparse.Namespace) -> JobPlace:
@@ -45,3 +46,15 @@ def report_problems(problems: list[str]) -> None:
     """Report the records of a job that could not be read."""
     for problem in problems:
         complain(f"ignored a record: {problem}")
+
+
+def notify_destinations(options: argparse.Namespace) -> list[Destination]:
+    """Return the destinations of --notify. Raise UsageError for one that cannot be used, without quoting it."""
+    if not options.notify:
+        return []
+    from lightning_dlrover.report.notify import destination
+
+    try:
+        return [destination(text) for text in options.notify]
+    except ValueError as error:
+        raise UsageError(f"--notify: {error}") from None

@@ -315,6 +315,13 @@ def add_metrics_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--metrics", type=listen_address, metavar="[ADDRESS:]PORT", help=text)
 
 
+def add_notify_option(parser: Any) -> None:
+    """Add the option for notifications of what happens to jobs."""
+    text = "post a JSON document to URL for each event such as a lost worker or the end, or pass it to COMMAND on its standard "
+    text += "input; @FILE: take either from the first line of FILE, which hides it from `ps`. Repeatable"
+    parser.add_argument("--notify", action="append", default=[], metavar="URL|COMMAND", help=text)
+
+
 def add_objective_options(parser: argparse.ArgumentParser) -> None:
     """Add the planner's objective, and the job history that it starts from."""
     group = parser.add_argument_group("planner", "Ignored where the script's DLRoverCallback sets the same.")
@@ -364,6 +371,8 @@ def add_kubernetes_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag(name), action="append", default=[], metavar=value, help=f"{text}; repeatable")
     text = "create plain Jobs even where the cluster has Volcano (default: Volcano Jobs there)"
     group.add_argument("--plain-jobs", action="store_const", const=True, help=text)
+    text = "create no PodDisruptionBudget (default: one that keeps MIN workers from drains)"
+    group.add_argument("--no-disruption-budget", action="store_const", const=True, help=text)
 
 
 def _add_texts(group: Any, options: Mapping[str, tuple[str, str]]) -> None:

@@ -162,6 +162,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         "--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable of the nodes; repeatable"
     )
     options.add_metrics_option(run)
+    options.add_notify_option(run)
     options.add_objective_options(run)
     add_hook_options(run)
     options.add_place_options(run)

@@ -17,11 +17,12 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from lightning_dlrover import variables
-from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_LOST, Interrupted, UsageError, signals_as_exceptions
-from lightning_dlrover.cli.lookup import etcd_access
+from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_LOST, EXIT_USAGE, Interrupted, UsageError, signals_as_exceptions
+from lightning_dlrover.cli.lookup import etcd_access, notify_destinations
 from lightning_dlrover.cli.options import NODE_OPTIONS, SLURM_OPTIONS, TIMEOUTS, flag
 from lightning_dlrover.cli.plugins import requested_ticket
 from lightning_dlrover.cli.run_options import (
@@ -41,7 +42,7 @@ from lightning_dlrover.codec import RecordError
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.nodes import ControllerBusyError
 from lightning_dlrover.components.control.reconcile import FailurePolicy, FinishJob, Limits
-from lightning_dlrover.components.targets.target import NodeSpec, TargetError
+from lightning_dlrover.components.targets.target import EventSink, NodeSpec, TargetError
 from lightning_dlrover.host import own_address
 from lightning_dlrover.output import complain, counted, has_terminal, printable, say, show_transient
 from lightning_dlrover.rdzv.etcd.client import USER, make_password, require_password
@@ -52,7 +53,7 @@ from lightning_dlrover.rdzv.etcd.types import EtcdError, parse_endpoints
 from lightning_dlrover.rdzv.job import events as kinds
 from lightning_dlrover.rdzv.job.folders import EtcdDefaults, remove_snapshots
 from lightning_dlrover.rdzv.job.journal import Journal, readable
-from lightning_dlrover.rdzv.job.records import CheckpointRecord, ProgressRecord
+from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, CheckpointRecord, Keys, ProgressRecord
 from lightning_dlrover.report.page import summary_text, write_report
 from lightning_dlrover.report.status import (
     EVENTS_FILE,
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from lightning_dlrover.components.targets.machine import Claims
     from lightning_dlrover.components.targets.target import Target
     from lightning_dlrover.rdzv.etcd.client import EtcdClient
+    from lightning_dlrover.report.notify import Destination, EtcdNotifications
 
 
 @contextlib.contextmanager
@@ -154,10 +156,15 @@ BAR_WIDTH = 20
 
 
 class Announcer:
-    """Prints new events of the job. Repeated decisions to keep the same settings are printed once."""
+    """Prints new events of the job. Repeated decisions to keep the same settings are printed once.
 
-    def __init__(self, log: EventLog) -> None:
+    Args:
+        sink: where to show them, too.
+    """
+
+    def __init__(self, log: EventLog, sink: EventSink | None = None) -> None:
         self._log = log
+        self._sink = sink
         self._stays_at: object = None
 
     def __call__(self) -> None:
@@ -169,6 +176,8 @@ class Announcer:
                 self._stays_at = chosen if chosen == current else None
             if event.kind in SHOWN and event.text:
                 say(printable(f"[{event.kind}] {event.text}"))
+                if self._sink is not None:
+                    self._sink.publish(event)
 
 
 class ProgressLine:
@@ -360,6 +369,7 @@ def run_command(options: argparse.Namespace) -> int:
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
     objective(options)
+    notify = notify_destinations(options)
     pairs(options, "env", "NAME=VALUE")
     defaults = EtcdDefaults.of_this_process()
     endpoint = options.endpoint or defaults.endpoint
@@ -385,7 +395,7 @@ def run_command(options: argparse.Namespace) -> int:
                     place = JobPlace(run_id, server.endpoint, prefix, access)
                 else:
                     place = JobPlace(run_id, endpoint, prefix, etcd_access(options) or defaults.access)
-                return _run_job(options, command, place, folder, server, hurry, asked, course)
+                return _run_job(options, command, place, folder, server, hurry, asked, notify, course)
         except Interrupted as interrupted:
             name = signal.Signals(interrupted.signal_number).name
             complain(f"job {run_id} was ended by {name}; {_what_is_left(run_id, course) or 'nothing it started is left'}")
@@ -408,7 +418,7 @@ def _what_is_left(run_id: str, course: _Course) -> str:
     return f"{', '.join(course.left)} may still run: `dlrover cancel {run_id}` ends them" if course.left else ""
 
 
-def _problem(error: Exception) -> str:
+def _problem(error: BaseException) -> str:
     """Return the reason why a job that had begun could not continue, with a traceback if it may be our fault."""
     if isinstance(error, ControllerBusyError):
         return str(error).partition(";")[0]  # the rest is for a job that has not begun
@@ -425,6 +435,7 @@ def _run_job(
     server: EmbeddedEtcd | None,
     hurry: threading.Event,
     asked: TicketRequest | None,
+    notify: Sequence[Destination],
     course: _Course,
 ) -> int:
     """Run the job to its end; all nodes but those in `course.left` have ended when this returns or raises."""
@@ -449,13 +460,14 @@ def _run_job(
 
             metrics = stack.enter_context(contextlib.closing(JobMetrics(place)))
             say(f"metrics at {stack.enter_context(serve_metrics(options.metrics, metrics))}")
+        notifications = stack.enter_context(_Notifications(client, place.keys, notify, hurry))
         # Before the target: its nodes end before the ticket is released.
         ticket = stack.enter_context(asked.wait(client, place.keys)) if asked is not None else None
         gpus = ticket.gpus if ticket is not None else None
         target = _make_target(options, spec, folder / "logs", hurry, has_own_etcd=server is not None, claims=gpus)
         mirror = stack.enter_context(Mirror(client, place.keys.events))
         log = EventLog(mirror, folder / EVENTS_FILE)
-        announce = Announcer(log)
+        announce = Announcer(log, target if isinstance(target, EventSink) else None)
         progress = ProgressLine(stack.enter_context(Mirror(client, place.keys.progress)))
         if options.target == "local":
             stack.callback(_remove_snapshots, client, place, server)  # after the end of all nodes, and before that of etcd
@@ -475,7 +487,9 @@ def _run_job(
         workers += f" (sizes {limits.world_sizes.text})" if limits.sizes else ""
         say(f"job {place.run_id}: {workers}, etcd at {place.endpoint}, files in {folder}")
         try:
-            end = _steer(controller, server, options.target, [announce, progress], ticket)
+            shows: list[Callable[[], None]] = [announce, progress, lambda: notifications.look(mirror)]
+            end = _steer(controller, server, options.target, shows, ticket)
+            notifications.end = end
         finally:
             progress.end()
             controller.end_nodes()
@@ -497,6 +511,47 @@ def _run_job(
     elif not end.is_trained:
         complain(f"job {place.run_id}: {end.reason}")
     return end.exit_code
+
+
+class _Notifications:
+    """The notifications of a job, if there are any destinations. Leaving the context sends how the job has ended."""
+
+    def __init__(self, client: EtcdClient, keys: Keys, destinations: Sequence[Destination], hurry: threading.Event) -> None:
+        self._run_id = keys.run_id
+        self.end: FinishJob | None = None
+        self._sent: EtcdNotifications | None = None
+        if destinations:
+            from lightning_dlrover.report.notify import EtcdNotifications, JobEvents
+
+            client.share_lifetime(keys.root, HISTORY_TTL_S)
+            made = JobEvents(keys.run_id)
+            self._sent = EtcdNotifications(client, keys.events, keys.notified, destinations, made, hurry)
+
+    def look(self, events: Mirror) -> None:
+        """Queue the notifications of new events. Returns at once."""
+        if self._sent is not None:
+            self._sent.look_if_new(events)
+
+    def __enter__(self) -> _Notifications:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._sent is None:
+            return
+        from lightning_dlrover.report.notify import ended
+
+        self._sent.look_once_more()
+        if isinstance(error, Interrupted):
+            name = signal.Signals(error.signal_number).name
+            self._sent.put_last(ended(self._run_id, "stopped", f"it was ended by {name}", 128 + error.signal_number))
+        elif isinstance(error, UsageError):
+            self._sent.put_last(ended(self._run_id, "refused", str(error), EXIT_USAGE))
+        elif error is not None and not isinstance(error, ControllerBusyError):  # another controller sends that job's end
+            self._sent.put_last(ended(self._run_id, "failed", _problem(error).splitlines()[-1], EXIT_FAILED))
+        elif error is None and self.end is not None:
+            event: Literal["failed", "finished"] = "failed" if self.end.exit_code else "finished"
+            self._sent.put_last(ended(self._run_id, event, self.end.reason, self.end.exit_code))
+        self._sent.close()
 
 
 def _how_to_continue(run_id: str, checkpoint: CheckpointRecord, same_command: bool) -> str:

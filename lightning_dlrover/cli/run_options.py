@@ -42,7 +42,7 @@ _MEANT_FOR = {
     **dict.fromkeys([*NODE_OPTIONS, "cpus", "mem"], TARGETS),
     **dict.fromkeys(["work_dir", "preemption_notice", "poll_interval", "etcd_host"], ("slurm", "kubernetes")),
     **dict.fromkeys([*SLURM_OPTIONS, "sbatch_arg"], ("slurm",)),
-    **dict.fromkeys([*KUBERNETES_OPTIONS, *REPEATED_OPTIONS, "plain_jobs"], ("kubernetes",)),
+    **dict.fromkeys([*KUBERNETES_OPTIONS, *REPEATED_OPTIONS, "plain_jobs", "no_disruption_budget"], ("kubernetes",)),
 }
 """Targets of each option; options that are not listed apply to all."""
 
@@ -255,6 +255,7 @@ def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
         queue=options.queue,
         run_as=options.run_as,
         plain_jobs=bool(options.plain_jobs),
+        keeps_budget=not options.no_disruption_budget,
     )
 
 

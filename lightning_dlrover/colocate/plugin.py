@@ -62,6 +62,7 @@ class ColocateCommand:
             help="folders of earlier queues, whose measurements count",
         )
         _add_patience(command)
+        options.add_notify_option(command)
         add("--seed", type=options.setting, default=0, metavar="N", help="seed of the policy `random_sets` (default 0)")
         options.add_metrics_option(command)
 

@@ -14,15 +14,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, Interrupted, signals_as_exceptions
+from lightning_dlrover.cli.lookup import notify_destinations
 from lightning_dlrover.colocate.devices import GpuWatch, find_gpus
 from lightning_dlrover.colocate.dispatcher import Dispatcher, Rules, end_former
-from lightning_dlrover.colocate.journal import Added, Ended, JobSpec, Journal, JournalError, Started, read_jobs, read_records
+from lightning_dlrover.colocate.journal import (
+    Added,
+    Ended,
+    JobSpec,
+    Journal,
+    JournalError,
+    Record,
+    Started,
+    read_jobs,
+    read_records,
+)
 from lightning_dlrover.colocate.report import Summary, summarize, summary_text, write_report
 from lightning_dlrover.colocate.running import WatchedJob
 from lightning_dlrover.colocate.scheduler import Knowledge, Scheduler, jobs_per_core
 from lightning_dlrover.colocate.tenants import LocalDevice, Memory, gpus_of, local_devices
 from lightning_dlrover.output import complain, counted, printable, say, show
 from lightning_dlrover.report.metrics import Sample, serve_metrics
+from lightning_dlrover.report.notify import WORDS, Destination, FileCursor, Kind, Notification, Notifier
 from lightning_dlrover.tuning.nvml import load_nvml
 
 if TYPE_CHECKING:
@@ -32,6 +44,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REPORT = "report.html"
+NOTIFIED = "notified"
+"""File with the number of records whose notifications were sent."""
+
 DRAW_S = 0.5
 MAX_ROWS = 30
 
@@ -85,6 +100,60 @@ class LiveTable:
         # The end of a job is missing where it could not be written.
         ends = [dispatcher.ends.get((job.spec.name, job.attempt)) for job in ended]
         return lines + [_end_line(end) for end in ends if end is not None]
+
+
+_OF_RESULTS: dict[str, Kind] = {"done": "finished", "failed": "failed"}
+"""Events of the results of jobs; all others are `stopped`: the job will start again."""
+
+
+class QueueNotifications:
+    """Sends the notifications of a queue. Positions are numbers of records in its journal. Use as a context manager.
+
+    Args:
+        num_before: records that an earlier call has left.
+    """
+
+    def __init__(self, folder: Path, num_before: int, destinations: Sequence[Destination], hurry: threading.Event) -> None:
+        self._folder = folder
+        self._cursor = FileCursor(folder / NOTIFIED)
+        self._begins = (passed := self._cursor.read()) is None  # of a queue without notifications so far, later records count
+        self._num_seen = num_before if passed is None else passed
+        self._notifier = Notifier(destinations, self._cursor, hurry)
+
+    def __enter__(self) -> QueueNotifications:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._notifier.close()
+
+    def look(self, queue: str, records: Sequence[Record]) -> None:
+        """Queue the notifications of new records. Returns at once."""
+        if self._begins:
+            self._begins = False
+            self._cursor.write(self._num_seen)  # before the first notification: a successor continues from here
+        for number, record in enumerate(records[self._num_seen :], self._num_seen + 1):
+            found = self._notification(f"{queue}/{number}", record)
+            if found is not None:
+                self._notifier.put(number, found)
+        self._num_seen = max(self._num_seen, len(records))
+
+    def put_last(self, event: Kind, reason: str) -> None:
+        """Queue the notification of the whole queue's end."""
+        text = f"queue {self._folder} {WORDS[event]}: {reason}"
+        id_ = f"{self._folder.name}/{time.time_ns():020d}-end"
+        self._notifier.put(self._num_seen, Notification(id_, event, "colocate", text, time.time(), reason=reason))
+
+    def _notification(self, id_: str, record: Record) -> Notification | None:
+        if isinstance(record, Started):
+            text = f"job {record.job} has started on {record.device}"
+            text += f" again, attempt {record.attempt}" if record.attempt > 1 else ""
+            return Notification(id_, "started", "colocate", text, record.at, record.job)
+        if isinstance(record, Ended):
+            event = _OF_RESULTS.get(record.result, "stopped")
+            text = f"job {record.job} {WORDS[event]} after {record.run_s:.1f} s"
+            text += f": {record.reason}" if record.reason else ""
+            return Notification(id_, event, "colocate", text, record.at, record.job, reason=record.reason or None)
+        return None
 
 
 def _end_line(ended: Ended) -> str:
@@ -266,6 +335,7 @@ def _used_devices(devices: Sequence[str], jobs: Sequence[JobSpec]) -> Sequence[s
 def colocate_command(options: argparse.Namespace) -> int:
     """Run all jobs of a file to their ends, and write the report."""
     jobs = read_jobs(options.jobs)
+    notify = notify_destinations(options)
     hurry = threading.Event()
     exit_code = EXIT_OK
     num_starts = _num_starts(options.out)
@@ -273,10 +343,16 @@ def colocate_command(options: argparse.Namespace) -> int:
     with LiveTable() as table, ExitStack() as stack:
         if options.metrics is not None:
             say(f"metrics at {stack.enter_context(serve_metrics(options.metrics, metrics))}")
+        notifications = None
+        if notify:
+            notifications = QueueNotifications(options.out, _num_records(options.out), notify, hurry)
+            stack.enter_context(notifications)
 
         def shown(dispatcher: Dispatcher) -> None:
             table.shown(dispatcher)
             metrics.shown(dispatcher)
+            if notifications is not None:
+                notifications.look(dispatcher.journal.queue, dispatcher.journal.records)
 
         try:
             with signals_as_exceptions(hurry):
@@ -296,7 +372,11 @@ def colocate_command(options: argparse.Namespace) -> int:
                 )
         except Interrupted as interrupted:
             exit_code = 128 + interrupted.signal_number
-    summary = summarize(read_records(options.out))
+        summary = summarize(read_records(options.out))
+        if notifications is not None and (exit_code != EXIT_OK or _num_starts(options.out) != num_starts):
+            is_done = summary.num_done == len(summary.jobs)
+            event: Kind = "stopped" if exit_code != EXIT_OK else "finished" if is_done else "failed"
+            notifications.put_last(event, f"{summary.num_done} of {counted(len(summary.jobs), 'job')} done")
     if exit_code != EXIT_OK:
         left = sum(not job.result for job in summary.jobs)
         have = "has" if left == 1 else "have"
@@ -308,6 +388,13 @@ def colocate_command(options: argparse.Namespace) -> int:
     if exit_code == EXIT_OK and summary.num_done < len(summary.jobs):
         return EXIT_FAILED
     return exit_code
+
+
+def _num_records(folder: Path) -> int:
+    try:
+        return len(read_records(folder))
+    except JournalError:
+        return 0
 
 
 def _num_starts(folder: Path) -> int:

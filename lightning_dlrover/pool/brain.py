@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lightning_dlrover.pool.budget import Move, Owners, PoolJob, Rate, Resources, Wait, held_by
@@ -22,12 +23,17 @@ from lightning_dlrover.pool.view import BrainRecord, GrantRecord, OthersRecord, 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import Compare, Delete, EtcdError, KeyValue, Op, Put, modified
-from lightning_dlrover.rdzv.job.events import SizeGiven, record_of
-from lightning_dlrover.rdzv.job.journal import Journal, Tenure, holder_text
-from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, Keys, PlanRecord, encode
+from lightning_dlrover.rdzv.job.events import PoolJobChanged, SizeGiven, events_of, record_of
+from lightning_dlrover.rdzv.job.journal import Journal, Tenure, holder_text, read_events, readable
+from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, EventRecord, JobRecord, Keys, PlanRecord, encode
+from lightning_dlrover.report.notify import WORDS, Destination, EtcdNotifications, Notification
 
 SAME_WAIT_S = 5.0
 """Seconds that the expected start of a waiting job may shift before it is written again."""
+
+
+MAX_LINES = 1000
+"""Lines of a pool's history."""
 
 
 class OutdatedError(Exception):
@@ -38,10 +44,14 @@ class Writer:
     """Writes the decisions of one brain to etcd, each as a whole.
 
     Each write replaces the key `brain` under the condition that it is as last seen, or raises `OutdatedError`.
+
+    Args:
+        keeps_history: write a line of the pool's history with each change.
     """
 
-    def __init__(self, client: EtcdClient, pool: PoolKeys, tenure: Tenure[BrainRecord]) -> None:
+    def __init__(self, client: EtcdClient, pool: PoolKeys, tenure: Tenure[BrainRecord], keeps_history: bool = False) -> None:
         self._client = client
+        self._keeps_history = keeps_history
         self._pool = pool
         self._tenure = tenure
         self._revision = 0
@@ -69,6 +79,9 @@ class Writer:
             memory_mb=int(needs.memory_mb),
         )
         ops: list[Op] = [self._grant(seen, grant)]
+        if move.before != move.after:
+            change = "started" if not move.before else "grown" if move.after > move.before else "shrunk"
+            ops += self._line(PoolJobChanged(job.name, change, move.before, move.after), reason)
         if seen.plan_entry is not None:
             lease = seen.plan_entry.lease_id
             if not job.is_by_hand:
@@ -102,8 +115,19 @@ class Writer:
         if seen.grant is not None and (seen.grant.state, seen.grant.reason) == ("refused", reason):
             return False
         grant = GrantRecord("refused", 0, reason, since=now, submitted_at=seen.job.submitted_s)
-        self._write(seen, [self._grant(seen, grant)])
+        self._write(seen, [self._grant(seen, grant), *self._line(PoolJobChanged(seen.job.name, "refused"), reason)])
         return True
+
+    def note(self, event: PoolJobChanged, text: str) -> None:
+        """Write a line of the pool's history, if there is one and this process still decides."""
+        if ops := self._line(event, text):
+            self._client.txn([self._tenure.is_ours], ops)
+            self._client.trim_prefix(self._pool.events, MAX_LINES)
+
+    def _line(self, event: PoolJobChanged, text: str) -> list[Put]:
+        if not self._keeps_history:
+            return []
+        return [Put(f"{self._pool.events}{time.time_ns():020d}-brain", encode(record_of(event, text)))]
 
     def forget(self, seen: SeenJob) -> None:
         """Delete the grant of a job that has disappeared, unless its run has come back."""
@@ -175,6 +199,7 @@ class Brain:
 
     Args:
         show: called with one line for each decision.
+        keeps_history: write the pool's history, from which notifications are made.
 
     Raises:
         BrainBusyError: another process decides on this pool.
@@ -188,8 +213,9 @@ class Brain:
         rules: Rules,
         show: Callable[[str], None] = lambda _: None,
         timeouts: PoolTimeouts | None = None,
+        keeps_history: bool = False,
     ) -> None:
-        self._pool = pool
+        self._client, self._pool = client, pool
         self._rules = rules
         self._show = show
         self._timeouts = timeouts or PoolTimeouts()
@@ -207,7 +233,9 @@ class Brain:
         journal = Journal(client, Keys(pool.pool, pool.prefix))
         self._tenure = Tenure(journal, pool.brain, lambda: record, self._busy, self._timeouts.lease_s)
         self._watch = Watch(client, pool, rules.counts_others)
-        self._writer = Writer(client, pool, self._tenure)
+        self._writer = Writer(client, pool, self._tenure, keeps_history)
+        self._keeps_history = keeps_history
+        self._sizes: dict[str, int] | None = None  # workers of the jobs that had a place at the last look; None: before it
         self._others: list[str] = []  # jobs in no pool, as published
         self._absent_since: dict[str, float] = {}
         self._looked_at = time.monotonic()
@@ -255,11 +283,30 @@ class Brain:
         self._publish_others(view)
         choice = choose(view.pool_jobs, self._rules, now, may_grow=is_sure)
         self._writer.based_on(view.brain_entry)
+        if self._keeps_history:
+            self._note_ends(view)
         try:
             has_written = self._act(view, choice, now, is_sure)
         except OutdatedError:
             return False
         return is_sure and not has_written and choice.is_settled(view.pool_jobs) and not choice.gone
+
+    def _note_ends(self, view: PoolView) -> None:
+        """Write a line for each job that had a place at the last look, and whose run has released it since."""
+        if self._sizes is None:  # a job may have ended while no process decided
+            self._sizes = {}
+            for _, changed in events_of(read_events(self._client.get_prefix(self._pool.events)[1]), PoolJobChanged):
+                self._sizes[changed.job] = changed.workers_after
+        sizes = {name: seen.grant.num_workers for name, seen in view.jobs.items() if seen.grant is not None}
+        for name in [name for name, size in self._sizes.items() if size and name not in sizes]:
+            job = Journal(self._client, Keys(name, self._pool.prefix)).get(
+                JobRecord, Keys(name, self._pool.prefix).job, readable
+            )
+            change = job.record.phase if job.record is not None and job.record.is_over else "stopped"
+            reason = job.record.message if job.record is not None else ""
+            text = f"it {'has ' if change != 'stopped' else 'was '}{change}" + (f": {reason}" if reason else "")
+            self._writer.note(PoolJobChanged(name, change, self._sizes[name], 0), text)
+        self._sizes = sizes
 
     def _publish_others(self, view: PoolView) -> None:
         others = sorted(name for name, seen in view.jobs.items() if seen.is_outside)
@@ -298,6 +345,8 @@ class Brain:
         for name, since in self._absent_since.items():
             if is_sure and now - since >= self._timeouts.gone_s and view.jobs[name].grant is not None:
                 self._writer.forget(view.jobs[name])
+                text = "its `dlrover run` is gone, and its place is free"
+                self._writer.note(PoolJobChanged(name, "lost", (self._sizes or {}).pop(name, 0), 0), text)
                 self._show(f"pool {self._pool.pool}: {name} is gone, its place is free")
                 has_written = True
         return has_written
@@ -331,8 +380,11 @@ def run_brain(
     show: Callable[[str], None],
     stop: threading.Event | None = None,
     timeouts: PoolTimeouts | None = None,
+    notify: Sequence[Destination] = (),
 ) -> None:
     """Decide on a pool, or stand by while another process does, until `stop` is set or a signal raises an exception.
+
+    Only a process that decides sends notifications to `notify`.
 
     It looks at an unchanged pool every `every_s` seconds. Raise EtcdError if etcd does not answer at the start.
     """
@@ -340,9 +392,14 @@ def run_brain(
     with Mirror(client, pool.root) as mirror:
         while not stop.is_set():
             try:
-                with Brain(client, pool, rules, show, timeouts) as brain:
+                with Brain(client, pool, rules, show, timeouts, bool(notify)) as brain, contextlib.ExitStack() as stack:
                     show(f"pool {pool.pool}: this process decides, by policy {rules.policy}, on {rules.budget.text}")
-                    _decide(brain, mirror, every_s, stop, pool, show)
+                    look = _nothing
+                    if notify:
+                        sent = EtcdNotifications(client, pool.events, pool.notified, notify, PoolEvents(pool.pool))
+                        look = partial(stack.enter_context(sent).look_if_new, stack.enter_context(Mirror(client, pool.events)))
+                        stack.callback(sent.look_once_more)
+                    _decide(brain, mirror, every_s, stop, pool, show, look)
             except BrainBusyError as error:
                 show(f"pool {pool.pool}: {error}; this one stands by")
                 _wait_for_vacancy(mirror, pool.brain, stop)
@@ -351,8 +408,43 @@ def run_brain(
                 stop.wait(SOON_S)
 
 
+class PoolEvents:
+    """Turns the lines of a pool's history into notifications."""
+
+    def __init__(self, pool: str) -> None:
+        self._pool = pool
+
+    def __call__(self, name: str, records: list[EventRecord]) -> Notification | None:
+        for record, changed in events_of(records, PoolJobChanged):
+            if changed.change not in WORDS:
+                continue  # of a newer release
+            return Notification(
+                f"{self._pool}/{name}",
+                changed.change,  # type: ignore[arg-type]
+                "pool",
+                f"pool {self._pool}: job {changed.job} {WORDS[changed.change]}: {record.text}",
+                record.at,
+                changed.job,
+                self._pool,
+                workers=changed.workers_after,
+                workers_before=changed.workers_before,
+                reason=record.text,
+            )
+        return None
+
+
+def _nothing() -> None:
+    pass
+
+
 def _decide(
-    brain: Brain, mirror: Mirror, every_s: float, stop: threading.Event, pool: PoolKeys, show: Callable[[str], None]
+    brain: Brain,
+    mirror: Mirror,
+    every_s: float,
+    stop: threading.Event,
+    pool: PoolKeys,
+    show: Callable[[str], None],
+    look: Callable[[], None],
 ) -> None:
     """Step until another process decides, or `stop` is set."""
     is_away = False
@@ -369,6 +461,7 @@ def _decide(
             if is_away:
                 show(f"pool {pool.pool}: etcd is back")
             is_away = False
+        look()
         with contextlib.suppress(TimeoutError, EtcdError):
             timeout_s = every_s if is_settled else min(SOON_S, every_s)
             mirror.wait_for(lambda _, seen=revision: True if mirror.revision != seen or stop.is_set() else None, timeout_s)  # type: ignore[misc]

@@ -16,7 +16,7 @@ import numpy as np
 
 from lightning_dlrover.cli.control import check_can_be_planned, check_size, plan_by_hand, wanted_text
 from lightning_dlrover.cli.errors import EXIT_OK, Interrupted, UsageError, signals_as_exceptions
-from lightning_dlrover.cli.lookup import connected_job, etcd_access, find_place
+from lightning_dlrover.cli.lookup import connected_job, etcd_access, find_place, notify_destinations
 from lightning_dlrover.cli.options import SETTINGS
 from lightning_dlrover.output import complain, counted, number_text, say, show, text_table, time_text
 from lightning_dlrover.pool.admission import wait_text
@@ -46,14 +46,15 @@ def brain_command(options: argparse.Namespace) -> int:
         Owners(dict(options.owner_weight), {owner: Resources(**quota) for owner, quota in options.quota}),
         counts_others=not options.ignore_unmanaged,
     )
-    pool, hurry = _pool(options), threading.Event()
+    pool, hurry, notify = _pool(options), threading.Event(), notify_destinations(options)
     with signals_as_exceptions(hurry):
         try:
             with connected_pool(options) as client, contextlib.ExitStack() as stack:
                 if options.metrics is not None:
                     metrics = stack.enter_context(PoolMetrics(connected_pool(options, TIMEOUT_S), pool))
                     say(f"metrics at {stack.enter_context(serve_metrics(options.metrics, metrics, POOL_READ_EVERY_S))}")
-                run_brain(client, pool, rules, options.interval, say, timeouts=PoolTimeouts.of_lease(options.lease_ttl))
+                timeouts = PoolTimeouts.of_lease(options.lease_ttl)
+                run_brain(client, pool, rules, options.interval, say, timeouts=timeouts, notify=notify)
         except Interrupted as interrupted:
             name = signal.Signals(interrupted.signal_number).name
             complain(f"the brain of pool {pool.pool} was ended by {name}; its jobs keep their sizes")

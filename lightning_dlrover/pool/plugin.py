@@ -68,6 +68,7 @@ class BrainCommand:
         text = "do not count jobs that are in no pool (default: they are charged to the budget, but never resized)"
         add_renamed_option(command, "--ignore-unmanaged", "--pool-only", action="store_true", help=text)
         options.add_metrics_option(command)
+        options.add_notify_option(command)
         add_etcd_options(command)
 
     def run(self, options: argparse.Namespace) -> int:

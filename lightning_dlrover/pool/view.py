@@ -6,6 +6,8 @@ grants/{run_id}    the size that the job has, or its place in the queue. Written
 ../.gpus/{gpu}/holder  the run that uses a GPU of its machine, whatever its pool. Written by that run, bound to the lease of
                    its place, and fenced on it.
 others             jobs in no pool that the brain counts. Written by the brain, bound to its lease; for commands only.
+events/            what has happened to the pool's jobs. Written by a brain with --notify, fenced on `brain`; the newest 1,000.
+notified           the event up to which notifications were sent. Written by that brain.
 brain              the process that decides. Rewritten with each of its decisions, so that a decision which arrives late,
                    after its answer was lost, is refused.
 """
@@ -60,6 +62,7 @@ class PoolKeys:
         self.root = f"{self.pools}{pool}/"
         self.brain, self.others = f"{self.root}brain", f"{self.root}others"
         self.members, self.grants = f"{self.root}members/", f"{self.root}grants/"
+        self.events, self.notified = f"{self.root}events/", f"{self.root}notified"
 
     def gpu(self, name: str) -> str:
         """The key of a GPU, the same for all pools. No pool has a name that begins with a dot."""

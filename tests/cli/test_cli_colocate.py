@@ -18,6 +18,7 @@ from lightning_dlrover.cli.main import main
 from lightning_dlrover.colocate import plugin, policies
 from lightning_dlrover.colocate.devices import marked
 from tests.support.colocated_jobs import SEATED
+from tests.support.http_receiver import Receiver
 from tests.support.run_cli import RunCli
 from tests.support.waiting import eventually
 
@@ -96,3 +97,22 @@ def test_wrong_use_starts_nothing(tmp_path: Path, dlrover: RunCli, options: list
     path = queue_of(tmp_path, [seated("a")])
     assert message in dlrover.refused("colocate", str(path), "--out", str(tmp_path / "out"), *options)
     assert not (tmp_path / "out" / "jobs").exists()
+
+
+def test_starts_and_ends_of_a_queue_are_notified_once_across_its_dispatchers(tmp_path: Path) -> None:
+    path = queue_of(tmp_path, [seated("quick", steps=2), {"name": "bad", "command": "sh -c 'exit 3'"}])
+    with Receiver() as receiver:
+        command = ["colocate", str(path), "--out", str(tmp_path / "out"), "--policy", "sequential", "--notify", receiver.url]
+        assert main(command) == 1
+        found = [(each["event"], each["job"]) for each in receiver.documents]
+        assert found[-1] == ("failed", "")
+        assert sorted(found[:-1]) == [("failed", "bad"), ("finished", "quick"), ("started", "bad"), ("started", "quick")]
+        assert "1 of 2 jobs done" in receiver.documents[-1]["text"]
+        assert {each["source"] for each in receiver.documents} == {"colocate"}
+        # A dispatcher that was killed before its newest notifications were settled: they come again, with the same ids.
+        assert int((tmp_path / "out" / "notified").read_text()) >= 4
+        (tmp_path / "out" / "notified").write_text("0\n")
+        before = [each["id"] for each in receiver.documents]
+        receiver.documents.clear()
+        assert main(command) == 1
+        assert [each["id"] for each in receiver.documents] == before[:-1]

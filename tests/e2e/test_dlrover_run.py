@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
+from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.tuning.samples import AGENT_BYTES
 from tests.support.dlrover_process import Dlrover, Run
+from tests.support.http_receiver import Receiver
 from tests.support.secure_etcd import PASSWORD, secure_etcd
 
 SCRIPT = Path(__file__).with_name("tiny_loop.py")
@@ -297,6 +300,44 @@ def test_worker_under_a_program_that_is_not_python_is_lost_and_replaced(dlrover:
     assert wait_for_workers(run, 2, without=(second["worker_id"],))[0]["worker_id"] == first["worker_id"]
     run.finish(until)
     dlrover.assert_all_ended()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_people_are_notified_once_of_each_event_though_the_controller_is_killed(
+    dlrover: Dlrover, tmp_path: Path, private_etcd: EmbeddedEtcd
+) -> None:
+    until, secret = tmp_path / "enough", "T0P-S3CR3T"
+    with Receiver(500) as receiver, Receiver(then="hang") as hanging:
+        to = ["--notify", f"{receiver.url}/{secret}", "--notify", f"{hanging.url}/{secret}", "--notify", f"cat {secret}"]
+        command = ["--workers", "2:2", "--endpoint", private_etcd.endpoint, *to, SCRIPT, "--until", until]
+        first = dlrover.start(*command)
+        first.wait_for(lambda: receiver.events() == ["started"] or None, "the first notification", 90)
+        [lost, *_] = wait_for_workers(first, 2)
+        os.kill(lost["pid"], signal.SIGKILL)
+        wait_for_workers(first, 2, without=(lost["worker_id"],))
+        first.wait_for(lambda: len(receiver.documents) > 1 or None, "the notification of the loss")
+        first.process.kill()
+        first.process.wait(30)
+        dlrover.wait_for_end()
+        second = dlrover.start(*command)
+        wait_for_workers(second, 2, without=(lost["worker_id"],))
+        until.touch()
+        began = time.monotonic()
+        assert second.wait_for_exit(60) == 0, second.output
+        assert time.monotonic() - began < 30.0
+        documents = receiver.documents
+        assert hanging.requests
+    dlrover.assert_all_ended()
+    [loss] = [document for document in documents if lost["worker_id"] in document.get("lost", [])]
+    assert loss["event"] in ("lost", "replaced")
+    assert [document["event"] for document in documents][-1] == "finished"
+    assert len({document["id"] for document in documents}) == len(documents)  # none was under way when it was killed
+    assert documents == sorted(documents, key=lambda document: document["at"])
+    shown = first.output + second.output + dlrover("status", "job").stdout + dlrover("logs", "job").stdout
+    kept = b"".join(file.read_bytes() for file in second.folder.rglob("*") if file.is_file()).decode(errors="replace")
+    assert "not delivered: no answer in time" in second.output
+    assert secret not in shown + kept
 
 
 def test_script_without_training_is_noted(dlrover: Dlrover, tmp_path: Path) -> None:

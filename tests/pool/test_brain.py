@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_dlrover.pool import view as outsiders
-from lightning_dlrover.pool.brain import Brain, BrainBusyError, PoolTimeouts, snapshot_of
+from lightning_dlrover.pool.brain import Brain, BrainBusyError, PoolTimeouts, run_brain, snapshot_of
 from lightning_dlrover.pool.budget import Resources
 from lightning_dlrover.pool.decisions import Rules
 from lightning_dlrover.pool.view import PoolKeys, Watch
@@ -20,7 +21,9 @@ from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdUnavailableError
 from lightning_dlrover.rdzv.job.events import DecisionMade, SizeGiven, events_of, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, encode
+from lightning_dlrover.report.notify import destination
 from tests.support.counted_requests import counted
+from tests.support.http_receiver import Receiver
 from tests.support.pool_jobs import PooledJobs, decision
 from tests.support.waiting import run_until
 
@@ -349,3 +352,48 @@ def test_budget_is_kept_and_every_job_served_whichever_request_goes_wrong(
         assert brains.has_failed or not at or at > brains.num_requests
         num_requests = min(num_requests, brains.num_requests) if at else brains.num_requests
         at += EVERY if at else 1
+
+
+def test_changes_of_a_pool_are_notified_by_whichever_brain_decides(jobs: PooledJobs, etcd: EmbeddedEtcd) -> None:
+    with Receiver() as receiver, EtcdClient(EtcdConfig(etcd.endpoint)) as client:
+        to = [destination(receiver.url)]
+
+        def until(what: str, found: Callable[[], object]) -> None:
+            stop = threading.Event()
+            arguments = (client, jobs.pool, RULES, 0.05, print, stop, QUICK, to)
+            brain = threading.Thread(target=run_brain, args=arguments, daemon=True)
+            brain.start()
+            try:
+                run_until(jobs.follow, found, what, 20.0)
+            finally:
+                stop.set()
+                brain.join(20.0)
+
+        jobs.submit("a", (1, 4))
+        jobs.submit("huge", (9, 9))
+        until("two notifications", lambda: len(receiver.documents) == 2)
+        jobs.decide("a", CURVED, left_s=100.0)
+        jobs.submit("b", (1, 4))
+        until("both jobs", lambda: jobs.sizes["b"] and sum(jobs.sizes.values()) == 4 and len(receiver.documents) > 3)
+        jobs.end("a")
+        until("the end of a", lambda: "-a was stopped: it was stopped" in texts(receiver))
+        found = [
+            (each["job"].rpartition("-")[2], each["event"], each.get("workers_before"), each.get("workers"))
+            for each in receiver.documents
+        ]
+    assert sorted(found[:2]) == [("a", "started", 0, 4), ("huge", "refused", 0, 0)]
+    [smaller] = [after for job, event, _, after in found if (job, event) == ("a", "shrunk")]
+    assert smaller is not None
+    assert ("b", "started", 0, 4 - smaller) in found
+    assert {each["source"] for each in receiver.documents} == {"pool"}
+    assert len({each["id"] for each in receiver.documents}) == len(receiver.documents)
+
+
+def texts(receiver: Receiver) -> str:
+    return "\n".join(each["text"] for each in receiver.documents)
+
+
+def test_without_notifications_a_pool_has_no_history(jobs: PooledJobs, brain: Brain, client: EtcdClient) -> None:
+    jobs.submit("a", (1, 4))
+    live(jobs, brain.step, "a with all cores", lambda: jobs.sizes == {"a": 4})
+    assert client.get_prefix(jobs.pool.events)[1] == []

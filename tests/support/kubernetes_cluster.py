@@ -268,9 +268,31 @@ class KubernetesCluster:
         """Kill a pod as the kernel does when its memory is too small."""
         self._signal(self.pod_of(node)["metadata"]["name"], signal.SIGKILL)
 
+    def drain(self, node: str) -> str:
+        """Evict a pod by the API, as `kubectl drain` does. Return why the API refuses; empty if it does not."""
+        with self.lock:
+            pod = self.pod_of(node)
+
+            def is_healthy(each: Object) -> bool:
+                # Pods here have no readiness probe, so a running one is ready.
+                return each["status"]["phase"] == "Running" and "deletionTimestamp" not in each["metadata"]
+
+            def matched(budget: Object, each: Object) -> bool:
+                return bool(budget["spec"]["selector"]["matchLabels"].items() <= each["metadata"]["labels"].items())
+
+            budgets = [each for each in self.objects["poddisruptionbudgets"].values() if matched(each, pod)]
+            if len(budgets) > 1:
+                return "This pod has more than one PodDisruptionBudget, which the eviction subresource does not support."
+            for budget in budgets:
+                num_healthy = sum(is_healthy(each) and matched(budget, each) for each in self.objects["pods"].values())
+                if is_healthy(pod) and num_healthy <= budget["spec"]["minAvailable"]:
+                    return "Cannot evict pod as it would violate the pod's disruption budget."
+            self.disrupt(node)
+            return ""
+
     def evict(self, node: str) -> None:
-        """Evict a pod as `kubectl drain` does."""
-        self.disrupt(node)
+        """Delete a pod with its grace, as a preemption does, whatever its PodDisruptionBudget says."""
+        self.disrupt(node, "PreemptionByScheduler")
 
     # --- the API --------------------------------------------------------------------------------------------------------
 
@@ -337,7 +359,8 @@ class KubernetesCluster:
         of_volcano = {_VOLCANO: ["jobs"], _SCHEDULING: ["podgroups"]} if self.has_volcano else {}
         if self.has_kueue and group == "kueue.x-k8s.io/v1beta1":
             return ["localqueues"]
-        return {"": ["pods", "events", "secrets"], _PLAIN: ["jobs"], **of_volcano}.get(group, [])
+        of_groups = {"events.k8s.io/v1": ["events"], "policy/v1": ["poddisruptionbudgets"]}
+        return {"": ["pods", "events", "secrets"], _PLAIN: ["jobs"], **of_groups, **of_volcano}.get(group, [])
 
     def _carry_out(
         self, verb: str, group: str, kind: str, name: str, is_log: bool, query: Mapping[str, str], body: Object
@@ -349,7 +372,9 @@ class KubernetesCluster:
                 return dataclasses.replace(answer, headers={**answer.headers, "Warning": warning})
             return answer
         if verb == "create":
-            return _json(201, self._create_secret(body))
+            self._check_fields(body)
+            create = {"events": self._create_event, "poddisruptionbudgets": self._create_budget}.get(kind, self._create_secret)
+            return _json(201, create(body))
         self._note_changes()
         objects = {n: o for n, o in self.objects[kind].items() if kind != "jobs" or o["apiVersion"] == group}
         if verb == "watch":
@@ -449,9 +474,40 @@ class KubernetesCluster:
             if self._stopped.wait(_LOOK_S):
                 return
 
+    def _check_fields(self, found: Object) -> None:
+        if wrong := kubernetes_models.problems(found):
+            raise _Refused(400, "BadRequest", f"{found.get('kind')}: strict decoding error: {wrong}")
+
+    def _create_event(self, event: Object) -> Object:
+        """Store an event of events.k8s.io, which the core API shows with other names of its fields."""
+        about, note = event.get("regarding", {}), event.get("note", "")
+        required = ("eventTime", "reportingController", "reportingInstance", "action", "reason")
+        wrong = [name for name in required if not 1 <= len(event.get(name, "")) <= 128]
+        wrong += ["note"] * (len(note.encode()) > 1024) + ["type"] * (event.get("type") not in ("Normal", "Warning"))
+        wrong += ["regarding.namespace"] * (about.get("namespace") != event["metadata"].get("namespace", self.namespace))
+        wrong += ["metadata.name"] * (not re.fullmatch(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", event["metadata"]["name"]))
+        wrong += ["eventTime"] * (not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", str(event.get("eventTime"))))
+        if wrong:
+            raise _Refused(422, "Invalid", f'Event.events.k8s.io "{event["metadata"]["name"]}" is invalid: {wrong}')
+        name = event["metadata"]["name"]
+        if name in self.objects["events"]:
+            raise _Refused(409, "AlreadyExists", f'events.events.k8s.io "{name}" already exists')
+        core = {"involvedObject": about, "message": note, "reportingComponent": event["reportingController"]}
+        kept = ("metadata", "eventTime", "reportingInstance", "action", "reason", "type")
+        self.objects["events"][name] = {**{key: event[key] for key in kept}, **core}
+        return event
+
+    def _create_budget(self, budget: Object) -> Object:
+        name, spec = budget["metadata"]["name"], budget["spec"]
+        if name in self.objects["poddisruptionbudgets"]:
+            raise _Refused(409, "AlreadyExists", f'poddisruptionbudgets.policy "{name}" already exists')
+        if len({"minAvailable", "maxUnavailable"} & spec.keys()) != 1 or not _NAME.fullmatch(name):
+            raise _Refused(422, "Invalid", f'PodDisruptionBudget.policy "{name}" is invalid')
+        self.objects["poddisruptionbudgets"][name] = budget
+        return budget
+
     def _create_secret(self, secret: Object) -> Object:
         name = secret["metadata"]["name"]
-        assert not kubernetes_models.problems(secret)
         if name in self.objects["secrets"]:
             raise _Refused(409, "AlreadyExists", f'secrets "{name}" already exists')
         text = secret.pop("stringData", {})
@@ -505,7 +561,9 @@ class KubernetesCluster:
     def _create_pod_of(self, job: Object) -> None:
         name, template = job["metadata"]["name"], job["spec"]["template"]
         labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": name}
-        self._create_pod({"metadata": {"name": f"{name}-{uuid.uuid4().hex[:5]}", "labels": labels}, "spec": template["spec"]})
+        owner = {"apiVersion": _PLAIN, "kind": "Job", "name": name, "uid": job["metadata"]["uid"], "controller": True}
+        metadata = {"name": f"{name}-{uuid.uuid4().hex[:5]}", "labels": labels, "ownerReferences": [owner]}
+        self._create_pod({"metadata": metadata, "spec": template["spec"]})
 
     def _violations(self, job: Object) -> str:
         """Return why the level of Pod Security forbids a Job's pod; empty if it does not."""
@@ -552,11 +610,12 @@ class KubernetesCluster:
     def delete(self, kind: str, name: str, grace_s: int | None = None) -> None:
         with self.lock:
             found = self.objects[kind][name]
-            if kind == "secrets":
-                del self.objects["secrets"][name]
+            if kind in ("secrets", "poddisruptionbudgets"):
+                del self.objects[kind][name]
                 return
             if kind == "jobs":
                 del self.objects["jobs"][name]
+                self._collect(found["metadata"]["uid"])
                 owned = [p for p in self.objects["pods"].values() if _job_of(p) == name]
                 for pod in owned:
                     self.delete("pods", pod["metadata"]["name"])
@@ -584,10 +643,15 @@ class KubernetesCluster:
 
     def _remove(self, pod: Object) -> None:
         del self.objects["pods"][pod["metadata"]["name"]]
-        for name, secret in list(self.objects["secrets"].items()):
-            if any(owner["uid"] == pod["metadata"]["uid"] for owner in secret["metadata"].get("ownerReferences", ())):
-                del self.objects["secrets"][name]
+        self._collect(pod["metadata"]["uid"])
         self._count(pod)
+
+    def _collect(self, owner: str) -> None:
+        """Remove what a removed object owned, as the garbage collector does."""
+        for kind in ("secrets", "poddisruptionbudgets"):
+            for name, found in list(self.objects[kind].items()):
+                if any(each["uid"] == owner for each in found["metadata"].get("ownerReferences", ())):
+                    del self.objects[kind][name]
 
     def _count(self, pod: Object) -> None:
         """Update the Job, as the Job controller does when a pod has changed."""

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lightning_dlrover.components.targets.kubernetes_api import ApiError, KubernetesApi, Resource, kind_of_refusal, own_pod
+from lightning_dlrover.components.targets.kubernetes_events import JobEvents
 from lightning_dlrover.components.targets.kubernetes_logs import READ_FILE, PodLogs
 from lightning_dlrover.components.targets.kubernetes_manifests import (
     CONTAINER,
@@ -24,8 +27,11 @@ from lightning_dlrover.components.targets.kubernetes_manifests import (
     PLAIN_JOBS,
     VOLCANO_JOBS,
     KubernetesOptions,
+    budget_manifest,
+    budget_name,
     job_manifest,
     job_name,
+    labelled,
     secret_manifest,
     secret_name,
 )
@@ -60,7 +66,16 @@ from lightning_dlrover.components.targets.target import (
     set_aside,
 )
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError, read_password
-from lightning_dlrover.rdzv.job.records import EndNotice
+from lightning_dlrover.rdzv.job.events import (
+    HangFound,
+    JobFailed,
+    MemoryShort,
+    ValuesLost,
+    WorkerFailed,
+    WorkerLost,
+    content_of,
+)
+from lightning_dlrover.rdzv.job.records import EndNotice, EventRecord
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +93,12 @@ _DISMISS_S = 30.0
 
 _MAX_PAUSE_S = 60.0
 """Maximum seconds between two requests to delete ended Jobs while the cluster refuses."""
+
+_MAX_BUDGET_PAUSE_S = 600.0
+"""Maximum seconds between two requests to create the PodDisruptionBudget."""
+
+_WARNINGS = (HangFound, JobFailed, MemoryShort, ValuesLost, WorkerFailed, WorkerLost)
+"""Events of a job that are warnings on Kubernetes."""
 
 _ASK_WHY_S = 30.0
 """Seconds between two reads of a waiting node's events."""
@@ -157,6 +178,10 @@ class KubernetesTarget:
         self._release_at = -float("inf")  # time of the next request to delete an ended Job
         self._release_pause_s = 0.0  # after a refused one
         self._hosts = Hosts(self._api, spec.run_id, clock)
+        self._needs_budget = options.keeps_budget
+        self._budget_at = -float("inf")  # time of the next request to create the PodDisruptionBudget
+        self._budget_pause_s = 0.0  # after a failed one
+        self._events: JobEvents | None = None
         self._logs = (
             PodLogs(self._api, self._namespace, CONTAINER, log_dir, min(1.0, poll_s), output_since)
             if log_dir is not None
@@ -278,6 +303,18 @@ class KubernetesTarget:
             self._hosts.look({name for pod in pods if (name := pod["spec"].get("nodeName"))})
         return pod_notice(seen.pod) or self._hosts.notice(seen.pod["spec"].get("nodeName", ""))
 
+    def publish(self, event: EventRecord) -> None:
+        """Show an event of the job on the Job of its oldest node."""
+        jobs = [seen.job for seen in self._polling.newest.values() if seen.job is not None]
+        if jobs:
+            content = content_of(event)
+            self._send_event(min(jobs, key=created), type(content).__name__, event.text, isinstance(content, _WARNINGS))
+
+    def _send_event(self, job: Mapping[str, Any], reason: str, note: str, is_warning: bool) -> None:
+        if self._events is None:
+            self._events = JobEvents(self._api, self._namespace, labelled(self._spec.run_id, self._mark))
+        self._events.add(job, reason, note, is_warning)
+
     def logs(self, handle: str) -> list[Path]:
         return existing_logs(self._log_dir / handle.split("/")[1]) if self._log_dir is not None else []
 
@@ -295,23 +332,53 @@ class KubernetesTarget:
     def close(self) -> None:
         if self._logs is not None:
             self._logs.close()
+        if self._events is not None:
+            self._events.close()
         self._jobs.close()
         self._pods.close()
-        if self._makes_secret and self._mark:
+        if (self._makes_secret or self._has_budget) and self._mark:
             try:
-                # Nodes that outlive this process read the password again whenever they need a token.
+                # Nodes that outlive this process are to be kept, and read the password again whenever they need a token.
                 if not any(self._state(seen).status in ("pending", "running") for seen in self._list(fresh=True).values()):
-                    self.remove_secret()
+                    self.remove_leftovers(self._makes_secret, self._has_budget)
             except ApiError as error:
                 log.warning(
-                    "run %s: Secret %s could not be removed: %s; `dlrover cancel %s` removes it",
-                    *(self._spec.run_id, self._options.secret, error, self._spec.run_id),
+                    "run %s: its Secret or PodDisruptionBudget could not be removed: %s; `dlrover cancel %s` removes them",
+                    *(self._spec.run_id, error, self._spec.run_id),
                 )
         self._api.close()
 
-    def remove_secret(self) -> None:
-        """Remove the Secret with the password of the job's own etcd. A missing one is not an error."""
-        self._api.delete_secret(self._namespace, secret_name(self._spec.run_id, self._mark))
+    def remove_leftovers(self, secret: bool = True, budget: bool = True) -> None:
+        """Remove the Secret with the password of the job's own etcd, and the PodDisruptionBudget. Missing ones are no error."""
+        if budget:
+            self._api.delete_budget(self._namespace, budget_name(self._spec.run_id, self._mark))
+        if secret:
+            self._api.delete_secret(self._namespace, secret_name(self._spec.run_id, self._mark))
+
+    @property
+    def _has_budget(self) -> bool:
+        return self._options.keeps_budget and not self._needs_budget
+
+    def _keep_budget(self, now: float) -> None:
+        """Create the PodDisruptionBudget. A cluster that refuses it keeps the job from nothing."""
+        if not self._needs_budget or now < self._budget_at:
+            return
+        min_nodes = math.ceil(self._spec.min_workers / self._spec.workers_per_node)
+        try:
+            owner = self._api.pod_named(self._namespace, name) if (name := own_pod()) else None
+            self._api.replace_budget(self._namespace, budget_manifest(self._spec.run_id, self._mark, min_nodes, owner))
+        except ApiError as error:
+            level = logging.DEBUG if self._budget_pause_s else logging.WARNING
+            log.log(
+                level,
+                "run %s: a drain may evict more than the job can lose, without a PodDisruptionBudget: %s; allow it as in "
+                "examples/kubernetes/rbac.yaml, or give --no-disruption-budget",
+                *(self._spec.run_id, error),
+            )
+            self._budget_pause_s = min(_MAX_BUDGET_PAUSE_S, 4.0 * self._budget_pause_s or 4.0)
+            self._budget_at = now + self._budget_pause_s
+        else:
+            self._needs_budget = False
 
     def _make_secret(self) -> None:
         """Create the Secret with the password of the job's own etcd, once; raise NotTakenError if it may be missing."""
@@ -348,6 +415,8 @@ class KubernetesTarget:
         found, now = self._polling.newest, self._clock()
         terminating = {p["metadata"]["name"] for s in found.values() for p in s.pods if p["metadata"].get("deletionTimestamp")}
         self._terminating_since = {name: self._terminating_since.get(name, now) for name in terminating}
+        if found:
+            self._keep_budget(now)
         for node, seen in found.items():
             for pod in sorted(seen.pods, key=created) if self._logs is not None else ():
                 if phase_of(pod) in ("Running", "Succeeded", "Failed"):
@@ -445,6 +514,8 @@ class KubernetesTarget:
             return False
         if state.why and node not in self._cancelled:
             log.warning("run %s: %s has %s: %s", self._spec.run_id, node, state.status, state.why)
+            if (seen := self._polling.newest.get(node)) is not None and seen.job is not None:
+                self._send_event(seen.job, "NodeEnded", f"{node} has {state.status}: {state.why}", is_warning=True)
             folder = self._log_dir / node
             with contextlib.suppress(OSError):  # a full disk of this host ends no job
                 folder.mkdir(parents=True, exist_ok=True)

@@ -279,6 +279,26 @@ class KubernetesApi:
             if error.reason != "AlreadyExists":
                 raise
 
+    def create_event(self, namespace: str, manifest: Mapping[str, Any]) -> None:
+        """Create an event. Not repeated: it may be lost."""
+        path = _path(namespace, "events", group="events.k8s.io/v1")
+        self._object("POST", path, {"fieldValidation": "Strict"}, manifest)
+
+    def replace_budget(self, namespace: str, manifest: Mapping[str, Any]) -> None:
+        """Create a PodDisruptionBudget in the place of one of that name. Not repeated, because callers try again anyway."""
+        path, query = _path(namespace, "poddisruptionbudgets", group="policy/v1"), {"fieldValidation": "Strict"}
+        try:
+            self._object("POST", path, query, manifest)
+        except ApiError as error:
+            if error.reason != "AlreadyExists":
+                raise
+            self.delete_budget(namespace, manifest["metadata"]["name"])
+            self._object("POST", path, query, manifest)
+
+    def delete_budget(self, namespace: str, name: str) -> None:
+        """Delete a PodDisruptionBudget. A missing one is not an error."""
+        self._delete(_path(namespace, "poddisruptionbudgets", name, "policy/v1"), {})
+
     def delete_secret(self, namespace: str, name: str) -> None:
         """Delete a Secret. A missing one is not an error."""
         self._delete(_path(namespace, "secrets", name), {})

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
-from lightning_dlrover.rdzv.job.records import EndNotice
+from lightning_dlrover.rdzv.job.records import EndNotice, EventRecord
 from lightning_dlrover.spares import Spares
 
 AppStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "gone"]
@@ -139,6 +139,14 @@ class Target(Protocol):
 
     def close(self) -> None:
         """Release this process's resources. End everything it started, unless nodes outlive the controller."""
+
+
+@runtime_checkable
+class EventSink(Protocol):
+    """A target that also shows a job's history where users of its scheduler look for it."""
+
+    def publish(self, event: EventRecord) -> None:
+        """Show an event there. Returns at once, and an event may be lost."""
 
 
 def thread_variables(num_cores: int, num_workers: int = 1) -> dict[str, str]:

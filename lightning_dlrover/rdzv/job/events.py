@@ -142,6 +142,17 @@ class SizeGiven(Event):
 
 
 @dataclass(frozen=True)
+class PoolJobChanged(Event):
+    """A line of a pool's own history, which is kept where its brain sends notifications."""
+
+    KIND = "pool_job"
+    job: str
+    change: str  # started, grown, shrunk, refused, finished, failed, stopped, lost
+    workers_before: int = 0
+    workers_after: int = 0
+
+
+@dataclass(frozen=True)
 class SettingsApplied(Event):
     KIND = "settings"
     loader_workers: list[int]  # one per loader

@@ -84,6 +84,7 @@ class Keys:
     snapshot = _Key("snapshot")  # only displayed
     progress = _Key("progress")  # only displayed
     places = _Key("places")  # read by joiners only
+    notified = _Key("notified")  # the event up to which notifications were sent; read by controllers only
     windows = _Key("windows/")  # one key per window of a stream, by stream, fit and epoch
     store = _Key("store/")  # keys of the c10d store that the elastic agents share, one sub-folder per agent round
 
@@ -251,6 +252,7 @@ class JobRecord:
     global_batch_size: int = 0  # samples per step; 0 until the first round has determined it
     start_workers: int = 0  # workers at the start, or a pool job's MIN: a DataLoader's global batch is batch_size times this
     lane_workers: int = 0  # number of workers that stream rows are laid out for: the job's maximum at its start
+    runs: list[dict[str, Any]] = field(default_factory=list)  # kind and name of each logger's run, see `live/state.py`
     started_from: str = ""  # newest checkpoint that the user has chosen by `ckpt_path`
     created_at: float = 0.0
     message: str = ""  # reason for the failure

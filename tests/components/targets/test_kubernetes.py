@@ -36,6 +36,7 @@ from lightning_dlrover.components.targets.kubernetes_manifests import (
 )
 from lightning_dlrover.components.targets.target import ANY_SIZE, App, NodeSize, NodeSpec, NotTakenError, TargetError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.job.events import WorkerLost, record_of
 from lightning_dlrover.rdzv.job.records import Keys
 from tests.support.kubernetes_cluster import Answer, KubernetesCluster, kubernetes_cluster
 from tests.support.kubernetes_models import problems, restricted_violations
@@ -1064,11 +1065,13 @@ def test_example_role_allows_exactly_the_targets_requests(
     }
     verbs = ("create", "list", "get", "delete", "watch", "patch")
     groups = {"jobs.batch.volcano.sh": VOLCANO_JOBS, "podgroups.scheduling.volcano.sh": "scheduling.volcano.sh/v1beta1"}
-    resources = ("jobs", "pods", "pods/log", "events", "secrets", *groups)
+    others = ("events.events.k8s.io", "poddisruptionbudgets.policy")
+    resources = ("jobs", "pods", "pods/log", "events", "secrets", *others, *groups)
     cluster.forbidden = {(verb, resource) for verb in verbs for resource in resources} - allowed
     for has_volcano in (False, True):
         cluster.has_volcano, cluster.has_room_for_pods = has_volcano, True
-        target = make_target(poll_s=0.01, spec=own_spec, has_own_etcd=True, watches=True)
+        options = dataclasses.replace(PLAIN, keeps_budget=True)
+        target = make_target(options, poll_s=0.01, spec=own_spec, has_own_etcd=True, watches=True)
         target.open(f"{MARK}{has_volcano:d}")
         handle = target.start("node1")
         assert target.start("node1") == handle
@@ -1081,9 +1084,12 @@ def test_example_role_allows_exactly_the_targets_requests(
         clock.ahead_s += 6.0
         num_events = cluster.num_requests("GET", "events")
         eventually(lambda: target.apps() and cluster.num_requests("GET", "events") > num_events, "events", 10.0, 0.02)  # noqa: B023
+        target.publish(record_of(WorkerLost("w1", 1), "w1 is lost"))
+        num_sent = has_volcano + 1
+        eventually(lambda: cluster.num_requests("POST", "events") == num_sent, "an event", 10.0, 0.02)  # noqa: B023
         target.cancel([handle, waiting])
         cluster.remove_pod("node1")
-        target.remove_secret()
+        target.remove_leftovers()
     asked = set()
     for method, path in cluster.requests:
         place, _, rest = path.partition("?")[0].partition("/namespaces/training/")
@@ -1139,14 +1145,13 @@ def test_policies_and_template_of_the_examples_select_the_pods_of_a_job() -> Non
     assert problems(manifest) == []
     pod = manifest["spec"]["template"]
     assert pod["spec"]["priorityClassName"] == "training"
-    [budget, of_nodes, of_etcd] = documents("policies.yaml")
+    [of_nodes, of_etcd] = documents("policies.yaml")
     [etcd] = [d for d in documents("etcd.yaml") if d["kind"] == "StatefulSet"]
     [controller] = [d for d in documents("controller.yaml") if d["kind"] == "Job"]
     labels = {"nodes": pod, "etcd": etcd["spec"]["template"], "controller": controller["spec"]["template"]}
     selected = [
         (*(constraint["labelSelector"] for constraint in pod["spec"]["topologySpreadConstraints"]), "nodes"),
         (
-            budget["spec"]["selector"],
             of_nodes["spec"]["podSelector"],
             of_nodes["spec"]["ingress"][0]["from"][0]["podSelector"],
             "nodes",
