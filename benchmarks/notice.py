@@ -84,13 +84,13 @@ def outcome_of(space: Workspace, endpoint: str, name: str, kind: Kind) -> Outcom
         doomed = view.survivors[-1]
         node = view.agents[view.workers[doomed].agent_id].labels["node"]
         ends_at = time.time() + NOTICE_S
-        if service is not None:
-            service.announce(node, ends_at)
-        else:
-            drain(job, endpoint, node)
         if kind == "alone":
             job.agents[0].send_signal(signal.SIGSTOP)
         try:
+            if service is not None:
+                service.announce(node, ends_at)
+            else:
+                drain(job, endpoint, node)
             time.sleep(max(0.0, ends_at - time.time()))
             is_member = doomed in job.view().survivors
             kill_node(job.agents[0].pid, node)
