@@ -2,13 +2,14 @@
 
     python benchmarks/notice.py [--jobs N] [--at-once N] [--quick]
 
-Each job is a `dlrover run` of two workers on this machine. Once it trains, one of its two nodes gets a notice, and at the end
-of the notice SIGKILL ends all processes of that node at once. The notice comes in turn from
+Each job is a `dlrover run` of one to two workers on this machine, and has two. Once it trains, one of its nodes gets a notice,
+and at the end of the notice SIGKILL ends all processes of that node at once. The notice comes in turn from
 
-    aws, gcp, azure     a metadata service on this machine that answers as that cloud's does (`--notices`); a node is started
-                        in place of the one that will end
-    drain               `dlrover drain --at +30`; likewise
-    alone               the same while the job's controller is stopped, so that no other worker comes: the worker leaves in time
+    aws, gcp, azure     a metadata service on this machine that answers as that cloud's does (`--notices`)
+    drain               `dlrover drain --at TIME`
+    alone               the same while the job's controller is stopped, so that no other worker comes
+
+In all but the last the controller starts another node, which takes over if it is ready in time. Otherwise the worker leaves.
 
 A job has finished if `dlrover run` ends with 0, the last step was made, and the worker had left before its node was killed.
 A step counts as redone if workers made it in two rounds, and so does the step in flight when a round breaks. The last line has
@@ -28,6 +29,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Literal
@@ -56,6 +58,7 @@ class Outcome:
     has_finished: bool
     redone: int  # steps
     left_s: float  # seconds from the worker's leave to the end of its node; below 0: it was killed while it trained
+    how: str = ""  # kind of the round without it
     problem: str = ""
 
 
@@ -75,10 +78,9 @@ def outcome_of(space: Workspace, endpoint: str, name: str, kind: Kind) -> Outcom
         options = ["--notices", CLOUDS[kind]] if service is not None else []
         if service is not None:
             job.environment["DLROVER_METADATA_URL"] = service.url
-        job.start(1 if kind == "alone" else 2, 2, *options)
-        if kind == "alone":
-            job.wait_for_steps(5, 1, timeout_s=START_S)
-            job.plan(2)
+        job.start(1, 2, *options)
+        job.wait_for_steps(5, 1, timeout_s=START_S)
+        job.plan(2)
         job.wait_for_steps(20, 2, timeout_s=START_S)
         view = job.view()
         doomed = view.survivors[-1]
@@ -90,7 +92,7 @@ def outcome_of(space: Workspace, endpoint: str, name: str, kind: Kind) -> Outcom
             if service is not None:
                 service.announce(node, ends_at)
             else:
-                drain(job, endpoint, node)
+                drain(job, endpoint, node, ends_at)
             time.sleep(max(0.0, ends_at - time.time()))
             is_member = doomed in job.view().survivors
             kill_node(job.agents[0].pid, node)
@@ -108,20 +110,23 @@ def judged(job: ControlledJob, kind: Kind, doomed: str, ends_at: float, is_membe
     for step in job.steps():
         made_in[step.number].add(step.round_number)
     redone = sum(len(numbers) - 1 for numbers in made_in.values()) + sum(not each.data["planned"] for each in rounds)
-    left_at = next((each.at for each in rounds if each.data["number"] > 1 and doomed not in each.data["members"]), None)
+    joined = next(each.data["number"] for each in rounds if doomed in each.data["members"])
+    left = next((each for each in rounds if each.data["number"] > joined and doomed not in each.data["members"]), None)
     problems = [
         *([f"exit codes {codes}"] if any(codes) else []),
         *([f"its last step is {max(made_in, default=0)}"] if max(made_in, default=0) != MAX_STEPS else []),
         *(["the worker still trained when its node was killed"] if is_member else []),
         *(event.text for event in job.events("loss")),
     ]
-    left_s = ends_at - left_at if left_at is not None else -1.0
-    return Outcome(kind, not problems, redone, left_s, "; ".join(problems))
+    if left is None:
+        return Outcome(kind, not problems, redone, -1.0, problem="; ".join(problems))
+    return Outcome(kind, not problems, redone, ends_at - left.at, left.data["kind"], "; ".join(problems))
 
 
-def drain(job: ControlledJob, endpoint: str, node: str) -> None:
+def drain(job: ControlledJob, endpoint: str, node: str, ends_at: float) -> None:
+    at = datetime.fromtimestamp(ends_at, timezone.utc).isoformat()  # the command itself takes a while
     command = [sys.executable, "-m", "lightning_dlrover.cli", "drain", "--endpoint", endpoint, job.name, node]
-    subprocess.run([*command, "--at", f"+{NOTICE_S:g}"], check=True, capture_output=True, timeout=60.0)
+    subprocess.run([*command, "--at", at], check=True, capture_output=True, timeout=60.0)
 
 
 def kill_node(controller_pid: int, node: str) -> None:
@@ -154,8 +159,8 @@ def main() -> int:
             try:
                 found = outcome_of(space, endpoint, f"{kind}-{number}", kind)
             except (BenchmarkError, subprocess.SubprocessError) as error:
-                found = Outcome(kind, False, 0, -1.0, str(error).splitlines()[0])
-            text = f"left {found.left_s:.1f} s before the end of its node" if found.left_s >= 0 else "did not leave"
+                found = Outcome(kind, False, 0, -1.0, problem=str(error).splitlines()[0])
+            text = f"{found.how}, {found.left_s:.1f} s before the end" if found.left_s >= 0 else "did not leave"
             print(f"job {number + 1:2} {kind:6} {text}; {found.redone} steps redone {found.problem}".rstrip(), flush=True)
             return found
 
