@@ -24,6 +24,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -47,6 +48,9 @@ NOTICE_S = 30.0
 STEP_S = 0.05
 MAX_STEPS = 2500
 """Steps of a job: more than it makes at `STEP_S` until its node is killed. Then it hurries."""
+
+STOPPING = threading.Event()
+"""Set when the benchmark is interrupted: no job waits for the end of its notice then."""
 
 START_S = 240.0  # limit on the start of a job and on its end, on a machine where others start at the same time
 ARGUMENTS = [f"--step-floor-s={STEP_S}", f"--max-steps={MAX_STEPS}", "--width=32"]
@@ -93,7 +97,8 @@ def outcome_of(space: Workspace, endpoint: str, name: str, kind: Kind) -> Outcom
                 service.announce(node, ends_at)
             else:
                 drain(job, endpoint, node, ends_at)
-            time.sleep(max(0.0, ends_at - time.time()))
+            if STOPPING.wait(max(0.0, ends_at - time.time())):
+                raise BenchmarkError(f"job {name}: interrupted")
             is_member = doomed in job.view().survivors
             kill_node(job.agents[0].pid, node)
         finally:
@@ -165,7 +170,12 @@ def main() -> int:
             return found
 
         with ThreadPoolExecutor(options.at_once) as pool:
-            outcomes += pool.map(run, range(len(kinds)))
+            try:
+                outcomes += pool.map(run, range(len(kinds)))
+            except BaseException:
+                STOPPING.set()
+                pool.shutdown(cancel_futures=True)
+                raise
         if not all(each.has_finished for each in outcomes):
             space.keep()
     finished, redone = sum(each.has_finished for each in outcomes), sum(each.redone for each in outcomes)
