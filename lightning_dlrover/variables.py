@@ -73,6 +73,7 @@ OBJECTIVE = {
 }
 """The user's objective by argument of `Objective`; `dlrover run` passes it to its nodes."""
 HISTORY = "DLROVER_HISTORY"  # location of the job history, or `off`
+METADATA_URL = "DLROVER_METADATA_URL"  # beginning of the URLs of another metadata service than the cloud's own
 UNSAFE_STACKS = "DLROVER_UNSAFE_STACKS"
 """Set to 1: after `watchdog.GIL_TIMEOUT_S` faulthandler's thread, which needs no GIL, writes the stacks to standard error.
 

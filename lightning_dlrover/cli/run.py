@@ -576,6 +576,7 @@ def _node_spec(options: argparse.Namespace, command: Sequence[str], place: JobPl
         max_workers=options.workers[1],
         max_restarts=options.max_restarts,
         has_spares=bool(options.spares),
+        notices=options.notices or "",
         workers_per_node=options.workers_per_node,
         sizes=options.sizes,
         access=place.access,

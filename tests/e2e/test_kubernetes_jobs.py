@@ -100,6 +100,29 @@ def test_kubernetes_job_survives_loss_of_controller_and_pods(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(240)
+def test_worker_on_a_host_that_is_tainted_is_replaced_before_it_is_lost(
+    dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
+) -> None:
+    until = tmp_path / "enough"
+    options = ("--target", "kubernetes", "--workers", "2:2", "--image", "trainer:1", "--endpoint", etcd.endpoint)
+    run = dlrover.start(*options, SCRIPT, "--until", until, run_id=run_id)
+    run.wait_for_output(r"\[round\] round 1: 2 workers,", timeout_s=90)
+    doomed = wait_for_workers(run, 2)[1]
+    node = node_of(doomed["pid"])
+    cluster.taint(node, "aws-node-termination-handler/spot-itn")
+    wait_for_workers(run, 2, without=(doomed["worker_id"],))
+    with contextlib.suppress(StopIteration):  # its pod has ended by itself
+        cluster.kill_pod(node)
+    run.finish(until)
+    dlrover.wait_for_end()
+    assert [event.text for event in run.events if event.kind == "loss"] == []
+    [notice] = [event for event in run.events if event.kind == "notice"]
+    assert notice.data["worker_id"] == doomed["worker_id"]
+    assert "(kubernetes taint aws-node-termination-handler/spot-itn)" in notice.text
+
+
+@pytest.mark.long
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("has_volcano", [True], ids=["volcano"])
 def test_torchx_job_has_a_controller_and_nodes_as_volcano_apps(

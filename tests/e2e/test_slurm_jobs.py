@@ -132,6 +132,9 @@ def test_slurm_job_survives_loss_of_its_controller_and_a_drain(dlrover: Dlrover,
     logs = dlrover("logs", "job").stdout
     assert re.search(r"^\[node\d\] trained for \d+ steps$", logs, re.MULTILINE)
     assert len(losses(run)) == 1, losses(run)
+    notices = {event.data["worker_id"]: event.data for event in run.events if event.kind == "notice"}
+    assert {worker: notice["source"] for worker, notice in notices.items()} == {preempted: "slurm"}
+    assert notices[preempted]["taken_at"] > 0.0
 
 
 def assert_password_is_hidden(dlrover: Dlrover, run: Run) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NotTakenError, Resize, TargetError
+from lightning_dlrover.rdzv.job.records import EndNotice
 from lightning_dlrover.spares import Spares
 
 
@@ -27,7 +28,7 @@ class FakeTarget:
     late: list[str] = field(default_factory=list)  # requested, but not accepted before `deliver`
     cancelled: list[str] = field(default_factory=list)
     out_of_memory: set[str] = field(default_factory=set)
-    wanted_back: set[str] = field(default_factory=set)
+    notices: dict[str, EndNotice] = field(default_factory=dict)  # key: node
     released: list[str] = field(default_factory=list)
     submissions: list[str] = field(default_factory=list)  # every accepted request
     refuses: str = ""  # reason why no node is accepted
@@ -118,8 +119,8 @@ class FakeTarget:
         self.released.append(self._node(handle))
         return True
 
-    def wants_back(self, handle: str) -> bool:
-        return self._node(handle) in self.wanted_back
+    def notice(self, handle: str) -> EndNotice | None:
+        return self.notices.get(self._node(handle))
 
     def logs(self, handle: str) -> list[Path]:
         return [self.log(self._node(handle))]

@@ -136,6 +136,7 @@ class KubernetesCluster:
         self.limits_pods = limits_pods
         self.host = kubernetes_resizes.Host()
         self.has_resize = True  # whether the server has the subresource, as from Kubernetes 1.33 on
+        self.hosts: dict[str, Object] = {}  # the cluster's nodes; each pod has its own
         self.pod_security = ""  # level that pods must meet: "" or "restricted"; of Jobs it only warns
         self.bookmark_s = 60.0  # time between two bookmarks of a watch
         self.has_buffering_proxy = False  # a proxy holds watches back until they end
@@ -239,6 +240,26 @@ class KubernetesCluster:
         with self.lock:
             return sorted(node for job in self.objects["jobs"].values() if not _has_ended(job) and (node := _node_of(job)))
 
+    def taint(self, node: str, key: str, value: str = "", effect: str = "NoSchedule") -> None:
+        """Taint the host of a node's pod. A pod that does not tolerate a taint NoExecute is deleted at once."""
+        with self.lock:
+            host = self.pod_of(node)["spec"]["nodeName"]
+            taint = {"key": key, "effect": effect, **({"value": value} if value else {})}
+            if effect == "NoExecute":
+                taint["timeAdded"] = _now()
+            self.hosts[host]["spec"].setdefault("taints", []).append(taint)
+            on_host = [p for p in self.objects["pods"].values() if p["spec"]["nodeName"] == host]
+            for pod in on_host if effect == "NoExecute" else ():
+                self.disrupt(_node_of(pod), "DeletionByTaintManager")
+
+    def disrupt(self, node: str, reason: str = "EvictionByEvictionAPI") -> None:
+        """Delete a pod with its own grace period and the reason, as all controllers do that end pods of others."""
+        with self.lock:
+            pod = self.pod_of(node)
+            condition = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": ""}
+            pod["status"].setdefault("conditions", []).append(condition)
+            self.delete("pods", pod["metadata"]["name"])
+
     def set_pod(self, node: str, phase: str, **status: Any) -> None:
         """Update a pod's status, as a kubelet or a controller of hosts does."""
         with self.lock:
@@ -277,13 +298,12 @@ class KubernetesCluster:
                 num_healthy = sum(is_healthy(each) and matched(budget, each) for each in self.objects["pods"].values())
                 if is_healthy(pod) and num_healthy <= budget["spec"]["minAvailable"]:
                     return "Cannot evict pod as it would violate the pod's disruption budget."
-            self.evict(node)
+            self.disrupt(node)
             return ""
 
     def evict(self, node: str) -> None:
-        """Delete a pod with its grace, as a taint of its host or a preemption does, whatever its PodDisruptionBudget says."""
-        pod = self.pod_of(node)
-        self.delete("pods", pod["metadata"]["name"], pod["spec"]["terminationGracePeriodSeconds"])
+        """Delete a pod with its grace, as a preemption does, whatever its PodDisruptionBudget says."""
+        self.disrupt(node, "PreemptionByScheduler")
 
     # --- the API --------------------------------------------------------------------------------------------------------
 
@@ -292,6 +312,8 @@ class KubernetesCluster:
         if url.path == "/version":
             return _json(200, {"gitVersion": self.version})
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
+        if url.path == "/api/v1/nodes":
+            return self._list_hosts(method, path, query)
         match = re.fullmatch(
             r"/(?:api/v1|apis/([^/]+/[^/]+))(?:/namespaces/([^/]+)/([a-z]+)(?:/([^/]+)(?:/([a-z]+))?)?)?", url.path
         )
@@ -331,6 +353,20 @@ class KubernetesCluster:
         if killing is not None:
             killing[1]()
         return override[2] if override is not None else answer
+
+    def _list_hosts(self, method: str, path: str, query: Mapping[str, str]) -> Answer:
+        with self.lock:
+            self.requests.append((method, path))
+            if override := next((a for a in self._answers if a[:2] == (method, "nodes")), None):
+                self._answers.remove(override)
+                return override[2]
+            if ("list", "nodes") in self.forbidden:
+                words = 'User "system:serviceaccount:training:controller" cannot list resource "nodes" in API group ""'
+                return _status(403, "Forbidden", f"nodes is forbidden: {words} at the cluster scope")
+            match = re.fullmatch(r"kubernetes\.io/hostname in \(([^()]*)\)", query["labelSelector"])
+            assert match is not None
+            found = [host for name, host in self.hosts.items() if name in match[1].split(",")]
+            return _json(200, {"kind": "NodeList", "metadata": {"resourceVersion": "1"}, "items": found})
 
     def _resources(self, group: str) -> list[str]:
         of_volcano = {_VOLCANO: ["jobs"], _SCHEDULING: ["podgroups"]} if self.has_volcano else {}
@@ -579,7 +615,8 @@ class KubernetesCluster:
         job["status"] = kubernetes_volcano.with_status(job, [p for p in self.objects["pods"].values() if _job_of(p) == name])
 
     def _create_pod(self, pod: Object) -> None:
-        name = pod["metadata"]["name"]
+        name, host = pod["metadata"]["name"], f"host-{len(self.hosts) + 1}"
+        self.hosts[host] = {"metadata": {"name": host, "labels": {"kubernetes.io/hostname": host}}, "spec": {}}
         self.objects["pods"][name] = {
             "metadata": {
                 **pod["metadata"],
@@ -587,7 +624,7 @@ class KubernetesCluster:
                 "uid": str(uuid.uuid4()),
                 "creationTimestamp": _now(),
             },
-            "spec": {**pod["spec"], "nodeName": "host-1"},
+            "spec": {**pod["spec"], "nodeName": host},
             "status": {"phase": "Pending"},
         }
         kubernetes_resizes.admit(self.objects["pods"][name], self.host)
@@ -611,8 +648,9 @@ class KubernetesCluster:
             grace_s = found["spec"].get("terminationGracePeriodSeconds", 30) if grace_s is None else grace_s
             meta = found["metadata"]
             is_first = "deletionTimestamp" not in meta
-            meta["deletionTimestamp"] = meta.get("deletionTimestamp", _now())
-            meta["deletionGracePeriodSeconds"] = min(grace_s, meta.get("deletionGracePeriodSeconds", grace_s))
+            shorter_s = meta.get("deletionGracePeriodSeconds", grace_s + 1.0)
+            if grace_s < shorter_s:  # the time at which it shall be gone
+                meta["deletionTimestamp"], meta["deletionGracePeriodSeconds"] = _now(grace_s), grace_s
             job = self.objects["jobs"].get(_job_of(found), {})
             if is_first and job.get("apiVersion") == _VOLCANO:
                 kubernetes_volcano.evicted(job)
@@ -931,8 +969,8 @@ def _joined(*parts: str) -> str:
     return "/".join(filter(None, parts))
 
 
-def _now() -> str:
-    now = datetime.datetime.now(datetime.timezone.utc)
+def _now(plus_s: float = 0.0) -> str:
+    now = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=plus_s)
     return f"{now:%Y-%m-%dT%H:%M:%S}.{now.microsecond:06d}000Z"
 
 

@@ -50,7 +50,7 @@ from lightning_dlrover.rdzv.job.events import JobFailed, NodeMemoryShort, NodeRe
 from lightning_dlrover.rdzv.job.journal import FenceLostError, Journal
 from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, CheckpointRecord, ControllerRecord, JobRecord, Keys, PlanRecord
 from lightning_dlrover.rdzv.membership.rounds import JobView
-from lightning_dlrover.rdzv.membership.worker_records import ask_for_replacement
+from lightning_dlrover.rdzv.membership.worker_records import ask_for_replacement, note_end
 
 log = logging.getLogger(__name__)
 
@@ -332,11 +332,15 @@ class JobWriter:
         plan = PlanRecord(fewest, "initial", f"start with the minimum of {fewest}", binding=True, created_at=time.time())
         self._journal.fenced_write({self._keys.plan: plan}, [absent(self._keys.plan)])
 
-    def ask_for_replacement(self, worker: str, reason: str) -> None:
+    def ask_for_replacement(self, request: ReplaceWorker) -> None:
         """Request that a worker leave once it is replaced, unless it has gone or was asked to leave already."""
+        worker, reason = request.worker, request.reason
         log.info("run %s: %s is to be replaced: %s", self._keys.run_id, worker, reason)
         with contextlib.suppress(EtcdError):  # the next step repeats it
-            ask_for_replacement(self._journal, worker, reason, self._tenure.is_ours)
+            if request.notice is not None:
+                note_end(self._journal, worker, request.notice, self._tenure.is_ours)
+            else:
+                ask_for_replacement(self._journal, worker, reason, self._tenure.is_ours)
 
     def enlarge_nodes(self, request: EnlargeNodes) -> None:
         """Plan larger nodes. The plan keeps the new size for later controllers.
@@ -647,7 +651,7 @@ class Controller:
                     log.info("run %s: ending %s: %s", self._run_id, action.name, action.reason)
                     cancelled.append(action.name)
                 case ReplaceWorker():
-                    self._job.ask_for_replacement(action.worker, action.reason)
+                    self._job.ask_for_replacement(action)
                 case ResizeNode():
                     self._resizes.ask(action.name, action.size)
                 case KeepSize():

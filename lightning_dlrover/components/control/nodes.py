@@ -42,7 +42,15 @@ from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import Delete, EtcdError, KeyValue, absent, modified
 from lightning_dlrover.rdzv.job.events import Event, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, Tenure, holder_text, readable, readable_folder
-from lightning_dlrover.rdzv.job.records import CheckpointRecord, ControllerRecord, Keys, NodeRecord, NodesRecord, decode
+from lightning_dlrover.rdzv.job.records import (
+    CheckpointRecord,
+    ControllerRecord,
+    EndNotice,
+    Keys,
+    NodeRecord,
+    NodesRecord,
+    decode,
+)
 from lightning_dlrover.rdzv.membership.rounds import Decoder, JobView
 from lightning_dlrover.spares import Spares
 
@@ -140,6 +148,7 @@ class NodeEntry:
     missing_since: float | None = None  # start of its absence from the scheduler's list
     cancel_at: float = 0.0  # time of the next cancellation request
     post_mortem: PostMortem | None = None
+    has_left: bool = False  # others trained on without its workers
     stopped_job: bool = False
     left_too_few: bool = False
     after_training: bool = False
@@ -150,7 +159,7 @@ class NodeEntry:
     refusal_kind: str = ""  # refused nodes: text that all refusals for this reason share
     is_released: bool = False  # its scheduler may have forgotten it
     all_shown: bool = False
-    wanted_back: bool = False  # the scheduler will end it soon
+    notice: EndNotice | None = None  # the scheduler will end it, and a worker of it is a member
     whole_at: float | None = None  # last time at which all of its agents were registered; None: it has one, or they never were
     lacks_memory: bool = False  # killed for lack of memory; the plan does not account for it yet
     is_enlarged: bool = False  # killed for lack of memory; the plan accounts for it
@@ -574,7 +583,10 @@ class Observer:
             if 1 < self._limits.workers_per_node <= num_agents[name]:
                 entry.whole_at = now
             entry.worker_seen_at = now if entry.workers else entry.worker_seen_at
+            if not entry.is_member and entry.member_seen_at is not None and self._finished_at is None and num_members:
+                entry.has_left = True
             if entry.is_member:
+                entry.has_left = False
                 entry.member_seen_at = now
                 if view.round is not None and entry.round_number != view.round.number:
                     entry.round_number, entry.members = view.round.number, frozenset(num_members)
@@ -627,14 +639,14 @@ class Observer:
         return fits_cores and (most is None or loader_workers <= most)
 
     def query_scheduler(self) -> None:
-        """Ask the scheduler which nodes it wants back and which were killed for lack of memory.
+        """Ask the scheduler which nodes it will take away and which were killed for lack of memory.
 
-        Slurm's target answers `wants_back` once for each new list of jobs, so call this only when the answer can be acted on.
+        Slurm's target answers `notice` once for each new list of jobs, so call this only when the answer can be acted on.
         """
         now = time.monotonic()
         for entry in self._registry.entries.values():
             trains = entry.is_member and not entry.cancelled and not entry.has_ended
-            entry.wanted_back = trains and entry.handle is not None and self._target.wants_back(entry.handle)
+            entry.notice = self._target.notice(entry.handle) if trains and entry.handle is not None else None
             has_just_failed = entry.status == "failed" and now - (entry.ended_at or now) < SAME_FAILURE_S
             may_lack = has_just_failed and not entry.is_enlarged
             entry.lacks_memory = may_lack and entry.handle is not None and self._target.ran_out_of_memory(entry.handle)
@@ -675,7 +687,8 @@ class Observer:
         has_finished_s = now - self._finished_at if self._finished_at is not None else -1.0
         is_late = has_finished_s >= (0.0 if entry.post_mortem.error else self._policy.settle_s)
         trains_again = view.job is not None and bool(view.job.unfinished_fit) and not entry.post_mortem.error
-        entry.after_training = is_late and entry.member_seen_at is not None and not trains_again
+        was_there = entry.member_seen_at is not None and not entry.has_left
+        entry.after_training = is_late and was_there and not trains_again
         entry.stopped_job, entry.checkpoint_step = is_last, self._checkpoint_step()
         round_number = view.round.number if view.round else 0
         # Of the round that it was in: a replacement may have come by chance, and hides that it was needed.

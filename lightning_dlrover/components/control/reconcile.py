@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightning_dlrover.components.targets.target import ANY_SIZE, AppStatus, NodeSize
-from lightning_dlrover.rdzv.job.records import PlanRecord
+from lightning_dlrover.rdzv.job.records import EndNotice, PlanRecord
 from lightning_dlrover.rdzv.job.sizes import WorldSizes
 from lightning_dlrover.rdzv.membership.rounds import JobView
 
@@ -62,7 +62,7 @@ class Node:
     has_let_go: bool = False  # its workers use no more than the smaller size that the plan asks for
     is_accepted: bool = False  # the scheduler has accepted it and returned a handle
     workers: tuple[str, ...] = ()  # ids of its registered workers
-    wanted_back: bool = False  # the scheduler will end it soon, and a worker of it is a member
+    notice: EndNotice | None = None  # the scheduler will end it, and a worker of it is a member
     agentless_s: float = 0.0  # time since all its agents were last registered; 0 if they never were
     lacks_memory: bool = False  # failed: killed for lack of memory, and the plan does not account for it yet
 
@@ -302,13 +302,16 @@ class ControllerView:
     in_place: bool = False  # running nodes may get another size without a new process
     members: Mapping[str, str] = field(default_factory=dict)  # node of each member of the current round, in rank order
     leaving: Set[str] = frozenset()  # registered workers asked to leave, at once or once replaced
+    notices: Mapping[str, EndNotice] = field(default_factory=dict)  # workers on nodes that will be taken away
 
     @classmethod
     def of(cls, view: JobView, limits: Limits, nodes: Sequence[Node]) -> ControllerView:
         """Derive the view from etcd's records, with the plan kept within the limits."""
         names = nodes_of_agents(view)
-        # Workers to be replaced train on until their replacements have started.
-        replaced = {names.get(view.workers[w].agent_id) or w for w in view.replacements & {*view.survivors}}
+        # Workers to be replaced train on until their replacements have started. So do those whose nodes will be taken away, and
+        # which have asked to leave since: the job may need them as long as no other has come.
+        noticed = view.replacements | view.notices.keys()
+        replaced = {names.get(view.workers[w].agent_id) or w for w in noticed & {*view.survivors}}
         return cls(
             phase=view.job.phase if view.job is not None else "none",
             has_stepped=view.job is not None and view.job.has_stepped,
@@ -320,6 +323,7 @@ class ControllerView:
             chosen_size=limits.chosen_size(view.plan),
             members={worker: names.get(view.workers[worker].agent_id, "") for worker in view.survivors},
             leaving=(view.drains | view.replacements) & view.workers.keys(),
+            notices=view.notices,
         )
 
 
@@ -363,6 +367,7 @@ class ReplaceWorker:
 
     worker: str
     reason: str
+    notice: EndNotice | None = None  # its node will be taken away
 
 
 @dataclass(frozen=True)
@@ -456,17 +461,23 @@ def _without_too_large(view: ControllerView) -> ControllerView:
 
 
 def _replacements(view: ControllerView, policy: FailurePolicy) -> list[ReplaceWorker]:
-    """Return workers to leave once replaced: those on nodes that the scheduler wants back or that have lost a worker for good,
-    and those on one undersized node."""
-    wanted_back = [(node, f"{view.target} wants {node.name} back") for node in view.nodes if node.wanted_back]
+    """Return workers to leave once replaced: those on nodes that will be taken away or that have lost a worker for good, and
+    those on one undersized node."""
+    noticed = [
+        ReplaceWorker(worker, f"{node.name} {node.notice}", node.notice)
+        for node in view.nodes
+        if node.notice is not None
+        for worker in node.workers
+        if node.notice.updates(view.notices.get(worker))
+    ]
     broken = [
         (node, f"a worker of {node.name} ended for good {node.agentless_s:.0f} s ago")
         for node in view.nodes
         if view.phase == "training" and node.is_living and node.is_member and node.agentless_s > policy.whole_s
     ]
-    leaving = [(worker, reason) for node, reason in [*broken, *wanted_back] for worker in node.workers]
-    chosen = {worker: reason for worker, reason in leaving if worker not in view.leaving}
-    return [*(ReplaceWorker(worker, reason) for worker, reason in chosen.items()), *_too_small(view)]
+    gone = {*view.leaving, *(each.worker for each in noticed)}
+    leaving = [ReplaceWorker(worker, reason) for node, reason in broken for worker in node.workers if worker not in gone]
+    return [*leaving, *noticed, *_too_small(view)]
 
 
 def next_size(node: Node, plan: NodeSize, chosen: NodeSize) -> NodeSize:

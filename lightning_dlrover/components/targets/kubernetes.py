@@ -32,6 +32,7 @@ from lightning_dlrover.components.targets.kubernetes_manifests import (
     secret_manifest,
     secret_name,
 )
+from lightning_dlrover.components.targets.kubernetes_notices import Hosts, pod_notice
 from lightning_dlrover.components.targets.kubernetes_offer import check_version, offered, target_name
 from lightning_dlrover.components.targets.kubernetes_state import (
     Seen,
@@ -75,7 +76,7 @@ from lightning_dlrover.rdzv.job.events import (
     WorkerLost,
     content_of,
 )
-from lightning_dlrover.rdzv.job.records import EventRecord
+from lightning_dlrover.rdzv.job.records import EndNotice, EventRecord
 
 log = logging.getLogger(__name__)
 
@@ -187,6 +188,7 @@ class KubernetesTarget:
         self._resize_at: dict[str, tuple[float, str]] = {}  # key: node; time of the next request, and why it is not made now
         self._release_at = -float("inf")  # time of the next request to delete an ended Job
         self._release_pause_s = 0.0  # after a refused one
+        self._hosts = Hosts(self._api, spec.run_id, clock)
         self._needs_budget = options.keeps_budget
         self._budget_at = -float("inf")  # time of the next request to create the PodDisruptionBudget
         self._budget_pause_s = 0.0  # after a failed one
@@ -356,6 +358,16 @@ class KubernetesTarget:
         pod = seen.pod if seen is not None else None
         return pod is not None and "OOMKilled" in why_it_failed(pod.get("status", {}))
 
+    def notice(self, handle: str) -> EndNotice | None:
+        node = handle.split("/")[1]
+        seen = self._polling.newest.get(node)
+        if node in self._cancelled or seen is None or seen.pod is None:
+            return None
+        if self._hosts.is_due:
+            pods = [each.pod for each in self._polling.newest.values() if each.pod is not None]
+            self._hosts.look({name for pod in pods if (name := pod["spec"].get("nodeName"))})
+        return pod_notice(seen.pod) or self._hosts.notice(seen.pod["spec"].get("nodeName", ""))
+
     def publish(self, event: EventRecord) -> None:
         """Show an event of the job on the Job of its oldest node."""
         jobs = [seen.job for seen in self._polling.newest.values() if seen.job is not None]
@@ -367,9 +379,6 @@ class KubernetesTarget:
         if self._events is None:
             self._events = JobEvents(self._api, self._namespace, labelled(self._spec.run_id, self._mark))
         self._events.add(job, reason, note, is_warning)
-
-    def wants_back(self, handle: str) -> bool:
-        return False  # SIGTERM notifies the pod directly, and the node leaves on its own
 
     def logs(self, handle: str) -> list[Path]:
         return existing_logs(self._log_dir / handle.split("/")[1]) if self._log_dir is not None else []

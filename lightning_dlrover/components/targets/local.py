@@ -27,6 +27,7 @@ from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus
 from lightning_dlrover.host import PR_SET_CHILD_SUBREAPER
 from lightning_dlrover.output import say
 from lightning_dlrover.rdzv.etcd.server import OwnedFolder
+from lightning_dlrover.rdzv.job.records import EndNotice
 from lightning_dlrover.rdzv.job.sizes import WorldSizes
 from lightning_dlrover.spares import Spares
 
@@ -142,6 +143,7 @@ def node_app(spec: NodeSpec, node: str, dollar: str) -> AppDef:
         node=node,
         max_restarts=spec.max_restarts,
         spares=int(spec.has_spares),
+        notices=spec.notices,
         agents=spec.workers_per_node,
         sizes=WorldSizes(spec.sizes).conf,
         key_prefix=spec.prefix,
@@ -278,8 +280,8 @@ class LocalTarget:
     def release(self, handle: str) -> bool:
         return True
 
-    def wants_back(self, handle: str) -> bool:
-        return False
+    def notice(self, handle: str) -> EndNotice | None:
+        return None
 
     def logs(self, handle: str) -> list[Path]:
         if (known := self._logs.get(handle)) is not None:

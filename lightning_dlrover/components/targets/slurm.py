@@ -39,6 +39,7 @@ from lightning_dlrover.components.targets.target import (
     set_aside,
     thread_variables,
 )
+from lightning_dlrover.rdzv.job.records import EndNotice
 
 log = logging.getLogger(__name__)
 
@@ -386,8 +387,15 @@ class SlurmTarget:
                 return False
         return True
 
-    def wants_back(self, handle: str) -> bool:
-        return self._is_new_list_for(handle) and os.path.exists(notice_file(self._exit_file(handle.split("/")[1])))
+    def notice(self, handle: str) -> EndNotice | None:
+        if not self._is_new_list_for(handle):
+            return None
+        try:
+            text = notice_file(self._exit_file(handle.split("/")[1])).read_text()
+        except OSError:
+            return None
+        match = re.fullmatch(r"(\d{1,11}(?:\.\d+)?)\n", text)  # an earlier release leaves an empty file
+        return EndNotice("slurm", float(match[1]) if match else 0.0)
 
     def _is_new_list_for(self, handle: str) -> bool:
         """Whether squeue has run since the last check for this node. A shared file system must not be queried at every step."""

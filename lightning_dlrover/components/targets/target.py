@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from lightning_dlrover import variables
-from lightning_dlrover.rdzv.job.records import EventRecord
+from lightning_dlrover.rdzv.job.records import EndNotice, EventRecord
 from lightning_dlrover.spares import Spares
 
 AppStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "gone"]
@@ -51,6 +51,7 @@ class NodeSpec:
     workers_per_node: int = 1
     sizes: tuple[int, ...] = ()  # numbers of workers that may be requested; empty: any
     has_spares: bool = False  # workers are forked from processes that have imported their modules
+    notices: str = ""  # cloud whose notices the nodes' agents read: aws, gcp or azure
     access: Mapping[str, str] = field(default_factory=dict)  # etcd user and paths of credential files
     environment: Mapping[str, str] = field(default_factory=dict)  # extra variables of the nodes
     # seconds, by the keys of --rdzv-conf; missing keys have defaults
@@ -150,8 +151,8 @@ class Target(Protocol):
     def ran_out_of_memory(self, handle: str) -> bool:
         """Whether a failed node was killed for exceeding its memory."""
 
-    def wants_back(self, handle: str) -> bool:
-        """Whether the scheduler has announced that it will end this node soon."""
+    def notice(self, handle: str) -> EndNotice | None:
+        """Return the scheduler's announcement that this node will be taken away; None if there is none, or no newer answer."""
 
     def logs(self, handle: str) -> list[Path]:
         """Return the files with the node's output, stderr last."""

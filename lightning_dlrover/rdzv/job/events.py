@@ -183,6 +183,16 @@ class NodeResized(Event):
 
 
 @dataclass(frozen=True)
+class NodeNoticed(Event):
+    """A worker's node will be taken away."""
+
+    KIND = "notice"
+    worker_id: str
+    source: str
+    taken_at: float  # seconds since the epoch; 0: unknown
+
+
+@dataclass(frozen=True)
 class PlannerEvent(Event):
     """Figures of `tuning/`, as its own dataclasses write and read them."""
 

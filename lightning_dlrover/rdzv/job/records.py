@@ -7,6 +7,7 @@ untrusted input: `decode` either returns a valid record or raises `RecordError` 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -230,6 +231,10 @@ class Notice:
     # Workers on nodes that will be taken away, and when, in seconds since the epoch. Without those of an unknown time.
     taken_at: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for at in self.taken_at.values():
+            _check_time(at)
+
 
 @dataclass(frozen=True)
 class JobRecord:
@@ -344,6 +349,38 @@ class PlanRecord:
         return self.reason if self.owner == "pool" else f"{self.source}: {self.reason}"
 
 
+MAX_TIME = 1e11  # latest time of a record, seconds since the epoch: a few thousand years from now
+
+
+def _check_time(at: float) -> None:
+    if not 0.0 <= at <= MAX_TIME:
+        raise ValueError(f"taken_at is {at}; it must be from 0 to {MAX_TIME:g} seconds since the epoch")
+
+
+SAME_TIME_S = 2.0
+"""Maximum difference in seconds between two readings of one deadline."""
+
+
+@dataclass(frozen=True)
+class EndNotice:
+    """Announcement that a node will be taken away."""
+
+    source: str  # who has announced it, and how, such as "aws spot/instance-action"
+    taken_at: float = 0.0  # seconds since the epoch; 0: soon, the time is unknown
+
+    def updates(self, known: EndNotice | None) -> bool:
+        """Whether this is news. The first deadline holds until its source changes it, or another source has an earlier one."""
+        if known is None or not known.taken_at:
+            return known is None or self.taken_at > 0
+        if not self.taken_at or abs(self.taken_at - known.taken_at) <= SAME_TIME_S:
+            return False
+        return self.source == known.source or self.taken_at < known.taken_at
+
+    def __str__(self) -> str:
+        at = time.strftime("at %Y-%m-%d %H:%M:%S", time.localtime(self.taken_at)) if self.taken_at else "soon"
+        return f"will be taken away {at} ({self.source})"
+
+
 @dataclass(frozen=True)
 class DrainRecord:
     """Request that one worker leaves. Key `drains/{worker_id}`; written by anyone, deleted with the worker."""
@@ -353,9 +390,16 @@ class DrainRecord:
     once_replaced: bool = False  # True: leave only when a replacement, which the controller starts, can take the place
     failed_round: int = 0  # round in which this worker made a step fail: the next one excludes it; 0: none
     # Notices: the node of the worker will be taken away.
-    source: str = ""  # who has announced it, such as "aws: spot/instance-action"; empty: the node stays
+    source: str = ""  # who has announced it, such as "aws spot/instance-action"; empty: the node stays
     taken_at: float = 0.0  # seconds since the epoch; 0: unknown
-    noticed_at: float = 0.0  # time at which the deadline became known, seconds since the epoch
+
+    def __post_init__(self) -> None:
+        _check_time(self.taken_at)
+
+    @property
+    def notice(self) -> EndNotice | None:
+        """The notice that this request follows; None if there is none."""
+        return EndNotice(self.source, self.taken_at) if self.source else None
 
 
 @dataclass(frozen=True)

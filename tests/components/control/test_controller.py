@@ -548,6 +548,22 @@ def test_a_finished_job_waits_for_its_workers_and_ends_with_zero(make_job: MakeJ
     assert job.run_to_its_end().exit_code == 0
 
 
+@pytest.mark.parametrize("has_left", [True, False])
+def test_node_that_is_killed_after_its_worker_has_left_does_not_fail_a_finished_job(make_job: MakeJob, has_left: bool) -> None:
+    job = make_job(low=2).training(2)
+    job.stays(lambda: True, steps=2)
+    if has_left:
+        job.round(2, "node1")
+        job.stays(lambda: True, steps=2)
+    job.phase("finished")
+    job.stays(lambda: True, steps=2)
+    job.fail("node2", FAILED)
+    job.stays(lambda: True, steps=2)
+    job.leave("node1")
+    job.target.nodes["node1"] = "succeeded"
+    assert job.run_to_its_end().exit_code == (0 if has_left else 1)
+
+
 @pytest.mark.parametrize("refusal", [NotTakenError, RuntimeError])  # TorchX may raise anything
 def test_a_target_that_cannot_start_nodes_ends_the_job_with_its_reason(make_job: MakeJob, refusal: type[Exception]) -> None:
     job = make_job()

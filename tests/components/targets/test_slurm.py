@@ -12,6 +12,7 @@ import pytest
 from lightning_dlrover.components.control.post_mortem import examine
 from lightning_dlrover.components.targets.slurm import SlurmFeatures, SlurmOptions, SlurmTarget
 from lightning_dlrover.components.targets.target import App, NodeSize, NodeSpec, NotTakenError, TargetError
+from lightning_dlrover.rdzv.job.records import EndNotice
 from tests.support.slurm_commands import SlurmCommands
 from tests.support.waiting import eventually
 
@@ -379,8 +380,21 @@ def test_leftovers_of_an_earlier_job_do_not_end_a_new_node(
     (tmp_path / "logs/node1/notice").touch()
     handle = target.start("node1")
     target.apps()
-    assert not target.wants_back(handle)
+    assert target.notice(handle) is None
     assert target.status(handle) == "failed"  # Slurm has forgotten it, and it has written no result
+
+
+@pytest.mark.parametrize("content, taken_at", [("1700000000.5\n", 1700000000.5), ("0.0\n", 0.0), ("", 0.0), ("1e400\n", 0.0)])
+def test_notice_of_a_node_is_read_once_for_each_list(
+    content: str, taken_at: float, target: SlurmTarget, commands: SlurmCommands, tmp_path: Path
+) -> None:
+    handle = target.start("node1")
+    assert target.notice(handle) is None
+    (tmp_path / "logs/node1/notice").write_text(content)
+    assert target.notice(handle) is None
+    target.apps()
+    assert target.notice(handle) == EndNotice("slurm", taken_at)
+    assert target.notice(handle) is None
 
 
 def test_output_of_an_earlier_job_is_not_a_new_nodes(target: SlurmTarget, commands: SlurmCommands, tmp_path: Path) -> None:
