@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -12,9 +14,11 @@ from pathlib import Path
 
 import pytest
 import release
+from packaging.utils import canonicalize_name
 
 from tests.support.checkouts import copy_checkout, git
-from tests.support.distributions import Distributions
+from tests.support.distributions import Distributions, build
+from tests.support.environments import required_distributions
 from tests.support.waiting import eventually
 
 ENTRY = "## 9.0.0 (unreleased)\nA release for tests.\n\n### Training\n- Something new.\n\n"
@@ -241,17 +245,41 @@ def test_release_is_built_checked_committed_and_tagged(repository: Path, monkeyp
     assert ENTRY.replace("unreleased", date) in (repository / "CHANGELOG.md").read_text()
 
     released = Distributions(repository / "dist")
-    assert sorted(each.name for each in released.folder.iterdir()) == sorted([released.wheel.name, released.sdist.name])
+    bill = released.folder / "lightning_dlrover-9.0.0.cdx.json"
+    assert sorted(released.folder.iterdir()) == sorted([released.wheel, released.sdist, bill])
+    assert json.loads(bill.read_text())["metadata"]["component"]["version"] == "9.0.0"
+    assert "$ twine check --strict" in done.stdout
     assert str(released.metadata.version) == "9.0.0"
     for step in (
         "git push --atomic REMOTE main v9.0.0",
-        f"uv publish dist/{released.wheel.name}",
+        f"uv publish dist/{released.wheel.name} dist/{released.sdist.name}\n",
         f"reset --keep {start[:12]}",
     ):
         assert step in done.stdout
 
     again = run(repository, "9.0.0")
     assert (again.returncode, "9.0.0 has been released" in again.stderr) == (2, True)
+
+
+def test_bill_of_materials_lists_the_files_and_all_requirements(tmp_path: Path) -> None:
+    built = build(copy_checkout(tmp_path / "checkout"), tmp_path / "dist")
+    bill = release.bill_of_materials(built.folder, "9.0.0", 1_700_000_000)
+    assert (bill["bomFormat"], bill["specVersion"], bill["metadata"]["timestamp"]) == (
+        "CycloneDX",
+        "1.6",
+        "2023-11-14T22:13:20Z",
+    )
+    main = bill["metadata"]["component"]
+    assert main["purl"] == "pkg:pypi/lightning-dlrover@9.0.0"
+    hashes = {each["name"]: each["hashes"][0]["content"] for each in main["components"]}
+    assert hashes == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (built.wheel, built.sdist)}
+    required = {canonicalize_name(name) for name in required_distributions(built.requirements)}
+    assert {canonicalize_name(each["name"]) for each in bill["components"]} == required
+    refs = [main["purl"], *(each["bom-ref"] for each in bill["components"])]
+    assert len({*refs}) == len(refs)
+    assert sorted(each["ref"] for each in bill["dependencies"]) == sorted(refs)
+    assert {ref for each in bill["dependencies"] for ref in each["dependsOn"]} == {*refs} - {main["purl"]}
+    assert bill == release.bill_of_materials(built.folder, "9.0.0", 1_700_000_000)
 
 
 @pytest.mark.on_demand
