@@ -1,6 +1,7 @@
 """Make a release: `make release VERSION=0.2.0`.
 
     .ci/release.py VERSION [--dry-run] [--offline]
+    .ci/release.py VERSION --bill DIST --out DIR   only write the bill of materials of distributions that were built elsewhere
 
 1. Refuse a tree with changes, a version that exists, and a changelog without an entry `## VERSION (unreleased)`.
 2. In a clone: date the entry, set the version, build the source distribution and the wheel, and check both: by
@@ -67,10 +68,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("version", metavar="VERSION", help="such as 0.2.0 or 0.2.0rc1")
     parser.add_argument("--dry-run", action="store_true", help="build and check, and change nothing")
     parser.add_argument("--offline", action="store_true", help="leave out the checks that need a package index")
+    parser.add_argument(
+        "--bill", type=Path, metavar="DIST", help="only write the bill of materials of the distributions in DIST"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the bill of --bill (default: DIST)")
     options = parser.parse_args(arguments)
     # As Ctrl-C does, end by an exception, which restores the repository.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
+        if options.bill is not None:
+            print(_write_bill(REPOSITORY, options.version, "HEAD", options.bill, options.out or options.bill))
+            return 0
         _release(REPOSITORY, options.version, options.dry_run, options.offline)
     except RefusedError as error:
         print(f"refused: {error}", file=sys.stderr)
@@ -97,9 +105,7 @@ def _release(repository: Path, version: str, is_dry_run: bool, is_offline: bool)
             (clone / path).write_text(text, encoding="utf-8")
         _build(clone, distributions)
         _check(clone, distributions, is_offline)
-        at = int(_git(repository, "show", "--no-patch", "--format=%ct", start))
-        bill = json.dumps(bill_of_materials(distributions, version, at), indent=2) + "\n"
-        (distributions / f"{PACKAGE}-{version}{BILL}").write_text(bill, encoding="utf-8")
+        _write_bill(repository, version, start, distributions, distributions)
         if is_dry_run:
             print(f"{version} can be released from {start[:12]}; this was a dry run, and nothing has changed")
             return
@@ -170,6 +176,16 @@ def _check(clone: Path, distributions: Path, is_offline: bool) -> None:
     online = {} if is_offline else {"DLROVER_ALL_FAULTS": "1"}
     tests = [f"{CHECKS}/test_wheel.py", f"{CHECKS}/test_fresh_install.py"]
     _run(clone, "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests, DLROVER_DIST=str(distributions), **online)
+
+
+def _write_bill(repository: Path, version: str, commit: str, distributions: Path, folder: Path) -> Path:
+    """Write the bill of materials into a folder; return its path."""
+    at = int(_git(repository, "show", "--no-patch", "--format=%ct", commit))
+    bill = json.dumps(bill_of_materials(distributions, version, at), indent=2) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{PACKAGE}-{version}{BILL}"
+    path.write_text(bill, encoding="utf-8")
+    return path
 
 
 def bill_of_materials(distributions: Path, version: str, at: int) -> dict[str, Any]:
