@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -18,8 +18,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dlrover.checks import UnsupportedLoaderError, check_no_view_of_a_stream
 from lightning_dlrover.data.dataset import Stream
-from lightning_dlrover.lightning_compat import TrainerFn, on_import, submodule
+from lightning_dlrover.lightning_compat import CSVLogger, TrainerFn, on_import, submodule
 from lightning_dlrover.live.fit_parts import batches_done, remaining_batches
+from lightning_dlrover.live.hooks import WorldInfo
 from lightning_dlrover.live.lightning_adapter import combined_loader
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.output import counted
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     import lightning as L
     from lightning.pytorch import Callback
 
+    WorldHook = Callable[[L.Trainer, L.LightningModule, WorldInfo | None, WorldInfo], object]
+    NoticeHook = Callable[[L.Trainer, L.LightningModule, float], object]
+
 else:
 
     class Callback:
@@ -70,6 +74,16 @@ TUNED: tuple[Tunable, ...] = tuple(name for name in TUNABLE if name != "first_lo
 """Settings that the planner changes by default."""
 
 
+_OF_WINDOWS = tuple(
+    f.name
+    for f in dataclasses.fields(StepProfile)
+    if f.type in ("int", "float") and f.name not in ("at", "global_rank", "first_step", "num_workers", "round_number")
+)
+
+SERIES = ("world_size", "round", "stall_s", "predicted_step_time_s", *_OF_WINDOWS)
+"""Names of a job's series in the Trainer's loggers, there after `dlrover/`."""
+
+
 class DLRoverCallback(Callback):
     """Profiles every step, learns how long steps take, and plans workers, loader workers, threads and prefetching.
 
@@ -87,6 +101,10 @@ class DLRoverCallback(Callback):
             `first_loader_workers`, as in ``tune=TUNABLE``, and the dataset holds no open file.
         hang_after_s: minimum seconds without a step before all workers report their position. The wait is also at least 20
             times as long as a usual step. 0 switches the report off.
+        log_world: whether the Trainer's loggers get the job's series. They cost no collective, as only rank 0 logs.
+        on_world_change: called between two batches with Trainer, module, the former world and the new one, on every worker of
+            the new one. The former is None on a worker that has just joined.
+        on_notice: called with Trainer, module and a time in seconds since the epoch: this worker will be taken away then.
 
     Example:
         >>> from lightning_dlrover.tuning import Objective, Prices
@@ -103,6 +121,9 @@ class DLRoverCallback(Callback):
         history: str | None = None,
         tune: Collection[Tunable] = TUNED,
         hang_after_s: float = 60.0,
+        log_world: bool = True,
+        on_world_change: WorldHook | None = None,
+        on_notice: NoticeHook | None = None,
     ) -> None:
         if not 0 <= hang_after_s < math.inf:
             raise ValueError(f"hang_after_s is {hang_after_s}, it must be 0 (off) or a time in seconds")
@@ -111,6 +132,8 @@ class DLRoverCallback(Callback):
         if unknown := sorted({*tune} - {*TUNABLE}):
             raise ValueError(f"tune names {unknown}, which cannot be tuned; it may hold {', '.join(TUNABLE)}")
         self._tune = tuple(tune)
+        self._logs_world = log_world
+        self._users_world_hook, self._users_notice_hook = on_world_change, on_notice
         self._patience = HangPatience(floor_s=hang_after_s)
         self._watchdog: Watchdog | None = None
         self._window_s = window_s
@@ -127,6 +150,8 @@ class DLRoverCallback(Callback):
         self._known_by: tuple[object, ...] = ()  # inputs of the current place, compared in every step
         self._batch_ended = 0.0
         self._has_window = False  # of this fit
+        self._logged_round: int | None = None  # round of the newest world that was logged; None before the first
+        self._stalled_s = 0.0  # pauses of this worker up to then
         self._loss: torch.Tensor | None = None  # of the newest batch, on its device
         self._plugged: list[Callback] | None = None  # callbacks of other packages; None before the first fit
 
@@ -156,6 +181,7 @@ class DLRoverCallback(Callback):
         worker_id = membership.worker_id if membership is not None else f"local-{os.getpid()}"
         self._strategy = strategy
         self._has_window = False
+        self._logged_round, self._stalled_s = None, 0.0
         self._profiler = StepProfiler(worker_id, strategy.root_device, strategy.times)
         self._watch = ForwardWatch(pl_module) if not uses_dynamo(pl_module) else None
         if self._watch is not None:
@@ -185,6 +211,7 @@ class DLRoverCallback(Callback):
         elif self._batch_ended:
             # Without a loader of ours that measures it, all time between two steps counts as waiting for data.
             self._strategy.times.data_wait_s = time.perf_counter() - self._batch_ended
+        self._log_world(trainer, self._strategy)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -225,6 +252,18 @@ class DLRoverCallback(Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._finish("failed" if isinstance(exception, Exception) else "running")
+
+    # --- hooks of a changing job, which the strategy calls ---------------------------------------------------------------
+
+    def on_world_change(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, former: WorldInfo | None, world: WorldInfo
+    ) -> None:
+        if self._users_world_hook is not None:
+            self._users_world_hook(trainer, pl_module, former, world)
+
+    def on_notice(self, trainer: L.Trainer, pl_module: L.LightningModule, notice: float) -> None:
+        if self._users_notice_hook is not None:
+            self._users_notice_hook(trainer, pl_module, notice)
 
     # --- windows ---------------------------------------------------------------------------------------------------------
 
@@ -272,16 +311,30 @@ class DLRoverCallback(Callback):
             untunable={*TUNABLE} - {*self._tune} | {*(live.progress.untunable if live is not None else ())},
             progress=_progress(trainer, profile, batches, self._loss) if trainer.is_global_zero else None,
         )
-        if trainer.is_global_zero:
-            metrics = {
-                f"dlrover/{f.name}": float(value)
-                for f in dataclasses.fields(profile)
-                if f.name not in ("at", "global_rank", "first_step")
-                and isinstance(value := getattr(profile, f.name), int | float)
-            }
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.global_step)
+        predicted_s = self._analyst.predicted_step_time_s(profile)
+        self._log(trainer, _series(profile) | ({"predicted_step_time_s": predicted_s} if predicted_s is not None else {}))
         return profile
+
+    # --- series of the job in the Trainer's loggers ------------------------------------------------------------------------
+
+    def _log_world(self, trainer: L.Trainer, strategy: DLRoverStrategy) -> None:
+        """Log the world of the first batch, and of the first batch after each change, with the pause before it."""
+        world = strategy.world
+        if self._logged_round == world.round:
+            return
+        is_first, self._logged_round = self._logged_round is None, world.round
+        stalled_s = strategy.live.progress.stalled_s if strategy.live is not None else 0.0
+        pause_s, self._stalled_s = stalled_s - self._stalled_s, stalled_s
+        row = {"world_size": world.size, "round": world.round, "stall_s": pause_s}
+        self._log(trainer, row, is_first=is_first)
+
+    def _log(self, trainer: L.Trainer, values: Mapping[str, float], *, is_first: bool = False) -> None:
+        if not self._logs_world or not trainer.is_global_zero:
+            return
+        for logger in trainer.loggers:
+            # Each name that comes later makes a CSVLogger write its whole file again.
+            row = {**dict.fromkeys(SERIES, math.nan), **values} if is_first and isinstance(logger, CSVLogger) else values
+            logger.log_metrics({f"dlrover/{name}": float(value) for name, value in row.items()}, step=trainer.global_step)
 
     def _finish(self, end: Literal["running", "finished", "failed"]) -> None:
         watchdog, self._watchdog = self._watchdog, None
@@ -340,6 +393,12 @@ def _plugged_callbacks(trainer: L.Trainer) -> list[Callback]:
         except Exception as error:  # of a foreign module
             raise plugin.error(f"it failed: {type(error).__name__}: {error}") from error
     return made
+
+
+def _series(profile: StepProfile) -> dict[str, float]:
+    """Return a window's values for the loggers, by name."""
+    of_world = {"world_size": profile.num_workers, "round": profile.round_number}
+    return of_world | {name: getattr(profile, name) for name in _OF_WINDOWS}
 
 
 def _loader(trainer: L.Trainer) -> object:

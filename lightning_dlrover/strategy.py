@@ -50,6 +50,7 @@ from lightning_dlrover.live.checkpoints import (
     saving_folder,
     trainer_file,
 )
+from lightning_dlrover.live.hooks import WorldInfo
 from lightning_dlrover.live.lightning_adapter import ForwardRedirection, apply_layer_sync, in_ddp_on_this_stream, without_model
 from lightning_dlrover.live.replica import LiveStrategy, Replica, UnusedParameters, own_device
 from lightning_dlrover.live.state import random_state, trained_parameters
@@ -181,6 +182,18 @@ class DLRoverStrategy(LiveStrategy):
     def live(self) -> LiveTraining | None:
         """The job's rounds from this worker's point of view; None when the world cannot change."""
         return self._job.live if self._job is not None else None
+
+    @property
+    def world(self) -> WorldInfo:
+        """The job's workers and this one's place among them. Outside of a live job, those that Lightning has started."""
+        if self.live is not None:
+            return self.live.hooks.world
+        return WorldInfo(self.world_size, self.global_rank, 0, self.world_size)
+
+    @property
+    def notice(self) -> float | None:
+        """Time at which this worker will be taken away, in seconds since the epoch; None as long as nobody has announced it."""
+        return self.live.world.notice if self.live is not None else None
 
     @property
     def root_device(self) -> torch.device:
@@ -350,8 +363,9 @@ class DLRoverStrategy(LiveStrategy):
         tables = self.tables
         if tables is None:
             super().load_model_state_dict(checkpoint, strict)
-        elif tables.sharded.is_built:  # else this is a joiner, which receives the others' state
-            folder, tables.folder_to_load = tables.folder_to_load, None
+            return
+        folder, tables.folder_to_load = tables.folder_to_load, None
+        if tables.sharded.is_built:  # else this is a joiner, which receives the others' state
             if WHOLE_TABLES in checkpoint:
                 tables.load_stock_state_dict(checkpoint["state_dict"], strict)
                 return

@@ -37,6 +37,7 @@ AGENT_ID = "DLROVER_AGENT_ID"
 AGENT_PID = "DLROVER_AGENT_PID"
 MIN_NODES = "DLROVER_MIN_NODES"
 MAX_NODES = "DLROVER_MAX_NODES"
+SIZES = "DLROVER_SIZES"  # numbers of workers that may be requested, as `--rdzv-conf` takes them; unset: any
 HISTORY_TTL_S = "DLROVER_HISTORY_TTL_S"
 LEFT_STATE = "DLROVER_LEFT_STATE"  # folder of an agent of several workers for the state that they leave
 SPARES = "DLROVER_SPARES"  # folder of records of spare processes, and of the modules that they import

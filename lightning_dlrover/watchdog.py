@@ -34,6 +34,7 @@ from lightning_dlrover.rdzv.job.events import (
     events_of,
 )
 from lightning_dlrover.rdzv.job.records import EventRecord, PlanRecord, StacksRecord, StacksRequest
+from lightning_dlrover.rdzv.job.sizes import ANY_NUMBER
 from lightning_dlrover.tuning.health import innermost_user_place, is_in_debugger, stacks
 from lightning_dlrover.tuning.memory import (
     LEADS,
@@ -421,7 +422,7 @@ class _Memory:
                 has_sharded_tables=windows[-1].embedding_bytes > 0,
                 max_memory_bytes=nodes.max_memory_mb * 2**20 if nodes is not None else 0,
                 tried=self._tried(past, windows),
-                workers_per_node=view.job.workers_per_node if view.job is not None else 1,
+                sizes=view.job.world_sizes if view.job is not None else ANY_NUMBER,
                 spare_bytes=windows[-1].spare_bytes,
             ),
         )

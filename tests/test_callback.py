@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlrover import DLRoverCallback, DLRoverStrategy
 from lightning_dlrover import callback as callback_module
+from lightning_dlrover.callback import SERIES
 from lightning_dlrover.live.fit_parts import remaining_batches
 from lightning_dlrover.rdzv.job.records import RoundRecord
 from lightning_dlrover.rdzv.membership.member import Formation
@@ -62,12 +63,14 @@ def test_windows_are_logged_and_a_recommendation_is_given_at_the_end(tmp_path: P
     run.fit(Model(), loader(), loader(16))
     rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
     windows = [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
-    found = [w for w in windows if w.get("dlrover/step_time_s")]
+    first, *found = [w for w in windows if w.get("dlrover/step_time_s")]
+    assert (first["dlrover/world_size"], first["dlrover/stall_s"], first["dlrover/step_time_s"]) == ("1.0", "0.0", "nan")
+    assert {f"dlrover/{name}" for name in SERIES} == {name for name in rows[0] if name.startswith("dlrover/")}
     assert found
     for window in found:
         parts = sum(float(window[f"dlrover/{part}_s"]) for part in STEP_PARTS)
         assert parts == pytest.approx(float(window["dlrover/step_time_s"]), rel=1e-3)
-        assert float(window["dlrover/num_workers"]) == 1
+        assert float(window["dlrover/world_size"]) == 1
         assert float(window["dlrover/global_batch"]) == 8
     (last,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("DLRover: ")]
     assert "`dlrover run` resizes a job while it trains" in last

@@ -21,7 +21,7 @@ READERS = {
     "ACCESS": {"rdzv/etcd/types.py"},  # read for workers and commands
     **{
         key: {WORKER}
-        for key in ["RUN_ID", "AGENT_ID", "AGENT_PID", "MIN_NODES", "MAX_NODES", "HISTORY_TTL_S", "LEFT_STATE", "POOL"]
+        for key in ["RUN_ID", "AGENT_ID", "AGENT_PID", "MIN_NODES", "MAX_NODES", "SIZES", "HISTORY_TTL_S", "LEFT_STATE", "POOL"]
     },
     "WORKERS_PER_NODE": {WORKER},
     "timeout": {"rdzv/group/config.py"},  # read for workers

@@ -186,12 +186,13 @@ def _cancel_by_name(place: JobPlace, kind: str, mark: str, deadline: float) -> i
             cancelled |= dict.fromkeys(due, time.monotonic())
         time.sleep(0.1)
     if cluster is not None:
-        # Its `dlrover run` may have been killed. A user who may not remove Secrets has no job that created one.
-        try:
-            cluster.remove_secret()
-        except ApiError as error:
-            if error.status != 403:
-                raise
+        # Its `dlrover run` may have been killed. A user who may not remove such objects has no job that created one.
+        for kind in ("budget", "secret"):
+            try:
+                cluster.remove_leftovers(secret=kind == "secret", budget=kind == "budget")
+            except ApiError as error:
+                if error.status != 403:
+                    raise
     return len(cancelled)
 
 
@@ -327,12 +328,24 @@ def check_can_be_planned(place: JobPlace, view: JobView, num_workers: int | None
     low, high = view.job.min_workers, view.job.max_workers
     if num_workers is not None and not low <= num_workers <= high:
         raise UsageError(f"job {place.run_id!r} was started for {low} to {high} workers, {num_workers} is outside of that")
-    if num_workers is not None and num_workers in view.job.sizes_not_planned - view.job.sizes_not_tried:
-        below = view.job.on_whole_nodes(num_workers)
-        raise UsageError(
-            f"job {place.run_id!r} has {view.job.workers_per_node} workers on each node, and {num_workers} would not fill "
-            f"theirs: use {below} or {below + view.job.workers_per_node}"
-        )
+    if num_workers is not None:
+        check_size(place, view.job, num_workers)
+
+
+def check_size(place: JobPlace, job: JobRecord, num_workers: int) -> None:
+    """Raise UsageError for a number of workers that may not be requested."""
+    sizes = job.world_sizes
+    if sizes.allows(num_workers):
+        return
+    nearest = " or ".join(map(str, dict.fromkeys((sizes.at_most(num_workers), sizes.at_least(num_workers)))))
+    if not sizes.lists(num_workers):
+        listed = ",".join(map(str, sizes.listed))
+        problem = f"{num_workers} is not one of the --sizes {listed} that job {place.run_id!r} was started with"
+        raise UsageError(f"{problem}: use {nearest}")
+    raise UsageError(
+        f"job {place.run_id!r} has {sizes.per_node} workers on each node, and {num_workers} would not fill theirs: "
+        f"use {nearest}"
+    )
 
 
 def _forgive(client: EtcdClient, keys: Keys, num_workers: int) -> str:

@@ -119,6 +119,7 @@ def _refusals() -> tuple[type[Exception], ...]:
     from lightning_dlrover.components.targets.target import TargetError
     from lightning_dlrover.rdzv.etcd.server import EtcdServerError
     from lightning_dlrover.rdzv.etcd.types import EtcdError
+    from lightning_dlrover.report.metrics import MetricsError
     from lightning_dlrover.report.status import JobNotFoundError
     from lightning_dlrover.tuning.history import HistoryError
 
@@ -129,6 +130,7 @@ def _refusals() -> tuple[type[Exception], ...]:
         ControllerBusyError,
         EtcdError,
         EtcdServerError,
+        MetricsError,
         RecordError,
         TargetError,
     )

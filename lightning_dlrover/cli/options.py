@@ -139,6 +139,16 @@ def workers(text: str) -> tuple[int, int]:
     return low, high
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """Numbers of workers, from `1,2,4,8` or `pow2`."""
+    from lightning_dlrover.rdzv.job.sizes import parse_sizes
+
+    try:
+        return parse_sizes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def workers_per_node(text: str) -> int:
     """Workers of a node; 0 for `gpu`, one for each of its GPUs."""
     return 0 if text == "gpu" else _whole(text, 1, 1024, "`gpu`, nor a number of workers")
@@ -150,6 +160,15 @@ def positive(text: str, meaning: str = "a number") -> float:
         if 0 < (number := float(text)) <= MAX_AMOUNT:
             return number
     raise argparse.ArgumentTypeError(f"{text!r} is not {meaning} above 0 and up to {MAX_AMOUNT:,.0f}")
+
+
+def listen_address(text: str) -> tuple[str, int]:
+    """Host and port to listen at, from `9400`, `0.0.0.0:9400` or `[::]:9400`. Loopback without a host; port 0: any free one."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not port.isdecimal() or not 0 <= int(port) <= 65535 or (colon and not host):
+        raise argparse.ArgumentTypeError(f"{text!r} is not PORT or ADDRESS:PORT, such as 9400 or 0.0.0.0:9400")
+    return host or "127.0.0.1", int(port)
 
 
 # Groups of options that several commands share, and the options of each target.
@@ -265,6 +284,12 @@ def add_etcd_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key-prefix", metavar="PREFIX", help="prefix of all jobs' keys in etcd (default /dlrover)")
 
 
+def add_metrics_option(parser: argparse.ArgumentParser) -> None:
+    """Add the address at which a long command answers Prometheus."""
+    text = "serve metrics for Prometheus at http://127.0.0.1:PORT/metrics, or at another address of this host (default: none)"
+    parser.add_argument("--metrics", type=listen_address, metavar="[ADDRESS:]PORT", help=text)
+
+
 def add_notify_option(parser: Any) -> None:
     """Add the option for notifications of what happens to jobs."""
     text = "post a JSON document to URL for each event such as a lost worker or the end, or pass it to COMMAND on its standard "
@@ -321,6 +346,8 @@ def add_kubernetes_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag(name), action="append", default=[], metavar=value, help=f"{text}; repeatable")
     text = "create plain Jobs even where the cluster has Volcano (default: Volcano Jobs there)"
     group.add_argument("--plain-jobs", action="store_const", const=True, help=text)
+    text = "create no PodDisruptionBudget (default: one that keeps MIN workers from drains)"
+    group.add_argument("--no-disruption-budget", action="store_const", const=True, help=text)
 
 
 def _add_texts(group: Any, options: Mapping[str, tuple[str, str]]) -> None:

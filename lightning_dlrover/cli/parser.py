@@ -137,6 +137,9 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     text = "workers of each node, each with a GPU of its own; gpu: one for each of its --gpus (default 1). --workers and "
     text += "plans count workers, and nodes come and go as a whole"
     run.add_argument("--workers-per-node", type=options.workers_per_node, default=1, metavar="N", help=text)
+    text = "the only numbers of workers that plans may request, such as 1,2,4,8, or pow2 for powers of two (default: any "
+    text += "within --workers). A job that loses a worker continues with the others until it is replaced"
+    run.add_argument("--sizes", type=options.sizes, default=(), metavar="LIST", help=text)
     run.add_argument(
         "--rdzv-id", type=options.given, metavar="JOB", help="name of the job (default: made from the script's name)"
     )
@@ -156,6 +159,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable of the nodes; repeatable"
     )
+    options.add_metrics_option(run)
     options.add_notify_option(run)
     options.add_objective_options(run)
     add_hook_options(run)

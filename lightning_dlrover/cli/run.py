@@ -33,6 +33,7 @@ from lightning_dlrover.cli.run_options import (
     node_sizes,
     objective,
     pairs,
+    settle_sizes,
     settle_spares,
     settle_workers,
     surrounding_target,
@@ -41,7 +42,7 @@ from lightning_dlrover.codec import RecordError
 from lightning_dlrover.components.control.controller import Controller
 from lightning_dlrover.components.control.nodes import ControllerBusyError
 from lightning_dlrover.components.control.reconcile import FailurePolicy, FinishJob, Limits
-from lightning_dlrover.components.targets.target import NodeSpec, TargetError
+from lightning_dlrover.components.targets.target import EventSink, NodeSpec, TargetError
 from lightning_dlrover.host import own_address
 from lightning_dlrover.output import complain, counted, has_terminal, printable, say, show_transient
 from lightning_dlrover.rdzv.etcd.client import USER, make_password, require_password
@@ -155,10 +156,15 @@ BAR_WIDTH = 20
 
 
 class Announcer:
-    """Prints new events of the job. Repeated decisions to keep the same settings are printed once."""
+    """Prints new events of the job. Repeated decisions to keep the same settings are printed once.
 
-    def __init__(self, log: EventLog) -> None:
+    Args:
+        sink: where to show them, too.
+    """
+
+    def __init__(self, log: EventLog, sink: EventSink | None = None) -> None:
         self._log = log
+        self._sink = sink
         self._stays_at: object = None
 
     def __call__(self) -> None:
@@ -170,6 +176,8 @@ class Announcer:
                 self._stays_at = chosen if chosen == current else None
             if event.kind in SHOWN and event.text:
                 say(printable(f"[{event.kind}] {event.text}"))
+                if self._sink is not None:
+                    self._sink.publish(event)
 
 
 class ProgressLine:
@@ -356,6 +364,7 @@ def run_command(options: argparse.Namespace) -> int:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", run_id):
         raise UsageError(f"--rdzv-id {run_id!r} cannot name a folder: use letters, digits, '.', '_' and '-'")
     settle_workers(options)
+    settle_sizes(options)
     settle_spares(options)
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts is {options.max_restarts}, it must be 0 or more")
@@ -432,7 +441,7 @@ def _run_job(
     """Run the job to its end; all nodes but those in `course.left` have ended when this returns or raises."""
     end: FinishJob | None = None
     fewest, most = options.workers
-    limits = Limits(fewest, most, *node_sizes(options), options.workers_per_node)
+    limits = Limits(fewest, most, *node_sizes(options), options.workers_per_node, options.sizes)
     spec = _node_spec(options, command, place, asked)
     # A node may be without a worker while one is restarted.
     policy = FailurePolicy(exit_s=180.0) if options.max_restarts or options.workers_per_node > 1 else FailurePolicy()
@@ -445,7 +454,12 @@ def _run_job(
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect(place))
         is_resumed = (folder / JOB_FILE).exists()
-        _refuse_unusable_job(client, place, is_resumed, options.workers_per_node)
+        _refuse_unusable_job(client, place, is_resumed, options.workers_per_node, options.sizes)
+        if options.metrics is not None:
+            from lightning_dlrover.report.metrics import JobMetrics, serve_metrics
+
+            metrics = stack.enter_context(contextlib.closing(JobMetrics(place)))
+            say(f"metrics at {stack.enter_context(serve_metrics(options.metrics, metrics))}")
         notifications = stack.enter_context(_Notifications(client, place.keys, notify, hurry))
         # Before the target: its nodes end before the ticket is released.
         ticket = stack.enter_context(asked.wait(client, place.keys)) if asked is not None else None
@@ -453,7 +467,7 @@ def _run_job(
         target = _make_target(options, spec, folder / "logs", hurry, has_own_etcd=server is not None, claims=gpus)
         mirror = stack.enter_context(Mirror(client, place.keys.events))
         log = EventLog(mirror, folder / EVENTS_FILE)
-        announce = Announcer(log)
+        announce = Announcer(log, target if isinstance(target, EventSink) else None)
         progress = ProgressLine(stack.enter_context(Mirror(client, place.keys.progress)))
         if options.target == "local":
             stack.callback(_remove_snapshots, client, place, server)  # after the end of all nodes, and before that of etcd
@@ -470,6 +484,7 @@ def _run_job(
             complain(f"{folder / JOB_FILE} keeps the former process's id ({error.strerror}); the job continues")
         course.has_begun = True
         workers = f"{limits.min_workers} to {limits.max_workers} workers"
+        workers += f" (sizes {limits.world_sizes.text})" if limits.sizes else ""
         say(f"job {place.run_id}: {workers}, etcd at {place.endpoint}, files in {folder}")
         try:
             shows: list[Callable[[], None]] = [announce, progress, lambda: notifications.look(mirror)]
@@ -562,6 +577,7 @@ def _node_spec(options: argparse.Namespace, command: Sequence[str], place: JobPl
         max_restarts=options.max_restarts,
         has_spares=bool(options.spares),
         workers_per_node=options.workers_per_node,
+        sizes=options.sizes,
         access=place.access,
         environment={**objective(options), **of_pool, **pairs(options, "env", "NAME=VALUE")},
         timeouts={name: value for name in TIMEOUTS if (value := getattr(options, name)) is not None},
@@ -645,7 +661,9 @@ def _make_target(
     return SlurmTarget(spec, SlurmOptions(**asked, extra=tuple(options.sbatch_arg)), log_dir, _poll_s(options))
 
 
-def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool, workers_per_node: int) -> None:
+def _refuse_unusable_job(
+    client: EtcdClient, place: JobPlace, is_resumed: bool, workers_per_node: int, sizes: tuple[int, ...]
+) -> None:
     """Raise UsageError for the name of a job in etcd that this process can neither start nor continue."""
     try:
         found = read_job(client, place.keys)
@@ -667,6 +685,12 @@ def _refuse_unusable_job(client: EtcdClient, place: JobPlace, is_resumed: bool, 
         raise UsageError(
             f"job {place.run_id!r} has {job.workers_per_node} workers on each of its nodes, which cannot change; continue it "
             f"with --workers-per-node {job.workers_per_node}, or choose another --rdzv-id"
+        )
+    if tuple(job.sizes) != sizes:
+        listed = f"--sizes {','.join(map(str, job.sizes))}" if job.sizes else "without --sizes"
+        raise UsageError(
+            f"job {place.run_id!r} was started {'with ' * bool(job.sizes)}{listed}, which cannot change; continue it so, or "
+            "choose another --rdzv-id"
         )
 
 

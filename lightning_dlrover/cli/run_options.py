@@ -23,6 +23,7 @@ from lightning_dlrover.components.targets.kubernetes_api import is_in_pod
 from lightning_dlrover.components.targets.machine import DEVICES_VARIABLE, visible_devices
 from lightning_dlrover.components.targets.target import NodeSize
 from lightning_dlrover.output import counted, say
+from lightning_dlrover.rdzv.job.sizes import POW2, POWERS_OF_TWO, sizes_within
 from lightning_dlrover.spares import SparesError, check_platform
 from lightning_dlrover.tuning.history import history_url
 from lightning_dlrover.tuning.plan import objective_from
@@ -41,7 +42,7 @@ _MEANT_FOR = {
     **dict.fromkeys([*NODE_OPTIONS, "cpus", "mem"], TARGETS),
     **dict.fromkeys(["work_dir", "preemption_notice", "poll_interval", "etcd_host"], ("slurm", "kubernetes")),
     **dict.fromkeys([*SLURM_OPTIONS, "sbatch_arg"], ("slurm",)),
-    **dict.fromkeys([*KUBERNETES_OPTIONS, *REPEATED_OPTIONS, "plain_jobs"], ("kubernetes",)),
+    **dict.fromkeys([*KUBERNETES_OPTIONS, *REPEATED_OPTIONS, "plain_jobs", "no_disruption_budget"], ("kubernetes",)),
 }
 """Targets of each option; options that are not listed apply to all."""
 
@@ -76,7 +77,8 @@ def settle_workers(options: argparse.Namespace) -> None:
         raise UsageError("--workers-per-node gpu: --gpus N sets the number of GPUs of each node, and so of its workers")
     each = options.workers_per_node = options.workers_per_node or gpus
     if options.workers is None:
-        options.workers = each, 2 * each
+        listed = options.sizes if options.sizes != POWERS_OF_TWO else ()
+        options.workers = (listed[0], listed[-1]) if listed else (each, 2 * each)
     if each == 1:
         return
     if any(number % each for number in options.workers):
@@ -95,6 +97,25 @@ def settle_workers(options: argparse.Namespace) -> None:
                 f"--{name} {low}{unit}:{high}{unit} with --workers-per-node {each}: only nodes of one worker can be resized; "
                 f"give one size for the whole node, such as --{name} {high}{unit}"
             )
+
+
+def settle_sizes(options: argparse.Namespace) -> None:
+    """Check --sizes against the other options, and lower the maximum number of workers to the largest size.
+
+    Raises:
+        UsageError: a size contradicts them.
+    """
+    if not options.sizes:
+        return
+    (fewest, most), asked = options.workers, options.sizes
+    text = POW2 if asked == POWERS_OF_TWO else ",".join(map(str, asked))
+    try:
+        options.sizes = sizes_within(asked, fewest, most, options.workers_per_node)
+    except ValueError as error:
+        raise UsageError(f"--sizes {text} with --workers {fewest}:{most}: {error}") from error
+    if options.sizes[-1] < most:
+        say(f"at most {counted(options.sizes[-1], 'worker')}, not {most}: the largest of --sizes")
+        options.workers = fewest, options.sizes[-1]
 
 
 def settle_spares(options: argparse.Namespace) -> None:
@@ -168,6 +189,12 @@ def _check_this_machine(options: argparse.Namespace) -> None:
         )
         raise UsageError(f"--workers {fewest}:{most}: {enough}; use fewer, or --target slurm or kubernetes")
     if most > limit:
+        allowed = [size for size in options.sizes if size <= limit]
+        if options.sizes and not allowed:
+            enough = f"this machine has {cores} cores, enough for {counted(limit, 'worker')} at most"
+            raise UsageError(f"--sizes from {options.sizes[0]} on: {enough}; list smaller ones, or use another --target")
+        options.sizes = tuple(allowed)
+        limit = allowed[-1] if allowed else limit
         say(f"at most {counted(limit, 'worker')}, not {most}: this machine has {cores} cores")
         options.workers = fewest, limit
     low, high = options.cpus or (0, 0)
@@ -228,6 +255,7 @@ def kubernetes_options(options: argparse.Namespace) -> KubernetesOptions:
         queue=options.queue,
         run_as=options.run_as,
         plain_jobs=bool(options.plain_jobs),
+        keeps_budget=not options.no_disruption_budget,
     )
 
 

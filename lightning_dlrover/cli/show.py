@@ -25,6 +25,7 @@ from lightning_dlrover.rdzv.etcd.types import EtcdError
 from lightning_dlrover.rdzv.job.folders import EtcdDefaults
 from lightning_dlrover.rdzv.job.journal import Journal, readable_folder
 from lightning_dlrover.rdzv.job.records import ProgressRecord
+from lightning_dlrover.rdzv.job.sizes import WorldSizes
 from lightning_dlrover.rdzv.membership.worker_records import ask_for_stacks, read_stacks
 from lightning_dlrover.report.status import (
     EVENTS_FILE,
@@ -129,6 +130,7 @@ def _status_text(status: dict[str, Any]) -> str:
     limits = f"{status['min_workers']} to {status['max_workers']} workers" if status["min_workers"] else "not known yet"
     has_several = (status["workers_per_node"] or 1) > 1
     limits += f" ({status['workers_per_node']} on each node)" if has_several else ""
+    limits += f", sizes {WorldSizes(tuple(status['sizes'])).text}" if status["sizes"] else ""
     lines = [f"job {status['run_id']}: {status['phase']}, {limits}, etcd at {status['endpoint']}"]
     if "NOSPACE" in status["etcd_alarms"]:
         lines.append(f"changes wait: {full_text(status['endpoint'])}")

@@ -113,6 +113,8 @@ def _membership(trainer: L.Trainer) -> Membership | None:
 
 def _shrink(membership: Membership, num_workers: int) -> None:
     """Plan fewer workers, as `dlrover scale` does, so that the job's own planner does not take it back."""
+    job = membership.view.job
+    num_workers = job.world_sizes.at_most(num_workers) if job is not None else num_workers
 
     def fewer(plan: PlanRecord | None) -> PlanRecord | None:
         if plan is not None and plan.binding and plan.num_workers <= num_workers:

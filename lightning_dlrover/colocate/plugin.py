@@ -64,6 +64,7 @@ class ColocateCommand:
         _add_patience(command)
         options.add_notify_option(command)
         add("--seed", type=options.setting, default=0, metavar="N", help="seed of the policy `random_sets` (default 0)")
+        options.add_metrics_option(command)
 
     def run(self, options: argparse.Namespace) -> int:
         from lightning_dlrover.colocate.queue import colocate_command

@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,6 +33,7 @@ from lightning_dlrover.colocate.running import WatchedJob
 from lightning_dlrover.colocate.scheduler import Knowledge, Scheduler, jobs_per_core
 from lightning_dlrover.colocate.tenants import LocalDevice, Memory, gpus_of, local_devices
 from lightning_dlrover.output import complain, counted, printable, say, show
+from lightning_dlrover.report.metrics import Sample, serve_metrics
 from lightning_dlrover.report.notify import WORDS, Destination, FileCursors, Kind, Notification, Notifier
 from lightning_dlrover.tuning.nvml import load_nvml
 
@@ -191,6 +193,43 @@ def _size(memory: Memory, text: str) -> str:
     return f"GPU {text}" if memory == "gpu" else text
 
 
+class QueueMetrics:
+    """The samples of a queue for Prometheus, as of the dispatcher's last look: a scrape never waits for it, nor delays it."""
+
+    def __init__(self) -> None:
+        self._samples: list[Sample] = []
+        self._taken_s = 0.0
+
+    def __call__(self) -> list[Sample]:
+        return self._samples
+
+    def shown(self, dispatcher: Dispatcher) -> None:
+        """Note the present state, at most once a second."""
+        now = time.monotonic()
+        if now - self._taken_s >= 1.0:
+            self._taken_s, self._samples = now, _samples(dispatcher)
+
+
+def _samples(dispatcher: Dispatcher) -> list[Sample]:
+    running = list(dispatcher.running.values())
+    paused = sum(bool(job.short_of) for job in running)
+    states = {"waiting": len(dispatcher.waiting()), "running": len(running) - paused, "paused": paused}
+    found = [Sample("dlrover_colocate_jobs", count, (state,)) for state, count in states.items()]
+    results = Counter(ended.result for ended in dispatcher.ends.values())
+    for result in ("done", "failed", "evicted", "stopped"):
+        found.append(Sample("dlrover_colocate_ended_total", results[result], (result,)))
+    for name, device in dispatcher.devices.items():
+        here = [job for job in running if job.device == name]
+        figures = {
+            "device_jobs": len(here),
+            "memory_bytes": sum(job.resident_bytes("host") for job in here),
+            "memory_charged_bytes": sum(job.charges.get("host", 0) for job in here),
+            "memory_limit_bytes": device.memory_bytes,
+        }
+        found += [Sample(f"dlrover_colocate_{figure}", value, (name,)) for figure, value in figures.items()]
+    return found
+
+
 def run_queue(
     jobs: Sequence[JobSpec],
     folder: Path,
@@ -295,7 +334,10 @@ def colocate_command(options: argparse.Namespace) -> int:
     hurry = threading.Event()
     exit_code = EXIT_OK
     num_starts = _num_starts(options.out)
+    metrics = QueueMetrics()
     with LiveTable() as table, ExitStack() as stack:
+        if options.metrics is not None:
+            say(f"metrics at {stack.enter_context(serve_metrics(options.metrics, metrics))}")
         notifications = None
         if notify:
             options.out.mkdir(parents=True, exist_ok=True)
@@ -304,6 +346,7 @@ def colocate_command(options: argparse.Namespace) -> int:
 
         def shown(dispatcher: Dispatcher) -> None:
             table.shown(dispatcher)
+            metrics.shown(dispatcher)
             if notifications is not None:
                 notifications.look(dispatcher.journal.queue, dispatcher.journal.records)
 

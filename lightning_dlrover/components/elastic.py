@@ -30,6 +30,7 @@ def train(
     *script_args: str,
     script: str,
     workers: str = "1:2",
+    sizes: str = "",
     rdzv_id: str = specs.macros.app_id,
     rdzv_endpoint: str = "",
     key_prefix: str = "",
@@ -64,6 +65,7 @@ def train(
         script_args: arguments of the script
         script: the training script; Kubernetes: as the image or a mount has it
         workers: least and most workers, MIN:MAX; each is a node of its own
+        sizes: the only numbers of workers that plans may request, such as 1,2,4,8, or pow2
         rdzv_id: name of the job; default: the app's id, so that a restarted controller resumes its job
         rdzv_endpoint: etcd, HOST:PORT or several with commas; default: an embedded etcd that ends with the controller
         key_prefix: folder of the job's keys in etcd
@@ -97,6 +99,7 @@ def train(
         if not isinstance(volume, specs.VolumeMount):
             raise ValueError(f"--mounts: {volume} cannot be given to nodes; only type=volume,src=CLAIM,dst=PATH[,readonly] can")
     given = {
+        "sizes": sizes,
         "endpoint": rdzv_endpoint,
         "key-prefix": key_prefix,
         "user": user,
@@ -145,6 +148,7 @@ def node(
     workers: str = "1:1",
     node: str = "node",
     agents: int = 1,
+    sizes: str = "",
     max_restarts: int = 0,
     spares: int = 0,
     key_prefix: str = "",
@@ -173,6 +177,7 @@ def node(
         workers: least and most workers of the job, MIN:MAX
         node: name of this node in logs and status
         agents: workers of this node, each with an agent and a GPU of its own; all nodes of a job have equally many
+        sizes: the only numbers of workers that plans may request, such as 1+2+4+8, or pow2; the same for all nodes of a job
         max_restarts: how often the agent restarts a failed worker in place
         spares: 1: the agent keeps a process that has imported the script's modules, and forks restarted workers from it
         key_prefix: folder of the job's keys in etcd
@@ -189,7 +194,7 @@ def node(
         image: container image or folder, where the scheduler needs one
     """
     access = {"user": user, "password_file": password_file, "ca_cert": ca_cert, "cert": cert, "cert_key": cert_key}
-    values = {"live": "1", "spares": "1" if spares else "", "key_prefix": key_prefix, **access}
+    values = {"live": "1", "spares": "1" if spares else "", "sizes": sizes, "key_prefix": key_prefix, **access}
     for name, value in values.items():
         if "," in value or "=" in value:
             raise ValueError(f"{name}={value!r} cannot be used: --rdzv-conf separates its values by ',' and '='")

@@ -314,6 +314,11 @@ class FitProgress:
         return self._pace.step_time_s
 
     @property
+    def stalled_s(self) -> float:
+        """Seconds in which this worker made no step because the world changed, all changes of this fit together."""
+        return self._pace.stalled_s
+
+    @property
     def loads(self) -> list[float]:
         """Samples per thread in one batch, for each worker by rank."""
         first, size = self._batches.first, self._position.size

@@ -104,7 +104,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "loggers:CSVLogger": ("_experiment", *LOGGER_NAMES["CSVLogger"]),
     "loggers:TensorBoardLogger": LOGGER_NAMES["TensorBoardLogger"],
     "loggers:WandbLogger": ("_wandb_init", *LOGGER_NAMES["WandbLogger"]),
-    "loggers:MLFlowLogger": LOGGER_NAMES["MLFlowLogger"],
+    "loggers:MLFlowLogger": ("_mlflow_client", *LOGGER_NAMES["MLFlowLogger"]),
     "loggers:CometLogger": ("_experiment", *LOGGER_NAMES["CometLogger"]),
     "loggers:LitLogger": LOGGER_NAMES["LitLogger"],
 }

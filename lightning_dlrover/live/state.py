@@ -76,6 +76,74 @@ def adopt_runs(loggers: Sequence[Any], runs: Sequence[dict[str, Any]]) -> None:
             arguments.setdefault("resume", "allow")
 
 
+def recorded_runs(loggers: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the names of the loggers' runs for the job's record, from which a later life of the job continues them."""
+    return [{"kind": run["kind"], **run["names"]} for run in capture_runs(loggers)]
+
+
+class FormerRuns:
+    """Lets one Trainer's loggers continue the runs of an earlier life of the job, all of whose workers were lost.
+
+    A logger whose run the script has named or begun keeps it, and so does one whose kind is not the recorded one. Make this
+    object before Lightning uses a logger, or names a checkpoint's folder by it.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._are_free = [
+            getattr(each, _naming(each), "") is None and getattr(each, "_experiment", None) is None for each in trainer.loggers
+        ]
+        self._unplaced = [c for c in trainer.callbacks if is_lightnings(c, "ModelCheckpoint") and c.dirpath is None]
+
+    def resume(self, runs: Sequence[Mapping[str, Any]]) -> None:
+        """On rank 0: continue these runs.
+
+        Args:
+            runs: see `recorded_runs`; untrusted.
+        """
+        loggers = self._trainer.loggers
+        if [_kind(logger) for logger in loggers] != [run.get("kind") for run in runs]:
+            return  # the script has other loggers now
+        for logger, is_free, run in zip(loggers, self._are_free, runs, strict=True):
+            names = {name: run[name] for name in LOGGER_NAMES.get(_kind(logger), ("_version",)) if name in run}
+            if is_free and names and all(map(_is_name, names.values())):
+                _resume(logger, names)
+        take_over(loggers)
+        for callback in self._unplaced:
+            if callback.dirpath is not None:  # named by a version that a logger has chosen while it waited to join
+                callback.dirpath = None
+                with self._trainer.strategy.collectives.alone():
+                    callback.setup(self._trainer, self._trainer.lightning_module, "fit")
+
+
+def _resume(logger: Any, names: dict[str, Any]) -> None:
+    before = {name: getattr(logger, name) for name in names}
+    adopt_runs([logger], [{"kind": _kind(logger), "names": names}])
+    if _kind(logger) == "MLFlowLogger" and (problem := _unknown_to_mlflow(logger)):
+        log.warning("MLflow does not have the job's run %s, so another one begins: %s", names.get("_run_id"), problem)
+        for name, value in before.items():
+            setattr(logger, name, value)
+
+
+def _naming(logger: object) -> str:
+    """Return the attribute that is None until the logger's run has a name."""
+    return LOGGER_NAMES.get(_kind(logger), ("_version",))[0]
+
+
+def _is_name(value: object) -> bool:
+    """Return whether a value from the job's record may name a run: the name of a folder, an id or a number."""
+    return isinstance(value, int) or (isinstance(value, str) and bool(value) and os.sep not in value and value != os.pardir)
+
+
+def _unknown_to_mlflow(logger: Any) -> str:
+    """Return why the server does not have the logger's run; "" if it has."""
+    try:
+        logger._mlflow_client.get_run(logger._run_id)
+    except Exception as error:  # of MLflow, which may be another server now
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def take_over(loggers: Sequence[Any]) -> None:
     """On the new rank 0: open loggers that would drop their rows if they were opened as usual."""
     for logger in loggers:

@@ -35,6 +35,7 @@ from lightning_dlrover.live.fit_parts import (
     SkippedReports,
 )
 from lightning_dlrover.live.handover import JobCheckpoints, JobState, RestartHandoff, RolledBack, TableRounds
+from lightning_dlrover.live.hooks import ScriptHooks
 from lightning_dlrover.live.lightning_adapter import ends_after_search, surround_requests_of_data
 from lightning_dlrover.live.loader import ElasticLoader
 from lightning_dlrover.live.metrics import EpochMetrics, KeptValues
@@ -74,6 +75,7 @@ class Leaving:
     _world: World
     _trainer: TrainerOfFit
     _position: FitPosition
+    _hooks: ScriptHooks
     _undo: Callable[[], None] | None = None  # set while Lightning handles this worker's leave
     has_left: bool = False
 
@@ -81,6 +83,7 @@ class Leaving:
         """End this process; the others continue without it. None of the user's code after `fit` runs."""
         if self._position.is_finishing and left_out.round.number == 0:
             raise left_out  # others have reached the end, so this worker's script continues, too
+        self._hooks.deliver()  # the notice may have come after the last boundary
         for logger in self._trainer.lightning.loggers:
             logger.save()
         self._undo = leave_quietly(self._trainer.lightning)
@@ -167,7 +170,8 @@ class LiveTraining:
         self.steps = TrainingSteps(world, collectives, batches, port, position, self.metrics, self.kept)
         self.votes = Votes(world, collectives, batches, port, position, self.pulse, self.kept)
         self.fits = Fits(world, collectives, port, position)
-        self.leaving = Leaving(world, port, position)
+        self.hooks = ScriptHooks(world, port, position)
+        self.leaving = Leaving(world, port, position, self.hooks)
         self.skipped = SkippedReports(world, batches, position)
         self._data = DataOfFit(world, batches, port, position)
         self._lanes = LanePrefetcher(world, batches, position)
@@ -179,6 +183,7 @@ class LiveTraining:
         self._settings = SettingsInForce(available_cores())
         self.progress = FitProgress(world, batches, port, position, self._pace, self.pulse)
         self._was_at_boundary = strategy.clock.read()
+        self._former_runs = state.FormerRuns(trainer)
         self._is_switching = False  # set at a boundary while the world may change
         self._begins_epoch = False  # set while Lightning's loop begins one
         world.place = position
@@ -261,6 +266,7 @@ class LiveTraining:
         self.position.at_boundary = True
         self.skipped.publish()
         self._follow_plan()
+        self.hooks.deliver()  # before a switch, in which this worker may leave
         if not self.position.has_entered:
             self._enter(loader)
             self._finish_resumed_batch()
@@ -268,6 +274,7 @@ class LiveTraining:
             self._follow_rounds()
             self._lanes.look()
         self._strategy.replica.wrap_what_was_unfrozen()
+        self.hooks.deliver()
         self.position.at_boundary = False
         self._was_at_boundary = self._strategy.clock.read()
         if loader.cursor < loader.num_epoch_batches:
@@ -409,8 +416,9 @@ class LiveTraining:
         assert self.formation is not None
         formation = self.formation
         self._state.find_names()
-        if formation.rank == 0 and self.world.config.max_workers > 1:
+        if formation.rank == 0:
             state.begin(self._trainer.lightning.loggers)
+            self._record_runs()
         if formation.size > 1:
             runs = transfer.all_gather(state.capture_runs(self._trainer.lightning.loggers) if formation.rank == 0 else [])[0]
             if formation.rank != 0:
@@ -431,6 +439,19 @@ class LiveTraining:
         elif not self._successors.resume():
             self.checkpoints.resume_together()
 
+    def _record_runs(self) -> None:
+        """Let a later life of the job continue the loggers' runs. Those of a later fit are not the job's."""
+        runs = state.recorded_runs(self._trainer.lightning.loggers)
+        job = self.world.view.job
+        if self.position.fit == 1 and not self.world.has_finished and job is not None and job.runs != runs:
+            self.world.records.record(f"run {self.world.config.run_id}: the loggers' runs", lambda job: replace(job, runs=runs))
+
+    def continue_runs(self) -> None:
+        """On rank 0: continue the loggers' runs of an earlier life of the job, if there is one."""
+        job = self.world.view.job
+        if job is not None and job.runs:
+            self._former_runs.resume(job.runs)
+
     def _admit(self, fingerprint: str, data: DataFingerprint) -> None:
         """Wait until the job needs this worker, then take its state over."""
         self._data.refuse_data_of_another_job(data)
@@ -448,6 +469,7 @@ class LiveTraining:
             raise
         self.position.has_entered = True
         self.position.is_standby = False
+        self.hooks.admitted(formation)
 
     # --- recovering ---------------------------------------------------------------------------------------------------------
 
@@ -487,6 +509,7 @@ class LiveTraining:
         standing = {w: p for w, p in positions.items() if p is not None}
         plan = handover(formation.round.members, {w: p.updates if p is not None else None for w, p in positions.items()})
         self.position.formation, self.position.speeds = formation, ()
+        self.hooks.entered(formation)
         strategy, is_between_fits, me = self._strategy, self.position.is_between_fits, self.world.worker_id
         strategy.enter_round(formation.rank, formation.size)
         if standing:
@@ -506,8 +529,10 @@ class LiveTraining:
         if not standing and me == formation.round.members[0]:
             self.checkpoints.take_users_choice()
         has_resumed = not standing and self._successors.resume()
-        if not standing and not has_resumed and me == formation.round.members[0]:
-            self.checkpoints.resume_alone()
+        if not standing and me == formation.round.members[0]:
+            self.continue_runs()  # before a checkpoint, whose callbacks may ask for the run's folder
+            if not has_resumed:
+                self.checkpoints.resume_alone()
         for source, worker in plan.behind:
             self._hand_over_update(formation, source, worker, standing)
         if len(standing) > 1:
@@ -630,6 +655,7 @@ class JobSession:
                     callback.overwrite = True  # an earlier life of the job has left LightningCLI's file
         if formation is not None and formation.rank == 0:
             self._compare_with_arguments(trainer, formation)
+            self.live.continue_runs()
         if formation is not None and formation.size > 1:
             _compare_callbacks(self.live, trainer)
 
@@ -642,6 +668,7 @@ class JobSession:
         self._stores, self._prepared = former._stores, former._prepared
         self.live = self._take_over_world(self.world, trainer, former.live.formation)
         self.live.searches.num_begun = former.live.searches.num_begun
+        self.live.hooks.continue_from(former.live.hooks)
 
     def _take_over_world(self, world: World, trainer: Any, formation: Formation | None) -> LiveTraining:
         JobSession.newest = self

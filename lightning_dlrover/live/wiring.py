@@ -247,6 +247,7 @@ def wrap_loops(trainer: Any, live: LiveTraining | None, strategy: LiveStrategy) 
     surround(fit_loop, "setup_data", live.set_up_data)
     wrap_restarts(fit_loop)
     surround(fit_loop, "on_advance_start", live.begin_epoch)
+    surround(fit_loop, "on_run_end", live.hooks.deliver_then)
     _wrap_batches(epoch_loop, fit_loop, live, strategy.tables is not None)
     if validates_by_clock(trainer):
         surround(epoch_loop, "_should_check_val_fx", partial(_decided_by_rank_zero, strategy))

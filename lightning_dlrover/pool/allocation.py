@@ -37,12 +37,12 @@ class SpeedTables:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[int, int, int, bytes], _Row] = {}
+        self._rows: dict[tuple[int, int, tuple[int, ...], int, bytes], _Row] = {}
 
     def of(self, jobs: Sequence[Job], kind: str, sizes: Ints, per_node: int) -> tuple[Floats, Floats]:
         """Return predicted steps/s and the deviations of their logarithms, both of shape ``(num_jobs, num_sizes)``.
 
-        Speeds are 0 at size 0, and above a job's limit.
+        Speeds are 0 at size 0, above a job's limit, and at sizes that it may not have.
         """
         grid = sizes.tobytes()
         speeds, spreads = np.zeros((len(jobs), len(sizes))), np.zeros((len(jobs), len(sizes)))
@@ -53,7 +53,7 @@ class SpeedTables:
 
     def _row(self, job: Job, kind: str, sizes: Ints, per_node: int, grid: bytes) -> _Row:
         source: object = job.scaling or job.profiles[kind]
-        key = (id(source), job.most_devices, per_node, grid)
+        key = (id(source), job.most_devices, job.sizes, per_node, grid)
         row = self._rows.get(key)
         if row is None:
             if len(self._rows) >= MOST_KEPT:
@@ -65,6 +65,8 @@ class SpeedTables:
 def _predicted(job: Job, kind: str, sizes: Ints, per_node: int, source: object) -> _Row:
     speeds, spreads = np.zeros(len(sizes)), np.zeros(len(sizes))
     able = (sizes > 0) & (sizes <= job.most_devices)
+    if job.sizes:
+        able &= np.isin(sizes, job.sizes)
     if job.scaling is None:
         speeds[able] = job.profiles[kind].steps_per_s * sizes[able]
     elif able.any():

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from lightning_dlrover.rdzv.job.sizes import ANY_NUMBER, WorldSizes
 from lightning_dlrover.tuning.cluster import is_overdue
 
 TOLERANCE = 1e-9
@@ -102,6 +103,7 @@ class PoolJob:
     weight: float = 1.0
     owner: str = ""
     deadline_s: float | None = None  # None: any
+    sizes: WorldSizes = ANY_NUMBER  # numbers of workers that it may be given; its limits are among them
 
     @property
     def held(self) -> int:
@@ -112,8 +114,12 @@ class PoolJob:
 
     @property
     def present(self) -> int:
-        """Workers that it holds, kept within its limits."""
-        return max(self.min_workers, min(self.held, self.max_workers))
+        """Workers that it holds, kept within its limits and rounded down to a size."""
+        return self.within_limits(self.held)
+
+    def within_limits(self, num_workers: int) -> int:
+        """Return the most workers up to `num_workers` that it may be given."""
+        return max(self.min_workers, min(self.sizes.at_most(num_workers), self.max_workers))
 
     def served_by(self, now_s: float) -> float:
         """Return the seconds times workers that it has had by now."""
@@ -446,14 +452,14 @@ def _kept_within(jobs: Sequence[PoolJob], chosen: Mapping[str, int], overdue: se
     for job in jobs:
         asked = chosen.get(job.name, 0)
         must_run = not job.is_waiting or job.name in overdue
-        sizes[job.name] = min(job.max_workers, max(job.min_workers, asked)) if asked or must_run else 0
+        sizes[job.name] = job.within_limits(asked) if asked or must_run else 0
     by_name = {job.name: job for job in jobs}
     while not _fit(by_name, sizes, free):
         larger = [job for job in jobs if sizes[job.name] > job.min_workers]
         starting = [job for job in jobs if job.is_waiting and sizes[job.name]]
         if larger:
             least = min(larger, key=lambda job: (job.priority, _loss(job, sizes[job.name]), job.name))
-            sizes[least.name] -= 1
+            sizes[least.name] = least.within_limits(sizes[least.name] - 1)
         elif starting:
             sizes[min(reversed(starting), key=lambda job: job.name in overdue).name] = 0  # the last in turn
         else:
@@ -467,7 +473,7 @@ def _fit(jobs: Mapping[str, PoolJob], sizes: Mapping[str, int], free: Resources)
 
 def _loss(job: PoolJob, num_workers: int) -> float:
     """Return the weighted share of a job's best throughput that it loses with its last worker."""
-    now, less = job.rate(num_workers), job.rate(num_workers - 1)
+    now, less = job.rate(num_workers), job.rate(job.within_limits(num_workers - 1))
     if now is None or less is None:
         return 0.0
     return job.weight * (now.samples_per_s - less.samples_per_s) / max(r.samples_per_s for r in job.rates)

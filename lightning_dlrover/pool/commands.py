@@ -14,19 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_dlrover.cli.control import check_can_be_planned, plan_by_hand, wanted_text
+from lightning_dlrover.cli.control import check_can_be_planned, check_size, plan_by_hand, wanted_text
 from lightning_dlrover.cli.errors import EXIT_OK, Interrupted, UsageError, signals_as_exceptions
 from lightning_dlrover.cli.lookup import connected_job, etcd_access, find_place, notify_destinations
 from lightning_dlrover.cli.options import SETTINGS
 from lightning_dlrover.output import complain, counted, number_text, say, show, text_table, time_text
 from lightning_dlrover.pool.admission import wait_text
 from lightning_dlrover.pool.brain import PoolTimeouts, rules_of, run_brain, snapshot_of
-from lightning_dlrover.pool.budget import Owners, Resources
+from lightning_dlrover.pool.budget import Owners, Resources, held_by
 from lightning_dlrover.pool.decisions import Rules, prospect, sizes_if
 from lightning_dlrover.pool.view import Learned, PoolKeys, PoolView, SeenJob, Watch
+from lightning_dlrover.rdzv.etcd.health import size_of
 from lightning_dlrover.rdzv.job.events import DecisionMade, events_of
 from lightning_dlrover.rdzv.job.folders import EtcdDefaults
 from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.report.metrics import TIMEOUT_S, Sample, serve_metrics
 from lightning_dlrover.report.status import JobPlace, connect, connect_to_job, read_job
 from lightning_dlrover.tuning.plan import Decision, Settings, pareto_front
 
@@ -47,7 +49,10 @@ def brain_command(options: argparse.Namespace) -> int:
     pool, hurry, notify = _pool(options), threading.Event(), notify_destinations(options)
     with signals_as_exceptions(hurry):
         try:
-            with connected_pool(options) as client:
+            with connected_pool(options) as client, contextlib.ExitStack() as stack:
+                if options.metrics is not None:
+                    metrics = stack.enter_context(PoolMetrics(connected_pool(options, TIMEOUT_S), pool))
+                    say(f"metrics at {stack.enter_context(serve_metrics(options.metrics, metrics, POOL_READ_EVERY_S))}")
                 timeouts = PoolTimeouts.of_lease(options.lease_ttl)
                 run_brain(client, pool, rules, options.interval, say, timeouts=timeouts, notify=notify)
         except Interrupted as interrupted:
@@ -55,6 +60,50 @@ def brain_command(options: argparse.Namespace) -> int:
             complain(f"the brain of pool {pool.pool} was ended by {name}; its jobs keep their sizes")
             return 128 + interrupted.signal_number
     return EXIT_OK
+
+
+POOL_READ_EVERY_S = 10.0
+"""Minimum seconds between two reads of a pool for its metrics, which take a few requests."""
+
+
+class PoolMetrics:
+    """The samples of a pool for Prometheus, read from etcd when they are asked for. Use as a context manager."""
+
+    def __init__(self, client: EtcdClient, pool: PoolKeys) -> None:
+        self._client = client
+        self._pool = pool
+        self._watch = Watch(client, pool)
+
+    def __enter__(self) -> PoolMetrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def __call__(self) -> list[Sample]:
+        """Read the pool. Raise EtcdError if etcd does not answer."""
+        now = time.time()
+        view = self._watch.look(now)
+        return [Sample("dlrover_etcd_size_bytes", size_of(self._client.caller)), *pool_samples(self._pool.pool, view, now)]
+
+
+def pool_samples(pool: str, view: PoolView, now: float) -> list[Sample]:
+    """Return the values of a pool's metrics."""
+    states = dict.fromkeys(("running", "waiting", "refused", "outside"), 0)
+    for seen in view.jobs.values():
+        is_refused = seen.grant is not None and seen.grant.state == "refused"
+        state = "outside" if seen.is_outside else "refused" if is_refused else "waiting" if seen.job.is_waiting else "running"
+        states[state] += 1
+    waits = [now - seen.job.submitted_s for seen in view.jobs.values() if seen.job.is_waiting and seen.job.submitted_s]
+    found = [Sample("dlrover_pool_jobs", count, (pool, state)) for state, count in states.items()]
+    found += [Sample("dlrover_pool_used", each, (pool, name)) for name, each in vars(held_by(view.pool_jobs)).items()]
+    found.append(Sample("dlrover_pool_longest_wait_seconds", max([0.0, *waits]), (pool,)))
+    if (brain := view.brain) is not None:
+        found += [
+            Sample("dlrover_pool_budget", limit, (pool, name)) for name, limit in Resources.within(brain.budget).limits.items()
+        ]
+        found.append(Sample("dlrover_pool_decisions_total", brain.number, (pool,)))
+    return found
 
 
 def queue_command(options: argparse.Namespace) -> int:
@@ -68,13 +117,14 @@ def queue_command(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def connected_pool(options: argparse.Namespace) -> EtcdClient:
+def connected_pool(options: argparse.Namespace, timeout_s: float = 5.0) -> EtcdClient:
     """Return a client of the pool's etcd. Raise UsageError if no etcd is named."""
     defaults = EtcdDefaults.of_this_process()
     endpoint = options.endpoint or defaults.endpoint
     if endpoint is None:
         raise UsageError("a pool is in an etcd that its jobs share: name it with --endpoint HOST:PORT, or DLROVER_ENDPOINT")
-    return connect(JobPlace("pool", endpoint, options.key_prefix or defaults.prefix, etcd_access(options) or defaults.access))
+    place = JobPlace("pool", endpoint, options.key_prefix or defaults.prefix, etcd_access(options) or defaults.access)
+    return connect(place, timeout_s)
 
 
 def _pool(options: argparse.Namespace) -> PoolKeys:
@@ -114,6 +164,8 @@ def what_if_command(options: argparse.Namespace) -> int:
         raise UsageError("nothing to compare: give --workers N, --add cores=16, or --without JOB")
     now = time.time()
     with connected_job(options) as (place, client):
+        if options.workers is not None and (job := read_job(client, place.keys).view.job) is not None:
+            check_size(place, job, options.workers)
         view = Watch(client, PoolKeys(options.pool, place.prefix)).look(now)
         seen = view.jobs.get(place.run_id)
         learned = seen.learned if seen is not None else Learned()

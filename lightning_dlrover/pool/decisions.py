@@ -145,14 +145,14 @@ def _divided(
 
 def _present(jobs: Sequence[PoolJob], units: Mapping[str, int], num_devices: int) -> dict[str, int] | None:
     """Return the present sizes, smaller if they exceed the devices; None if even the minimum is too large."""
-    sizes = {job.name: min(job.max_workers, job.held) for job in jobs}
+    sizes = {job.name: job.sizes.at_most(min(job.max_workers, job.held)) if job.held else 0 for job in jobs}
 
     def excess() -> int:
         return sum(size * units[name] for name, size in sizes.items()) - num_devices
 
     for job in sorted(jobs, key=lambda job: (job.priority, -job.submitted_s, job.name)):
         while excess() > 0 and sizes[job.name] > job.min_workers:
-            sizes[job.name] -= 1
+            sizes[job.name] = job.within_limits(sizes[job.name] - 1)
     return sizes if excess() <= 0 else None
 
 
@@ -170,6 +170,7 @@ def _job(job: PoolJob, units: int, kind: str, now_s: float) -> Job:
         num_devices=job.max_workers * units,
         min_devices=job.min_workers * units,
         max_devices=job.max_workers * units,
+        sizes=tuple(size * units for size in job.sizes.listed),
         served_device_s=job.served_by(now_s) * units,
         scaling=scaling,
         start_s=job.change_s,

@@ -537,6 +537,7 @@ def _share(pool: _Pool, now_s: float, settings: PolicySettings, tables: SpeedTab
     running = [pool.running.get(job.name) for job in jobs]
     present = np.array([len(run.devices) if run else 0 for run in running], dtype=np.int64)
     also = {*present.tolist(), *(job.num_devices for job in jobs), *(job.fewest_devices for job in jobs)}
+    also.update(size for job in jobs for size in job.sizes)
     most = min(pool.num_in_cluster, max(job.most_devices for job in jobs))
     sizes = np.array(sizes_to_consider(most, pool.per_node, sorted(also - {0})), dtype=np.int64)
     speeds, spreads = tables.of(jobs, pool.kind, sizes, pool.per_node)

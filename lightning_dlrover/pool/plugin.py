@@ -67,6 +67,7 @@ class BrainCommand:
         command.add_argument("--quota", action="append", default=[], type=quota, metavar="OWNER=LIST", help=text)
         text = "do not count jobs that are in no pool (default: they are charged to the budget, but never resized)"
         add_renamed_option(command, "--ignore-unmanaged", "--pool-only", action="store_true", help=text)
+        options.add_metrics_option(command)
         options.add_notify_option(command)
         add_etcd_options(command)
 
@@ -361,4 +362,5 @@ def _member(options: argparse.Namespace) -> MemberRecord:
         weight=options.weight or 1.0,
         owner=owner or "",
         deadline_at=now + options.deadline if options.deadline is not None else 0.0,
+        sizes=list(options.sizes),
     )

@@ -37,6 +37,7 @@ from lightning_dlrover.rdzv.job.records import (
     NodesRecord,
     PlanRecord,
 )
+from lightning_dlrover.rdzv.job.sizes import WorldSizes
 from lightning_dlrover.rdzv.membership.rounds import read_view
 from lightning_dlrover.tuning.memory import least_workers
 from lightning_dlrover.tuning.plan import Candidate, Decision
@@ -93,6 +94,7 @@ class MemberRecord:
     weight: float = 1.0
     owner: str = ""  # user or team
     deadline_at: float = 0.0  # 0: any time
+    sizes: list[int] = field(default_factory=list)  # numbers of workers that it may have, ascending; empty: any
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_workers <= self.max_workers or not self.weight > 0 or self.cores < 0:
@@ -415,14 +417,16 @@ class Watch:
         record = readable(JobRecord, live.get(keys.job))
         # The policies choose from a range, so it ends before a world size at which a step has failed.
         most = max(record.most_workers(alive), asked.min_workers) if record is not None else asked.max_workers
-        most = min(most, asked.max_workers)
-        fewest = min(most, max(asked.min_workers, learned.least_workers))
+        sizes = WorldSizes(tuple(asked.sizes))
+        most = sizes.at_most(min(most, asked.max_workers))
+        fewest = min(most, sizes.at_least(max(asked.min_workers, learned.least_workers)))
         is_over = member is None and not alive
         job = PoolJob(
             name=name,
             needs=Resources(asked.cores, asked.gpus, asked.memory_mb),
             min_workers=fewest,
             max_workers=most,
+            sizes=sizes,
             granted=given.num_workers,
             # The plan of a job without processes starts no others.
             planned=plan.num_workers if plan is not None and plan.binding and not is_over else 0,

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -562,12 +563,18 @@ def show_status(
         "min_workers": job.min_workers if job else None,
         "max_workers": job.max_workers if job else None,
         "workers_per_node": job.workers_per_node if job else None,
+        "sizes": job.sizes if job else [],
         "global_batch_size": job.global_batch_size if job else None,
         "failed_sizes": dict(sorted(job.failed_sizes.items(), key=lambda each: each[0].rjust(6))) if job else {},
         "round": {"number": round_.number, "kind": round_.kind, "reason": round_.reason} if round_ else None,
         "workers": _show_workers(view, profiles, events, now),
         "agents": _show_agents(found, now),
-        "joining": _show_joining(found, nodes or {}, now) if phase in ("not started", "starting", "training") else [],
+        "joining": [
+            {"node": each.node, "stage": each.stage, "for_s": _elapsed(each.since, now)}
+            for each in (
+                joiners(view, found.controller, nodes or {}) if phase in ("not started", "starting", "training") else ()
+            )
+        ],
         "controller": _show_controller(found, nodes or {}),
         "spares": _show_spares(found),
         "target": found.nodes.target if found.nodes else None,
@@ -656,27 +663,34 @@ def _show_agents(found: FoundJob, now: float) -> list[dict[str, Any]]:
     return agents
 
 
-def _show_joining(found: FoundJob, nodes: Mapping[str, NodeRecord], now: float) -> list[dict[str, Any]]:
-    """List nodes that do not train yet, with their stage: requested, starting, importing, building or ready."""
-    view = found.view
-    apps = found.controller.apps if found.controller is not None else {}
+@dataclass(frozen=True)
+class Joiner:
+    """A node that does not train yet."""
+
+    node: str
+    stage: str  # requested, starting, importing, building or ready
+    since: float  # seconds since the epoch; 0: unknown
+
+
+def joiners(view: JobView, controller: ControllerRecord | None, nodes: Mapping[str, NodeRecord]) -> list[Joiner]:
+    """Return the nodes that do not train yet, with their stages."""
+    apps = controller.apps if controller is not None else {}
     leaving = _leaving(nodes)
     labels = {agent: record.labels.get("node", "") for agent, record in view.agents.items()}
-    joining = []
+    found = []
     for name in sorted({*apps} - {*labels.values()} - leaving):
         asked_at = nodes[name].asked_at if name in nodes else 0.0
-        joining.append({"node": name, "stage": "starting" if apps[name] else "requested", "for_s": _elapsed(asked_at, now)})
+        found.append(Joiner(name, "starting" if apps[name] else "requested", asked_at))
+    registered = Counter(worker.agent_id for worker in view.workers.values())
     for agent, record in view.agents.items():
-        num_registered = sum(worker.agent_id == agent for worker in view.workers.values())
-        if record.state == "running" and num_registered < record.num_workers and labels[agent] not in leaving:
-            name = labels[agent] or f"{record.host}:{record.pid}"
-            joining.append({"node": name, "stage": "importing", "for_s": _elapsed(record.since, now)})
+        if record.state == "running" and registered[agent] < record.num_workers and labels[agent] not in leaving:
+            found.append(Joiner(labels[agent] or f"{record.host}:{record.pid}", "importing", record.since))
     stages = {"standby": "building", "ready": "ready"}
     for worker in view.workers.values():
         if worker.state in stages:
             name = labels.get(worker.agent_id) or f"{worker.host}:{worker.pid}"
-            joining.append({"node": name, "stage": stages[worker.state], "for_s": _elapsed(worker.since, now)})
-    return joining
+            found.append(Joiner(name, stages[worker.state], worker.since))
+    return found
 
 
 def _leaving(nodes: Mapping[str, NodeRecord]) -> set[str]:

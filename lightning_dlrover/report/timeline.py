@@ -234,7 +234,7 @@ class _TimelineBuilder:
                 formed = Round(_whole(event.number), at, event.kind, size, event.reason or text, None)
                 self.rounds.setdefault(formed.number, formed)
             case WindowMeasured():
-                self.profiles.append(_profile(at, event.document))
+                self.profiles.append(profile_of(at, event.document))
             case DecisionMade():
                 decision = Decision.from_data(event.document)
                 if not 0 < decision.predicted_step_time_s <= LARGEST:
@@ -259,7 +259,12 @@ class _TimelineBuilder:
         return replace(formed, stall_s=stall_s, stalled_until=until)
 
 
-def _profile(at: float, data: Mapping[str, Any]) -> Profile:
+def profile_of(at: float, data: Mapping[str, Any]) -> Profile:
+    """Return a measured window as the report draws it.
+
+    Raises:
+        ValueError, KeyError: a figure is impossible or missing.
+    """
     return Profile(
         at=at,
         round_number=_whole(data["round_number"]),

@@ -317,6 +317,12 @@ class Analyst:
         """Whether all submitted windows have been processed."""
         return self._num_digested == self._num_submitted
 
+    def predicted_step_time_s(self, profile: StepProfile) -> float | None:
+        """Return the step time that the newest decision predicts for this window's settings; None without a prediction."""
+        decision, settings = self._tuner.advice, settings_of(profile)
+        found = (c.step_time_s for c in (decision.candidates if decision is not None else ()) if c.settings == settings)
+        return next(found, None)
+
     def submit(
         self,
         profile: StepProfile,

@@ -14,7 +14,7 @@ import numpy as np
 from lightning_dlrover.output import counted
 from lightning_dlrover.tuning.candidates import DEFAULT_RULES, CandidateTable, Model, PlanRequest, Rules
 from lightning_dlrover.tuning.memory import MemoryModel
-from lightning_dlrover.tuning.plan import Decision, Limits, Objective, Settings, seconds_text, step_text
+from lightning_dlrover.tuning.plan import Decision, Limits, Objective, Settings, not_listed, seconds_text, step_text
 from lightning_dlrover.tuning.samples import NORMAL_WIDTH, Floats
 
 # When a trial is given up, and where the job goes then. On shared cores a step may take a hundred times longer.
@@ -188,6 +188,7 @@ def plan(
     table = CandidateTable.of(request, model, limits, objective, memory, rules, gpu_memory)
     search = _Search(request, limits, objective, rules, table)
     index, explored, reason = search.choose()
+    reason += search.price_of_list(index)
     home = search.best_measured() if explored else table.now
     now_s = max(request.current.step_time_s, float(table.step_s[table.now]))
     if objective.budget is not None and table.cost_per_hour[table.now] is None:
@@ -233,10 +234,7 @@ class _Search:
         if not allowed:
             return now, False, f"{self._stay}: no settings within the limits can be run ({table.notes[now] or 'see the notes'})"
         if not self.limits.allows(table.settings[now]):
-            workers = table.settings[now].num_workers
-            nearest = min(allowed, key=lambda i: (abs(table.settings[i].num_workers - workers), table.loss[i]))
-            limits = f"{self.limits.min_workers} to {self.limits.max_workers} workers"
-            return nearest, False, f"{self._move(nearest)}: {workers} is outside the limits of {limits}"
+            return self._nearest(allowed), False, self._reason_to_return(self._nearest(allowed))
         if table.left_s <= self.request.retune_cost_s:
             reason = f"{seconds_text(table.left_s)} of work are left, a change costs {seconds_text(self.request.retune_cost_s)}"
             return now, False, f"{self._stay}: {reason}"
@@ -258,6 +256,35 @@ class _Search:
         return [i for i, s in enumerate(self.table.settings) if not self.table.notes[i] and self.limits.allows(s)]
 
     # --- rules -----------------------------------------------------------------------------------------------------------
+
+    def _nearest(self, allowed: Sequence[int]) -> int:
+        """Return the settings within the limits with the nearest number of workers.
+
+        Only a loss leads to a number between two of the job's sizes. The workers that are left train on with their settings
+        until it is made up for.
+        """
+        table, now = self.table, self.table.settings[self.table.now]
+        workers, limits = now.num_workers, self.limits
+        is_loss = limits.min_workers <= workers <= limits.max_workers and not limits.lists(workers)
+
+        def key(index: int) -> tuple[bool, int, bool, float]:
+            there = table.settings[index]
+            is_other = replace(there, num_workers=workers) != now
+            more = there.num_workers - workers
+            return is_loss and more < 0, abs(more), is_loss and is_other, float(table.loss[index])
+
+        return min(allowed, key=key)
+
+    def price_of_list(self, chosen: int) -> str:
+        """Return what would be better than the chosen settings if the job's sizes allowed it, as the end of a reason."""
+        table, note = self.table, not_listed(self.limits)
+        loss, _ = self._scale()
+        others = [i for i, why in enumerate(table.notes) if self.limits.listed_sizes and why == note]
+        best = min(others, key=lambda i: float(loss[i]), default=chosen)
+        if not loss[best] < (1 - self.rules.min_gain) * loss[chosen]:
+            return ""
+        known = "measured" if table.measured[best] else "predicted"
+        return f"; {table.settings[best].short} would take {step_text(table.step_s[best])} ({known}), but {note}"
 
     def _suggested(self, allowed: Sequence[int]) -> int | None:
         """Return the settings that similar jobs ended with.
@@ -367,6 +394,13 @@ class _Search:
     def _left(self) -> str:
         known = self.request.remaining_samples is not None
         return f"{seconds_text(self.table.left_s)} left" if known else f"{seconds_text(self.table.left_s)} assumed to be left"
+
+    def _reason_to_return(self, to: int) -> str:
+        workers = self.table.settings[self.table.now].num_workers
+        if not self.limits.lists(workers):
+            return f"{self._move(to)}: {not_listed(self.limits)}"
+        limits = f"{self.limits.min_workers} to {self.limits.max_workers} workers"
+        return f"{self._move(to)}: {workers} is outside the limits of {limits}"
 
     def _reason_to_follow(self, warm: int) -> str:
         suggestion = self.request.suggestion

@@ -189,7 +189,7 @@ class Autotuner:
         advice = decide(workers_only if facts.is_pooled else limits, ())
         tuned = advice
         if facts.job is not None and not facts.is_by_hand:
-            here = replace(limits, min_workers=profile.num_workers, max_workers=profile.num_workers)
+            here = replace(limits, min_workers=profile.num_workers, max_workers=profile.num_workers, listed_sizes=())
             tuned = decide(here, request.past)
         if facts.is_pooled:  # the pool chooses from the candidates with other numbers of workers
             others = [c for c in advice.candidates if c.num_workers != tuned.current_workers]
@@ -235,8 +235,8 @@ class Autotuner:
         limits = Limits(1, max(2, int(self._node_cores)))
         if (job := facts.job) is not None:
             enough = least_workers((short.act, short.num_workers) for _, short in events_of(facts.events, MemoryShort))
-            fewest = min(job.max_workers, max(job.min_workers, enough))
-            limits = Limits(fewest, job.max_workers, failed_sizes=job.sizes_not_planned)
+            fewest = min(job.world_sizes.at_most(job.max_workers), max(job.min_workers, enough))
+            limits = Limits(fewest, job.max_workers, failed_sizes=job.sizes_not_planned, listed_sizes=tuple(job.sizes))
         if (nodes := facts.nodes) is not None:
             limits = replace(limits, max_cores=nodes.max_cpus, max_memory_bytes=nodes.max_memory_mb * 2**20)
         if tunable:
@@ -251,7 +251,7 @@ class Autotuner:
             threads = tunable_axes(self._node_cores, profile.cores)["intra_op_threads"]
             limits = replace(limits, intra_op_threads=threads)
         if "num_workers" in untunable:
-            limits = replace(limits, min_workers=profile.num_workers, max_workers=profile.num_workers)
+            limits = replace(limits, min_workers=profile.num_workers, max_workers=profile.num_workers, listed_sizes=())
         return limits
 
     def _suggestion(self, profile: StepProfile, similar: Sequence[PastJob], limits: Limits, at: float) -> Suggestion | None:

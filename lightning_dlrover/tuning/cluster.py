@@ -113,6 +113,7 @@ class Job:
     num_devices: int = 1  # as its user asked
     min_devices: int = 0  # fewest devices of an elastic job; 0: `num_devices`
     max_devices: int = 0  # most devices, likewise
+    sizes: tuple[int, ...] = ()  # numbers of devices that it may have, its limits among them; empty: any
     served_device_s: float = 0.0  # seconds times devices that it has had
     restarts: int = 0  # times that it was put back to wait, or got other devices while it ran
     family: str = ""  # jobs with the same model, such as its name; "": unknown. Only a hint for predictions

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from lightning_dlrover.rdzv.job.sizes import ANY_NUMBER, WorldSizes
 from lightning_dlrover.tuning.samples import (
     AGENT_BYTES,
     NORMAL_WIDTH,
@@ -471,7 +472,7 @@ class GrowthSituation:
     has_sharded_tables: bool
     max_memory_bytes: int = 0  # largest node that can be requested; 0: no larger one
     tried: Sequence[Act] = ()  # remedies that this job tried without success
-    workers_per_node: int = 1  # workers that are added together
+    sizes: WorldSizes = ANY_NUMBER  # numbers of workers that may be requested
     spare_bytes: int = 0  # memory of the process that a node's workers are forked from
 
 
@@ -640,5 +641,4 @@ def _enough_workers(forecast: MemoryForecast, situation: GrowthSituation) -> int
     fixed = forecast.level_bytes - forecast.grown_bytes
     room = forecast.limit_bytes * (1 - RESERVE) - fixed
     needed = math.ceil(spread / room) if room > 0 else situation.max_workers
-    num_nodes = math.ceil(max(situation.num_workers + 1, needed) / situation.workers_per_node)
-    return min(situation.max_workers, num_nodes * situation.workers_per_node)
+    return min(situation.max_workers, situation.sizes.at_least(max(situation.num_workers + 1, needed)))

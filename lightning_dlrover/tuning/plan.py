@@ -13,6 +13,7 @@ import numpy as np
 from lightning_dlrover import variables
 from lightning_dlrover.codec import from_fields
 from lightning_dlrover.output import counted
+from lightning_dlrover.rdzv.job.sizes import WorldSizes
 from lightning_dlrover.tuning.samples import Configuration, Floats, StepProfile, configuration_of
 
 
@@ -247,6 +248,7 @@ class Limits:
     max_memory_bytes: int = 0
     # Numbers of workers with which a step has failed, or that would leave a node with fewer workers than others.
     failed_sizes: frozenset[int] = frozenset()
+    listed_sizes: tuple[int, ...] = ()  # numbers of workers that may be requested, ascending; empty: any
     # Cores of the job on a node that other processes keep busy. No more threads than now are considered for these.
     foreign_cores: float = 0.0
 
@@ -262,6 +264,11 @@ class Limits:
                 raise ValueError(f"cannot plan with {name} of {wrong[0]}: each must be {low} or more")
         if self.workers_per_node < 0:
             raise ValueError(f"cannot plan with {self.workers_per_node} workers per node; 0 leaves them where they are")
+        if self.listed_sizes and not any(self.min_workers <= n <= self.max_workers for n in self.listed_sizes):
+            raise ValueError(
+                f"cannot plan between {self.min_workers} and {self.max_workers} workers with sizes of "
+                f"{WorldSizes(self.listed_sizes).text} only: one of them must be within these limits"
+            )
         if not 0 <= self.foreign_cores < math.inf:
             raise ValueError(f"cannot plan with {self.foreign_cores} cores that others keep busy; 0 leaves all to the job")
         if not 0 <= self.max_cores < math.inf or self.max_memory_bytes < 0:
@@ -272,12 +279,17 @@ class Limits:
 
     def allows(self, settings: Settings) -> bool:
         """Return whether the workers are within their limits. The other settings may keep the user's values."""
-        return self.min_workers <= settings.num_workers <= self.max_workers and settings.num_workers not in self.failed_sizes
+        num = settings.num_workers
+        return self.min_workers <= num <= self.max_workers and num not in self.failed_sizes and self.lists(num)
+
+    def lists(self, num_workers: int) -> bool:
+        """Return whether this number of workers may be requested."""
+        return not self.listed_sizes or num_workers in self.listed_sizes
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers of workers to choose from."""
-        sizes = sizes_to_consider(self.max_workers, max(1, self.workers_per_node), (self.min_workers,))
+        """The numbers of workers to predict. Those that may not be requested show what the list of sizes costs."""
+        sizes = sizes_to_consider(self.max_workers, max(1, self.workers_per_node), (self.min_workers, *self.listed_sizes))
         return tuple(n for n in sizes if n >= self.min_workers and n not in self.failed_sizes)
 
 
@@ -360,6 +372,8 @@ def why_not(settings: Settings, now: Configuration, asked: Configuration, global
         return f"a global batch of {global_batch} leaves workers without a sample"
     if limits.workers_per_node and settings.num_workers % limits.workers_per_node:
         return f"nodes start {counted(limits.workers_per_node, 'worker')} each"
+    if not limits.lists(settings.num_workers):
+        return not_listed(limits)
     if asked == now or not asked.node_cores:
         return ""
     threads = asked.workers_on_node * asked.threads
@@ -375,6 +389,11 @@ def why_not(settings: Settings, now: Configuration, asked: Configuration, global
     if asked.loader_workers > 1 and loaders > 2 * cores:
         return f"{counted(loaders, 'loader worker')} on {cores:g} cores of a node"
     return ""
+
+
+def not_listed(limits: Limits) -> str:
+    """Return why a number of workers that is not listed is not chosen."""
+    return f"the job's sizes are {WorldSizes(limits.listed_sizes).text}"
 
 
 def pareto_front(gain: Floats, cost: Floats) -> list[int]:

@@ -111,6 +111,22 @@ KUBERNETES = ("--target", "kubernetes", "--image", "trainer:1")
         (["run", "--workers-per-node", "0", "script.py"], "'0' is not `gpu`, nor a number of workers from 1 to 1024"),
         (["run", "--workers-per-node", "gpu", "script.py"], "--workers-per-node gpu: --gpus N sets the number of GPUs"),
         (["run", "--workers-per-node", "4", "--workers", "1:6", "script.py"], "give multiples of 4, such as 4:4"),
+        (
+            ["run", "--sizes", "1,x", "script.py"],
+            "--sizes: 'x' is not a number of workers above 0; give pow2, or sizes such as",
+        ),
+        (
+            ["run", "--workers", "1:4", "--sizes", "2,8", "script.py"],
+            "--sizes 2,8 with --workers 1:4: 8 is outside of the job's limits of 1 to 4 workers; leave it out, or change the",
+        ),
+        (
+            ["run", "--workers", "5:7", "--sizes", "pow2", "script.py"],
+            "no size from 5 to 7 workers is a power of two; list sizes",
+        ),
+        (
+            ["run", "--workers", "2:6", "--workers-per-node", "2", "--sizes", "3,6", "script.py"],
+            "3 workers do not fill nodes of 2; give multiples of 2",
+        ),
         (["run", "--workers-per-node", "2", "--gpus", "4", "script.py"], "each worker has one GPU of its own; give --gpus 2"),
         (["run", "--workers-per-node", "2", "--pool", "p", "script.py"], "a pool counts single workers"),
         (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import struct
 import subprocess
 import sys
@@ -12,10 +14,14 @@ import pytest
 
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
+from lightning_dlrover.rdzv.job.events import DecisionMade, record_of
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, PlanRecord, encode
 from lightning_dlrover.report.status import JobPlace
+from lightning_dlrover.tuning import Limits, Objective, PlanRequest, StepTimeModel, plan
+from lightning_dlrover.tuning.plan import Settings
 from tests.support.history_rows import decision
 from tests.support.run_cli import RunCli, left_folder
+from tests.support.simulated_jobs import dense_heavy, window
 
 
 def test_a_file_that_cannot_be_written_gets_one_line(dlrover: RunCli, at: tuple[str, ...], tmp_path: Path) -> None:
@@ -79,6 +85,21 @@ def test_job_that_has_only_begun_is_not_called_unknown(
     client.put(keys.plan, encode(PlanRecord(1, "initial", "start with the fewest workers, 1", True)))
     code, _, errors = dlrover("explain", "--endpoint", etcd.endpoint, keys.run_id, "--history", history)
     assert (code, "has recorded nothing yet" in errors, "neither" in errors) == (2, True, False)
+
+
+def test_size_that_is_not_listed_is_explained(dlrover: RunCli) -> None:
+    """Three workers would be fastest, and the job's sizes are 1 and 2."""
+    settings, truth, rng = [Settings(n, 0, 1, 0) for n in (1, 3, 2)], dense_heavy(3), random.Random(1)
+    windows = [window(truth, each, rng, 0.0) for each in settings for _ in range(3)]
+    request, model = PlanRequest(windows, 3.0, 1e5 * truth.global_batch), StepTimeModel.fit(windows, node_cores=3.0)
+    made = plan(request, model, Limits(1, 3, listed_sizes=(1, 2)), Objective(), decision_id=1, at=0.0)
+    event = record_of(DecisionMade(made.to_data()), made.reason)
+    (left_folder() / "events.jsonl").write_bytes(encode(event) + b"\n")
+    text = " ".join(dlrover.output("explain", "job", "--history", "off", "--plan", 1).split())
+    assert re.search(r"stay at 2 workers: .*; 3x1 would take [\d.]+ ms \(measured\), but the job's sizes are 1 or 2", text), (
+        text
+    )
+    assert text.count("the job's sizes are 1 or 2") == 2, "also as the note of the candidate"
 
 
 def test_job_known_only_to_the_history_is_explained_from_it(history: str, dlrover: RunCli) -> None:

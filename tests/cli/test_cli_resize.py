@@ -46,6 +46,19 @@ def test_size_that_has_failed_is_named_until_it_is_asked_for_by_hand(
     assert "not tried again" not in dlrover("status", *at)[1]
 
 
+@pytest.mark.parametrize(("asked", "move"), [(3, "use 2 or 4"), (7, "use 4"), (1, "use 2")])
+def test_size_that_is_not_listed_is_refused_with_the_nearest_ones(
+    dlrover: RunCli, client: EtcdClient, at: tuple[str, ...], job: Keys, asked: int, move: str
+) -> None:
+    record = stored(client, JobRecord, job.job)
+    client.put(job.job, encode(dataclasses.replace(record, max_workers=8, sizes=[2, 4])))
+    problem = f"{asked} is not one of the --sizes 2,4 that job {job.run_id!r} was started with: {move}\n"
+    assert dlrover.refused("scale", *at, asked).endswith(problem)
+    assert dlrover.refused("pool", "what-if", *at, "--workers", asked).endswith(problem)
+    assert "1 to 8 workers, sizes 2 or 4, etcd" in dlrover.output("status", *at)
+    assert dlrover("scale", *at, 4)[0] == 0
+
+
 def test_scale_changes_only_the_given_settings(dlrover: RunCli, client: EtcdClient, at: tuple[str, ...], job: Keys) -> None:
     def plan() -> PlanRecord:
         return dataclasses.replace(stored(client, PlanRecord, job.plan), created_at=0.0)

@@ -24,7 +24,8 @@ from lightning_dlrover.cli.parser import build_parser
 from lightning_dlrover.components import ESCAPED, elastic
 from lightning_dlrover.components.targets.local import node_app
 from lightning_dlrover.components.targets.target import NodeSpec
-from lightning_dlrover.rdzv.agents.rendezvous import HandlerConfig
+from lightning_dlrover.rdzv.agents.rendezvous import HandlerConfig, export
+from lightning_dlrover.rdzv.group.config import WorldConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -201,6 +202,24 @@ def test_timeouts_of_a_job_reach_its_agents() -> None:
     parameters = RendezvousParameters("etcd-v3", "h:1", "run", 1, 2, **dict(pair.split("=") for pair in conf.split(",")))
     config = HandlerConfig.from_parameters(parameters)
     assert (config.join_timeout_s, config.timeouts.wait_timeout_s, config.timeouts.lease_ttl_s) == (7200.0, 86400.0, 7.0)
+
+
+def test_sizes_of_a_job_reach_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = NodeSpec("train.py", (), "h:1", "run", "/dlrover", 1, 8, sizes=(1, 2, 8))
+    [conf] = [a.partition("=")[2] for a in node_app(spec, "node1", "$").roles[0].args if a.startswith("--rdzv-conf=")]
+    assert conf == "live=1,sizes=1+2+8,key_prefix=/dlrover"
+    parameters = RendezvousParameters("etcd-v3", "h:1", "run", 1, 8, **dict(pair.split("=") for pair in conf.split(",")))
+    monkeypatch.setattr(os, "environ", {"HOME": "/"})
+    export(HandlerConfig.from_parameters(parameters), "agent", None)
+    config = WorldConfig.from_environment(os.environ, "1")
+    assert config is not None
+    assert (config.sizes, config.max_workers) == ((1, 2, 8), 8)
+
+
+def test_malformed_sizes_are_refused_by_the_agent() -> None:
+    parameters = RendezvousParameters("etcd-v3", "h:1", "run", 1, 8, sizes="1:8")
+    with pytest.raises(ValueError, match="--rdzv-conf sizes='1:8' cannot be used: '1:8' is not a number of workers"):
+        HandlerConfig.from_parameters(parameters)
 
 
 @pytest.mark.parametrize("timeouts", ["join_timeout", "join_timeout=1h", "a=1,,b=2", "live=0=1"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -17,7 +18,14 @@ import pytest
 from slurm_cluster import SlurmCluster, missing_packages, slurm_cluster
 
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from tests.e2e.test_dlrover_run import SCRIPT, all_arguments_and_variables, members, wait_for_first_round, wait_for_workers
+from tests.e2e.test_dlrover_run import (
+    LIGHTNING_SCRIPT,
+    SCRIPT,
+    all_arguments_and_variables,
+    members,
+    wait_for_first_round,
+    wait_for_workers,
+)
 from tests.e2e.test_torchx import COMPONENT, torchx
 from tests.support.dlrover_process import Dlrover, Run
 from tests.support.waiting import eventually
@@ -272,6 +280,36 @@ def check_that_it_says_so(dlrover: Dlrover, slurm: SlurmCluster) -> None:
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.wait_for_exit(90) == 128 + signal.SIGTERM, run.output  # it may have been requesting the next node
     eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
+
+
+@pytest.mark.timeout(300)
+def test_preempted_worker_has_one_notice_and_the_others_see_each_change_once(
+    dlrover: Dlrover, slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    until, calls = tmp_path / "enough", tmp_path / "calls.jsonl"
+    room = ("--target", "slurm", "--workers", "1:2", "--cpus", "2", "--exclude", "h2,h3", "--etcd-host", "127.0.0.1")
+    notice = ("--partition", "main", "--preemption-notice", "0")
+    run = dlrover.start(*room, *notice, LIGHTNING_SCRIPT, "--until", until, "--hook-log", calls)
+    wait_for_first_round(run)
+    assert dlrover("scale", "job", 2).returncode == 0
+    kept, preempted = wait_for_workers(run, 2)
+    urgent = slurm.preempt(job_of(run, slurm, preempted["pid"]))
+    wait_for_workers(run, 1, without=(preempted["worker_id"],))
+    run.wait_for(lambda: slurm.jobs()[urgent][1] == "RUNNING", "the host for the job of higher priority")
+    slurm("scancel", urgent)
+    last = wait_for_workers(run, 2, without=(preempted["worker_id"],))
+    run.finish(until)
+    eventually(lambda: slurm.jobs() == {}, "the end of all jobs")
+    found = [json.loads(line) for line in calls.read_text().splitlines()]
+    [noticed] = [call for call in found if "notice" in call]
+    assert noticed["pid"] == preempted["pid"]
+    assert noticed["at"] < noticed["notice"] < noticed["at"] + 121
+    changes = [call["change"] for call in found if call["pid"] == kept["pid"]]
+    assert changes == [[1, 2], [2, 1], [1, 2]]
+    rounds = [call["round"] for call in found if call["pid"] == kept["pid"]]
+    assert rounds == sorted({*rounds})
+    [replacement] = [worker["pid"] for worker in last if worker["pid"] != kept["pid"]]
+    assert next(call["change"] for call in found if call["pid"] == replacement) == [None, 2]
 
 
 def losses(run: Run) -> list[str]:

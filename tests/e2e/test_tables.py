@@ -608,6 +608,18 @@ def test_a_checkpoint_is_read_by_another_number_of_workers_bit_for_bit(
     assert judge(other, resuming, undisturbed(new_job, settings), after=6) == [], other.report()
 
 
+def test_a_worker_joins_a_job_that_began_with_a_checkpoint_of_tables(new_job: MakeJob) -> None:
+    settings = replace(SETTINGS, save_at=9)
+    job = new_job(settings)
+    started(job, 2)
+    assert job.finish() == [0, 0], job.report()
+    resuming = replace(settings, ckpt_path=str(job.folder / "checkpoint"), save_at=None)
+    resumed = new_job(resuming)
+    started(resumed, 2)
+    assert resumed.finish() == [0, 0], resumed.report()
+    assert judge(resumed, resuming, undisturbed(new_job, settings), after=9, read_at=9) == [], resumed.report()
+
+
 def test_checkpoint_of_stock_lightning_trains_on_as_there_while_workers_come_and_go(new_job: MakeJob) -> None:
     settings = replace(SETTINGS, users_optimizer=True)
     stock = new_job(replace(settings, step_s=0.0), script=train_stock)

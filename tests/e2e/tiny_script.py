@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import time
@@ -61,6 +62,23 @@ def meet_fate(bad: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class HookLog:
+    """Appends each call of a hook of the changing job to a file, one line of JSON each."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def on_world_change(self, trainer: Any, module: Any, former: Any, world: Any) -> None:
+        self._add({"change": [former.size if former is not None else None, world.size], "round": world.round})
+
+    def on_notice(self, trainer: Any, module: Any, notice: float) -> None:
+        self._add({"notice": notice})
+
+    def _add(self, call: dict[str, Any]) -> None:
+        with self._file.open("a") as file:
+            file.write(json.dumps({"pid": os.getpid(), "at": time.time(), **call}) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--until", type=Path)
@@ -75,10 +93,13 @@ def main() -> None:
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--fateful-hook", help="where a worker is killed, or fails, before its first batch; see `meet_fate`")
     parser.add_argument("--bad", type=Path)
+    parser.add_argument("--hook-log", type=Path, default=Path(os.devnull), help="file for the calls of `HookLog`")
     given = parser.parse_args()
     torch.set_num_threads(1)
     L.seed_everything(1, verbose=False)
     tuning: dict[str, Any] = {"tune": ["num_workers"]} if given.only_resizes else {}
+    hook_log = HookLog(given.hook_log)
+    tuning |= {"on_world_change": hook_log.on_world_change, "on_notice": hook_log.on_notice}
     trainer = L.Trainer(
         strategy=DLRoverStrategy(global_batch_size=given.global_batch),
         callbacks=[] if given.fateful_hook else [DLRoverCallback(window_s=given.window_s, plan_every_s=1.0, **tuning)],

@@ -383,6 +383,7 @@ def test_changes_of_a_pool_are_notified_by_whichever_brain_decides(jobs: PooledJ
         ]
     assert sorted(found[:2]) == [("a", "started", 0, 4), ("huge", "refused", 0, 0)]
     [smaller] = [after for job, event, _, after in found if (job, event) == ("a", "shrunk")]
+    assert smaller is not None
     assert ("b", "started", 0, 4 - smaller) in found
     assert {each["source"] for each in receiver.documents} == {"pool"}
     assert len({each["id"] for each in receiver.documents}) == len(receiver.documents)

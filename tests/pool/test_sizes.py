@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_dlrover.pool.budget import UNLIMITED, Owners, PoolJob, Rate, Resources, queue_of, wanted_sizes, why_never
 from lightning_dlrover.pool.decisions import elastic_divider
+from lightning_dlrover.rdzv.job.sizes import WorldSizes
 
 CORE = Resources(1.0)
 MAX_WAIT_S = 100.0
@@ -128,3 +129,45 @@ def test_queue_predicts_starts_from_the_ends_of_running_jobs() -> None:
 @pytest.mark.parametrize("amount, text", [(Resources(1, 2, 2048), "1 core, 2 GPUs, 2 GiB"), (UNLIMITED, "nothing")])
 def test_resources_are_shown_in_words(amount: Resources, text: str) -> None:
     assert amount.text == text
+
+
+def sized(name: str, workers: int, listed: tuple[int, ...], speeds: list[float] | None = None) -> PoolJob:
+    known = speeds or [10.0 * n**0.9 for n in range(1, 9)]
+    made = running(name, workers, known, most=listed[-1], sizes=WorldSizes(listed), min_workers=listed[0])
+    return made if workers else replace(made, rates=(), submitted_s=1.0)
+
+
+@pytest.mark.parametrize("policy", ["jct", "sia", "as-requested"])
+@given(st.data(), st.integers(4, 14))
+def test_every_policy_gives_listed_sizes_only(policy: str, data: st.DataObject, cores: int) -> None:
+    lists = data.draw(st.lists(st.sampled_from([(1, 2, 4, 8), (2, 4), (1, 3, 5), (3,)]), min_size=1, max_size=4))
+    jobs = []
+    for number, listed in enumerate(lists):
+        held = data.draw(st.sampled_from([0, *range(1, listed[-1] + 1)]))  # also sizes that a loss leaves
+        jobs.append(sized(f"job{number}", held, listed))
+    wanted = wanted_sizes(jobs, Resources(float(cores)), elastic_divider(policy, MAX_WAIT_S), 50.0, MAX_WAIT_S)
+    for job, listed in zip(jobs, lists, strict=True):
+        assert wanted[job.name] in (0, *listed), (job, wanted)
+        assert wanted[job.name] or job.is_waiting
+    least = sum(listed[0] for job, listed in zip(jobs, lists, strict=True) if not job.is_waiting)
+    assert sum(wanted.values()) <= max(cores, least)
+
+
+def test_core_that_one_job_cannot_use_goes_to_another() -> None:
+    speeds = [10.0, 19.0, 28.0, 37.0]
+    powers, any_size = sized("powers", 1, (1, 2, 4), speeds), running("any", 1, speeds)
+    assert sizes([powers, any_size], 6) in ({"powers": 2, "any": 4}, {"powers": 4, "any": 2})
+    assert sizes([powers, sized("pairs", 2, (2, 4), speeds)], 7) in ({"powers": 2, "pairs": 4}, {"powers": 4, "pairs": 2})
+    assert sizes([powers, sized("pairs", 2, (2, 4), speeds)], 5) == {"powers": 1, "pairs": 4}
+
+
+def test_quota_cuts_to_a_listed_size() -> None:
+    owners = Owners(quotas={"ads": Resources(3.0)})
+    job = replace(sized("ads-job", 1, (1, 2, 4)), owner="ads")
+    assert wanted_sizes([job], Resources(8.0), OURS, 50.0, MAX_WAIT_S, owners) == {"ads-job": 2}
+
+
+def test_listed_sizes_of_a_large_job_on_several_cores_each_can_be_chosen() -> None:
+    rates = tuple(Rate(n, speed, speed, speed) for n, speed in ((50, 50.0), (100, 100.0)))
+    job = PoolJob("large", Resources(3.0), 50, 100, 50, 50, 50, rates=rates, sizes=WorldSizes((50, 77, 100)))
+    assert sizes([job], 299) == {"large": 77}

@@ -1,7 +1,8 @@
 """A Kubernetes cluster of one process: an API server over HTTP, its Job controller, and a kubelet that runs pods as processes.
 
 Its answers match a real cluster's in all that a target needs. It checks fields, names and labels, refuses duplicate names,
-and applies selectors to lists. A deleted pod receives SIGTERM and disappears when its process has ended. A Job counts its pod.
+and applies selectors to lists. Lists have pages and a resource version, and watches deliver every change after such a version.
+A deleted pod receives SIGTERM and disappears when its process has ended. A Job counts its pod.
 Volcano is optional. A test may let the next requests fail (`answer_next`), and may act on pods like hosts and their owners.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
 import dataclasses
 import datetime
 import http.server
@@ -20,6 +22,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,6 +38,9 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 
 _PLAIN, _VOLCANO, _SCHEDULING = "batch/v1", "batch.volcano.sh/v1alpha1", "scheduling.volcano.sh/v1beta1"
+
+_LOOK_S = 0.02
+"""Seconds between two looks of a stream for something new."""
 
 POD_VARIABLE = "KUBERNETES_TEST_POD"
 """Environment variable with the pod's name, in every process of a pod."""
@@ -54,12 +60,24 @@ class Answer:
     is_carried_out: bool = False
     delay_s: float = 0.0
     stream: Iterator[bytes] | None = None  # pieces of the body as they arrive
+    is_buffered: bool = False  # a proxy passes the stream on, and its headers, only once it has ended
 
 
 class _Refused(Exception):
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(message)
         self.status, self.reason = status, reason
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of an object, as a watch delivers it."""
+
+    revision: int
+    place: tuple[str, str]  # kind and API version
+    type: str  # ADDED, MODIFIED or DELETED
+    content: Object
+    former_labels: Mapping[str, str]
 
 
 @dataclass
@@ -97,7 +115,8 @@ class KubernetesCluster:
         self.lock = threading.RLock()
         self.has_volcano = has_volcano
         # Jobs of both kinds under one name: no test gives two of them the same name.
-        self.objects: dict[str, dict[str, Object]] = {"jobs": {}, "pods": {}, "events": {}, "podgroups": {}, "secrets": {}}
+        kinds = ("jobs", "pods", "events", "podgroups", "secrets", "poddisruptionbudgets")
+        self.objects: dict[str, dict[str, Object]] = {kind: {} for kind in kinds}
         self.requests: list[tuple[str, str]] = []  # method, path with query
         self.max_jobs = 1000
         self.has_room_for_pods = True  # if false, a Job has no pod
@@ -109,6 +128,13 @@ class KubernetesCluster:
         self.has_kueue = False  # Jobs with its label are suspended until `admit`
         self.version = "v1.36.1"
         self.pod_security = ""  # level that pods must meet: "" or "restricted"; of Jobs it only warns
+        self.bookmark_s = 60.0  # time between two bookmarks of a watch
+        self.has_buffering_proxy = False  # a proxy holds watches back until they end
+        self._revision = 1
+        self._compacted = 0  # watches from an older revision have expired
+        self._noted: dict[tuple[str, str], tuple[str, str, int]] = {}  # kind and name: uid, content, revision
+        self._history: list[_Change] = []
+        self._pages: dict[str, tuple[int, list[Object]]] = {}  # continuation token: revision, rest of a list
         self._num_cuts = 0  # see `cut_streams`
         self._answers: list[tuple[str, str, Answer]] = []
         self._processes: dict[str, _Process] = {}  # process by the pod's name
@@ -177,12 +203,21 @@ class KubernetesCluster:
             del self.objects["pods"][self.pod_of(node)["metadata"]["name"]]
 
     def cut_streams(self) -> None:
-        """End all streams of output in their middle, as a load balancer does."""
+        """End all watches and streams of output in their middle, as a load balancer does."""
         self._num_cuts += 1
 
-    def num_requests(self, method: str, kind: str) -> int:
+    def compact(self) -> None:
+        """Forget all changes until now, as etcd does after five minutes. Running watches have seen them."""
         with self.lock:
-            return sum(m == method and f"/{kind}" in path for m, path in self.requests)
+            self._note_changes()
+            self._revision += 1
+            self._compacted = self._revision
+            self._pages.clear()
+
+    def num_requests(self, method: str, kind: str) -> int:
+        """Count the requests for a kind of object. Watches are counted by method WATCH alone."""
+        with self.lock:
+            return sum(_method(m, path) == method and f"/{kind}" in path for m, path in self.requests)
 
     def pod_of(self, node: str) -> Object:
         with self.lock:
@@ -212,8 +247,30 @@ class KubernetesCluster:
         """Kill a pod as the kernel does when its memory is too small."""
         self._signal(self.pod_of(node)["metadata"]["name"], signal.SIGKILL)
 
+    def drain(self, node: str) -> str:
+        """Evict a pod by the API, as `kubectl drain` does. Return why the API refuses; empty if it does not."""
+        with self.lock:
+            pod = self.pod_of(node)
+
+            def is_healthy(each: Object) -> bool:
+                # Pods here have no readiness probe, so a running one is ready.
+                return each["status"]["phase"] == "Running" and "deletionTimestamp" not in each["metadata"]
+
+            def matched(budget: Object, each: Object) -> bool:
+                return bool(budget["spec"]["selector"]["matchLabels"].items() <= each["metadata"]["labels"].items())
+
+            budgets = [each for each in self.objects["poddisruptionbudgets"].values() if matched(each, pod)]
+            if len(budgets) > 1:
+                return "This pod has more than one PodDisruptionBudget, which the eviction subresource does not support."
+            for budget in budgets:
+                num_healthy = sum(is_healthy(each) and matched(budget, each) for each in self.objects["pods"].values())
+                if is_healthy(pod) and num_healthy <= budget["spec"]["minAvailable"]:
+                    return "Cannot evict pod as it would violate the pod's disruption budget."
+            self.evict(node)
+            return ""
+
     def evict(self, node: str) -> None:
-        """Evict a pod as `kubectl drain` does."""
+        """Delete a pod with its grace, as a taint of its host or a preemption does, whatever its PodDisruptionBudget says."""
         pod = self.pod_of(node)
         self.delete("pods", pod["metadata"]["name"], pod["spec"]["terminationGracePeriodSeconds"])
 
@@ -229,6 +286,7 @@ class KubernetesCluster:
         )
         with self.lock:
             self.requests.append((method, path))
+            method = _method(method, path)
             offered = self._resources(match[1] or "") if match else []
             if match is None or not offered or match[3] not in (None, *offered):
                 return _status(404, "NotFound", "the server could not find the requested resource")
@@ -246,7 +304,8 @@ class KubernetesCluster:
             return _json(200, {"kind": "APIResourceList", "groupVersion": group, "resources": [{"name": n} for n in offered]})
         try:
             with self.lock:
-                verb = {"POST": "create", "DELETE": "delete", "PUT": "update"}.get(method, "get" if name else "list")
+                verbs = {"POST": "create", "DELETE": "delete", "PUT": "update", "WATCH": "watch"}
+                verb = verbs.get(method, "get" if name else "list")
                 own_group = group.partition("/")[0] if group != _PLAIN else ""
                 resource = _joined(f"{kind}.{own_group}" if own_group else kind, part)
                 if namespace != self.namespace or (verb, resource) in self.forbidden:
@@ -264,7 +323,8 @@ class KubernetesCluster:
         of_volcano = {_VOLCANO: ["jobs"], _SCHEDULING: ["podgroups"]} if self.has_volcano else {}
         if self.has_kueue and group == "kueue.x-k8s.io/v1beta1":
             return ["localqueues"]
-        return {"": ["pods", "events", "secrets"], _PLAIN: ["jobs"], **of_volcano}.get(group, [])
+        of_groups = {"events.k8s.io/v1": ["events"], "policy/v1": ["poddisruptionbudgets"]}
+        return {"": ["pods", "events", "secrets"], _PLAIN: ["jobs"], **of_groups, **of_volcano}.get(group, [])
 
     def _carry_out(
         self, verb: str, group: str, kind: str, name: str, is_log: bool, query: Mapping[str, str], body: Object
@@ -276,11 +336,17 @@ class KubernetesCluster:
                 return dataclasses.replace(answer, headers={**answer.headers, "Warning": warning})
             return answer
         if verb == "create":
-            return _json(201, self._create_secret(body))
+            self._check_fields(body)
+            create = {"events": self._create_event, "poddisruptionbudgets": self._create_budget}.get(kind, self._create_secret)
+            return _json(201, create(body))
+        self._note_changes()
         objects = {n: o for n, o in self.objects[kind].items() if kind != "jobs" or o["apiVersion"] == group}
+        if verb == "watch":
+            stream = self._watched((kind, group), query)
+            headers = {"Content-Type": "application/json"}
+            return Answer(200, headers=headers, stream=stream, is_buffered=self.has_buffering_proxy)
         if verb == "list":
-            found = [o for o in objects.values() if _is_selected(o, query)]
-            return _json(200, {"kind": f"{kind[:-1].capitalize()}List", "metadata": {"resourceVersion": "1"}, "items": found})
+            return self._page(kind, [o for _, o in sorted(objects.items()) if _is_selected(o, query)], query)
         if name not in objects:
             raise _Refused(404, "NotFound", f'{kind} "{name}" of {group or "v1"} not found')
         if is_log and query.get("follow") == "true":
@@ -296,9 +362,116 @@ class KubernetesCluster:
             self.delete(kind, name, body.get("gracePeriodSeconds"))
         return _json(200, objects[name])
 
+    def _page(self, kind: str, found: list[Object], query: Mapping[str, str]) -> Answer:
+        """Return a list, or a page of it. All pages show the objects at the time of the first one."""
+        revision = self._revision
+        if token := query.get("continue"):
+            if token not in self._pages:
+                words = "The provided continue parameter is too old to display a consistent list result."
+                raise _Refused(410, "Expired", words)
+            revision, found = self._pages.pop(token)
+        metadata: Object = {"resourceVersion": str(revision)}
+        limit = int(query.get("limit") or len(found) or 1)
+        if found[limit:]:
+            metadata |= {"continue": uuid.uuid4().hex, "remainingItemCount": len(found[limit:])}
+            self._pages[metadata["continue"]] = (revision, copy.deepcopy(found[limit:]))
+        return _json(200, {"kind": f"{kind[:-1].capitalize()}List", "metadata": metadata, "items": found[:limit]})
+
+    def _note_changes(self) -> None:
+        """Give each object that has changed a new resource version, and add the change to the history."""
+        for kind, objects in self.objects.items():
+            gone = {key: noted for key, noted in self._noted.items() if key[0] == kind and key[1] not in objects}
+            for name, found in objects.items():
+                metadata = found["metadata"]
+                uid = metadata.setdefault("uid", str(uuid.uuid4()))
+                without_version = {key: value for key, value in metadata.items() if key != "resourceVersion"}
+                text = json.dumps({**found, "metadata": without_version})
+                noted = self._noted.get((kind, name))
+                if noted is not None and noted[0] != uid:
+                    gone[kind, name] = noted
+                elif noted is not None and noted[1] == text:
+                    metadata.setdefault("resourceVersion", str(noted[2]))
+                    continue
+                if (kind, name) in gone:
+                    self._note((kind, name), "DELETED", *gone.pop((kind, name)))
+                self._note((kind, name), "MODIFIED" if noted and noted[0] == uid else "ADDED", uid, text)
+                metadata["resourceVersion"] = str(self._revision)
+            for key, noted in gone.items():
+                self._note(key, "DELETED", *noted)
+
+    def _note(self, key: tuple[str, str], change: str, uid: str, text: str, _: int = 0) -> None:
+        former = json.loads(self._noted[key][1])["metadata"].get("labels", {}) if key in self._noted else {}
+        content = json.loads(text)
+        self._revision += 1
+        content["metadata"]["resourceVersion"] = str(self._revision)
+        group = content.get("apiVersion", "") if key[0] == "jobs" else ""
+        self._history.append(_Change(self._revision, (key[0], group), change, content, former))
+        if change == "DELETED":
+            del self._noted[key]
+        else:
+            self._noted[key] = (uid, text, self._revision)
+
+    def _watched(self, place: tuple[str, str], query: Mapping[str, str]) -> Iterator[bytes]:
+        """Deliver all changes after a resource version until the time is up, and a bookmark now and then."""
+        seen, num_cuts = int(query["resourceVersion"]), self._num_cuts
+        ends_at = time.monotonic() + float(query.get("timeoutSeconds", 1800))
+        bookmark_at = time.monotonic() + self.bookmark_s
+        if seen < self._compacted:  # not an HTTP status: the request itself was valid
+            words = f"too old resource version: {seen} ({self._compacted})"
+            yield _event("ERROR", json.loads(_status_body(Answer(410, words, "Expired"))))
+            return
+        place = place if place[0] == "jobs" else (place[0], "")
+        while num_cuts == self._num_cuts and time.monotonic() < ends_at:
+            with self.lock:
+                self._note_changes()
+                new = [change for change in self._history if change.revision > seen and change.place == place]
+                seen = self._revision
+            for change in new:
+                is_selected = _is_selected(change.content, query)
+                was_selected = _is_selected({"metadata": {"labels": change.former_labels}}, query) and change.type != "ADDED"
+                if is_selected or was_selected:
+                    kind = "DELETED" if not is_selected else "ADDED" if not was_selected else change.type
+                    yield _event(kind, change.content)
+            if time.monotonic() >= bookmark_at and query.get("allowWatchBookmarks") == "true":
+                bookmark_at = time.monotonic() + self.bookmark_s
+                yield _event("BOOKMARK", {"kind": "Object", "metadata": {"resourceVersion": str(seen)}})
+            if self._stopped.wait(_LOOK_S):
+                return
+
+    def _check_fields(self, found: Object) -> None:
+        if wrong := kubernetes_models.problems(found):
+            raise _Refused(400, "BadRequest", f"{found.get('kind')}: strict decoding error: {wrong}")
+
+    def _create_event(self, event: Object) -> Object:
+        """Store an event of events.k8s.io, which the core API shows with other names of its fields."""
+        about, note = event.get("regarding", {}), event.get("note", "")
+        required = ("eventTime", "reportingController", "reportingInstance", "action", "reason")
+        wrong = [name for name in required if not 1 <= len(event.get(name, "")) <= 128]
+        wrong += ["note"] * (len(note.encode()) > 1024) + ["type"] * (event.get("type") not in ("Normal", "Warning"))
+        wrong += ["regarding.namespace"] * (about.get("namespace") != event["metadata"].get("namespace", self.namespace))
+        wrong += ["metadata.name"] * (not re.fullmatch(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", event["metadata"]["name"]))
+        wrong += ["eventTime"] * (not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", str(event.get("eventTime"))))
+        if wrong:
+            raise _Refused(422, "Invalid", f'Event.events.k8s.io "{event["metadata"]["name"]}" is invalid: {wrong}')
+        name = event["metadata"]["name"]
+        if name in self.objects["events"]:
+            raise _Refused(409, "AlreadyExists", f'events.events.k8s.io "{name}" already exists')
+        core = {"involvedObject": about, "message": note, "reportingComponent": event["reportingController"]}
+        kept = ("metadata", "eventTime", "reportingInstance", "action", "reason", "type")
+        self.objects["events"][name] = {**{key: event[key] for key in kept}, **core}
+        return event
+
+    def _create_budget(self, budget: Object) -> Object:
+        name, spec = budget["metadata"]["name"], budget["spec"]
+        if name in self.objects["poddisruptionbudgets"]:
+            raise _Refused(409, "AlreadyExists", f'poddisruptionbudgets.policy "{name}" already exists')
+        if len({"minAvailable", "maxUnavailable"} & spec.keys()) != 1 or not _NAME.fullmatch(name):
+            raise _Refused(422, "Invalid", f'PodDisruptionBudget.policy "{name}" is invalid')
+        self.objects["poddisruptionbudgets"][name] = budget
+        return budget
+
     def _create_secret(self, secret: Object) -> Object:
         name = secret["metadata"]["name"]
-        assert not kubernetes_models.problems(secret)
         if name in self.objects["secrets"]:
             raise _Refused(409, "AlreadyExists", f'secrets "{name}" already exists')
         text = secret.pop("stringData", {})
@@ -352,7 +525,9 @@ class KubernetesCluster:
     def _create_pod_of(self, job: Object) -> None:
         name, template = job["metadata"]["name"], job["spec"]["template"]
         labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": name}
-        self._create_pod({"metadata": {"name": f"{name}-{uuid.uuid4().hex[:5]}", "labels": labels}, "spec": template["spec"]})
+        owner = {"apiVersion": _PLAIN, "kind": "Job", "name": name, "uid": job["metadata"]["uid"], "controller": True}
+        metadata = {"name": f"{name}-{uuid.uuid4().hex[:5]}", "labels": labels, "ownerReferences": [owner]}
+        self._create_pod({"metadata": metadata, "spec": template["spec"]})
 
     def _violations(self, job: Object) -> str:
         """Return why the level of Pod Security forbids a Job's pod; empty if it does not."""
@@ -398,11 +573,12 @@ class KubernetesCluster:
     def delete(self, kind: str, name: str, grace_s: int | None = None) -> None:
         with self.lock:
             found = self.objects[kind][name]
-            if kind == "secrets":
-                del self.objects["secrets"][name]
+            if kind in ("secrets", "poddisruptionbudgets"):
+                del self.objects[kind][name]
                 return
             if kind == "jobs":
                 del self.objects["jobs"][name]
+                self._collect(found["metadata"]["uid"])
                 owned = [p for p in self.objects["pods"].values() if _job_of(p) == name]
                 for pod in owned:
                     self.delete("pods", pod["metadata"]["name"])
@@ -429,10 +605,15 @@ class KubernetesCluster:
 
     def _remove(self, pod: Object) -> None:
         del self.objects["pods"][pod["metadata"]["name"]]
-        for name, secret in list(self.objects["secrets"].items()):
-            if any(owner["uid"] == pod["metadata"]["uid"] for owner in secret["metadata"].get("ownerReferences", ())):
-                del self.objects["secrets"][name]
+        self._collect(pod["metadata"]["uid"])
         self._count(pod)
+
+    def _collect(self, owner: str) -> None:
+        """Remove what a removed object owned, as the garbage collector does."""
+        for kind in ("secrets", "poddisruptionbudgets"):
+            for name, found in list(self.objects[kind].items()):
+                if any(each["uid"] == owner for each in found["metadata"].get("ownerReferences", ())):
+                    del self.objects[kind][name]
 
     def _count(self, pod: Object) -> None:
         """Update the Job, as the Job controller does when a pod has changed."""
@@ -543,7 +724,7 @@ class KubernetesCluster:
             if text[num_sent:]:
                 yield text[num_sent:].encode()
                 num_sent = len(text)
-            if has_ended or self._stopped.wait(0.02):
+            if has_ended or self._stopped.wait(_LOOK_S):
                 return
 
     def _log(self, name: str, query: Mapping[str, str]) -> str:
@@ -604,12 +785,14 @@ def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHand
                 self.wfile.write(content)
 
         def _send_stream(self, answer: Answer) -> None:
+            if answer.is_buffered:
+                answer = dataclasses.replace(answer, stream=iter([b"".join(answer.stream or ())]))
             self.send_response(answer.status)
             for name, value in {"Transfer-Encoding": "chunked", **answer.headers}.items():
                 self.send_header(name, value)
             self.end_headers()
             with contextlib.suppress(ConnectionError):  # the client has read enough
-                for piece in answer.stream or ():
+                for piece in filter(None, answer.stream or ()):
                     self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
                 self.wfile.write(b"0\r\n\r\n")
 
@@ -716,6 +899,15 @@ def _now() -> str:
 
 def _json(status: int, content: Object) -> Answer:
     return Answer(status, body=json.dumps(content).encode(), headers={"Content-Type": "application/json"})
+
+
+def _method(method: str, path: str) -> str:
+    """Return a request's method; WATCH for a watch, which is a GET of another kind."""
+    return "WATCH" if method == "GET" and "watch=true" in path.partition("?")[2].split("&") else method
+
+
+def _event(kind: str, content: Object) -> bytes:
+    return json.dumps({"type": kind, "object": content}).encode() + b"\n"
 
 
 def _status(status: int, reason: str, message: str) -> Answer:

@@ -58,7 +58,8 @@ def models() -> Any:
 def problems(manifest: Mapping[str, Any]) -> list[str]:
     """Errors of an object, each with its place. An object of unknown kind is one error."""
     api_version, kind = manifest.get("apiVersion"), manifest.get("kind")
-    name = "volcano job" if (api_version, kind) == ("batch.volcano.sh/v1alpha1", "Job") else f"V1{kind}"
+    ambiguous = {"batch.volcano.sh/v1alpha1 Job": "volcano job", "events.k8s.io/v1 Event": "EventsV1Event"}
+    name = ambiguous.get(f"{api_version} {kind}", f"V1{kind}")
     if name not in _VOLCANO and not hasattr(models(), name):
         return [f"no matches for kind {kind!r} in version {api_version!r}"]
     return list(_of(manifest, name, str(kind)))

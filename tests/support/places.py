@@ -265,7 +265,7 @@ class KubernetesPlace:
 
     def make_target(self) -> Target:
         options, api = KubernetesOptions(image="trainer:1"), KubernetesApi(request_s=5.0, pause_s=0.01)
-        self._made.append(KubernetesTarget(SPEC, options, self._folder / "logs", POLL_S, api, clock=self.clock))
+        self._made.append(KubernetesTarget(SPEC, options, self._folder / "logs", POLL_S, api, clock=self.clock, watches=False))
         return self._made[-1]
 
     def run(self, node: str) -> None:

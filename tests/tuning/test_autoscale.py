@@ -328,6 +328,38 @@ def test_nodes_come_whole() -> None:
     assert decision.chosen_workers % 2 == 0
 
 
+def test_only_listed_sizes_are_chosen_and_the_reason_names_a_better_one() -> None:
+    truth = dense_heavy(3)
+    windows = (Settings(1, 0, 1, 0), Settings(3, 0, 1, 0), Settings(2, 0, 1, 0))
+    free = decide(request_of(truth, *windows), Limits(1, 3))
+    assert free.chosen_workers == 3
+    assert "sizes" not in free.reason
+    bound = decide(request_of(truth, *windows), Limits(1, 3, listed_sizes=(1, 2)))
+    assert bound.chosen_workers == 2
+    assert bound.reason.endswith("(measured), but the job's sizes are 1 or 2")
+    assert {c.num_workers: c.feasible for c in bound.candidates} == {1: True, 2: True, 3: False}
+    assert next(c.note for c in bound.candidates if c.num_workers == 3) == "the job's sizes are 1 or 2"
+
+
+@given(st.integers(1, 12), st.sets(st.integers(1, 12), min_size=1), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_every_choice_is_a_listed_size(now: int, sizes: set[int], is_settled: bool) -> None:
+    listed = tuple(sorted(sizes))
+    windows = [Settings(now, 0, 1, 0), *(Settings(n, 0, 1, 0) for n in listed if is_settled), Settings(now, 0, 1, 0)]
+    decision = decide(request_of(dense_heavy(8), *windows), Limits(1, 12, listed_sizes=listed))
+    assert decision.chosen_workers in listed
+    assert all(c.num_workers in listed for c in decision.candidates if c.feasible)
+
+
+def test_survivors_of_a_loss_are_joined_by_another_worker_not_thinned_out() -> None:
+    limits = Limits(1, 4, listed_sizes=(2, 4))
+    four, three = Settings(4, 1, 2, 2), Settings(3, 1, 2, 2)
+    back = decide(request_of(dense_heavy(8), Settings(2, 1, 2, 2), four, three), limits)
+    assert back.chosen == four, "the other settings stay, too"
+    assert back.reason == "3 -> 4 workers: the job's sizes are 2 or 4"
+    assert decide(request_of(dense_heavy(8), three), Limits(1, 4, listed_sizes=(1, 2))).chosen_workers == 2
+
+
 def test_more_workers_than_samples_in_a_batch_are_not_feasible() -> None:
     decision = decide(request_of(replace(dense_heavy(8), global_batch=3), ONE), Limits(1, 5))
     assert {c.num_workers: c.feasible for c in decision.candidates} == {1: True, 2: True, 3: True, 4: False, 5: False}

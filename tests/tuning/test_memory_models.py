@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_dlrover.rdzv.job.sizes import WorldSizes
 from lightning_dlrover.tuning import MemoryModel, StepProfile, configuration_of
 from lightning_dlrover.tuning.memory import (
     DEFAULT_SHARE,
@@ -372,6 +373,12 @@ def test_leak_ends_with_its_process_and_tables_shrink_with_workers() -> None:
     # 2 x 200 MiB that have grown and 2 x 300 that will: 1,000 MiB over 3 workers, which hold 500 MiB beside it.
     some = choose_remedy(FORECAST, replace(SITUATION, has_sharded_tables=True, remaining_steps=300))
     assert (some.act, some.num_workers) == ("add_workers", 3)
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [((1, 2, 4), 4), ((2, 3, 4), 3)])
+def test_workers_against_a_lack_of_memory_are_added_up_to_a_size(sizes: tuple[int, ...], expected: int) -> None:
+    situation = replace(SITUATION, has_sharded_tables=True, remaining_steps=300, sizes=WorldSizes(sizes))
+    assert choose_remedy(FORECAST, situation).num_workers == expected
 
 
 def test_replacement_of_the_same_size_inherits_the_forecast() -> None:

@@ -248,6 +248,7 @@ def test_numbers_of_workers_of_a_large_job_are_a_few_percent_apart(workers_per_n
         {"intra_op_threads": (0,)},
         {"prefetch_factors": (0,)},
         {"workers_per_node": -1},
+        {"listed_sizes": (9,)},
     ],
 )
 def test_impossible_limits_are_refused(wrong: dict[str, Any]) -> None:

@@ -204,7 +204,7 @@ class JobWriter:
 
     def begin(self) -> None:
         """Write the job's first plan, unless there is a plan already."""
-        fewest = self._limits.min_workers
+        fewest = self._limits.num_workers(None)
         plan = PlanRecord(fewest, "initial", f"start with the minimum of {fewest}", binding=True, created_at=time.time())
         self._journal.fenced_write({self._keys.plan: plan}, [absent(self._keys.plan)])
 

@@ -23,6 +23,7 @@ from typing import Literal
 
 from lightning_dlrover.components.targets.target import ANY_SIZE, AppStatus, NodeSize
 from lightning_dlrover.rdzv.job.records import PlanRecord
+from lightning_dlrover.rdzv.job.sizes import WorldSizes
 from lightning_dlrover.rdzv.membership.rounds import JobView
 
 
@@ -200,12 +201,18 @@ class Limits:
     min_size: NodeSize = ANY_SIZE
     max_size: NodeSize = ANY_SIZE
     workers_per_node: int = 1
+    sizes: tuple[int, ...] = ()  # numbers of workers that may be requested, ascending; empty: any
 
     def __post_init__(self) -> None:
         if self.min_workers % self.workers_per_node or self.max_workers % self.workers_per_node:
             raise ValueError(
                 f"{self.min_workers} to {self.max_workers} workers do not fill nodes of {self.workers_per_node}: give multiples"
             )
+
+    @property
+    def world_sizes(self) -> WorldSizes:
+        """The numbers of workers that may be requested."""
+        return WorldSizes(self.sizes, self.workers_per_node)
 
     def size(self, plan: PlanRecord | None) -> NodeSize:
         """Return the size of nodes in `plan`, kept within the limits."""
@@ -214,9 +221,12 @@ class Limits:
         return NodeSize(min(high.cpus, max(low.cpus, asked[0])), min(high.memory_mb, max(low.memory_mb, asked[1])))
 
     def num_workers(self, plan: PlanRecord | None) -> int:
-        """Return the number of workers in `plan`, kept within the limits; the minimum if the plan is only a recommendation."""
+        """Return the workers to request for `plan`: its number, kept within the limits and rounded down to a size.
+
+        A plan that only recommends requests the minimum.
+        """
         asked = plan.num_workers if plan is not None and plan.binding else self.min_workers
-        return min(self.max_workers, max(self.min_workers, asked))
+        return self.world_sizes.at_most(min(self.max_workers, max(self.min_workers, asked)))
 
     def num_nodes(self, plan: PlanRecord | None) -> int:
         """Return the nodes that `plan` fills. Workers that would leave a node with room are not started."""

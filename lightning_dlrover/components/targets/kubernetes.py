@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from lightning_dlrover.components.targets.kubernetes_api import ApiError, KubernetesApi, kind_of_refusal, own_pod
+from lightning_dlrover.components.targets.kubernetes_api import ApiError, KubernetesApi, Resource, kind_of_refusal, own_pod
+from lightning_dlrover.components.targets.kubernetes_events import JobEvents
 from lightning_dlrover.components.targets.kubernetes_logs import READ_FILE, PodLogs
 from lightning_dlrover.components.targets.kubernetes_manifests import (
     CONTAINER,
@@ -24,8 +27,11 @@ from lightning_dlrover.components.targets.kubernetes_manifests import (
     PLAIN_JOBS,
     VOLCANO_JOBS,
     KubernetesOptions,
+    budget_manifest,
+    budget_name,
     job_manifest,
     job_name,
+    labelled,
     secret_manifest,
     secret_name,
 )
@@ -45,6 +51,7 @@ from lightning_dlrover.components.targets.kubernetes_state import (
     waits_in_queue,
     why_it_failed,
 )
+from lightning_dlrover.components.targets.kubernetes_watch import WatchedList
 from lightning_dlrover.components.targets.target import (
     ANY_SIZE,
     App,
@@ -58,6 +65,16 @@ from lightning_dlrover.components.targets.target import (
     set_aside,
 )
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdError, read_password
+from lightning_dlrover.rdzv.job.events import (
+    HangFound,
+    JobFailed,
+    MemoryShort,
+    ValuesLost,
+    WorkerFailed,
+    WorkerLost,
+    content_of,
+)
+from lightning_dlrover.rdzv.job.records import EventRecord
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +93,12 @@ _DISMISS_S = 30.0
 _MAX_PAUSE_S = 60.0
 """Maximum seconds between two requests to delete ended Jobs while the cluster refuses."""
 
+_MAX_BUDGET_PAUSE_S = 600.0
+"""Maximum seconds between two requests to create the PodDisruptionBudget."""
+
+_WARNINGS = (HangFound, JobFailed, MemoryShort, ValuesLost, WorkerFailed, WorkerLost)
+"""Events of a job that are warnings on Kubernetes."""
+
 _ASK_WHY_S = 30.0
 """Seconds between two reads of a waiting node's events."""
 
@@ -89,12 +112,13 @@ class KubernetesTarget:
 
     Args:
         log_dir: local folder; each node's output is copied into a subfolder. None: output is not copied.
-        poll_s: minimum interval between queries; two requests cover all nodes.
+        poll_s: minimum interval between queries; two requests cover all nodes, and none is needed while watches work.
         api: default: the cluster that kubectl would use.
         api_version: API version of the nodes' Jobs; default: Volcano's if the cluster has it, unless the options require plain
             Jobs.
         output_since: RFC 3339; earlier output of the pods is skipped.
         clock: time of queries and of all waits for nodes.
+        watches: watch the nodes' Jobs and pods where the cluster lets us; else list them at each query.
         has_own_etcd: the job's etcd serves this job alone. Its password reaches the pods in a Secret that is removed with the
             last node.
 
@@ -116,6 +140,7 @@ class KubernetesTarget:
         output_since: str = "",
         clock: Callable[[], float] = time.monotonic,
         has_own_etcd: bool = False,
+        watches: bool = True,
     ) -> None:
         self._makes_secret = has_own_etcd and "password_file" in spec.access
         self._has_made_secret = False
@@ -135,7 +160,13 @@ class KubernetesTarget:
         self.name = f"kubernetes/{self._namespace}{'/volcano' if self._api_version == VOLCANO_JOBS else ''}"
         self._mark = ""
         nothing_seen: dict[str, Seen] = {}  # key: node
-        self._polling = Polling(self._list, nothing_seen, poll_s, clock)
+        self._jobs, self._pods = (
+            WatchedList(self._api, self._namespace, resource, watches, clock)
+            for resource in (Resource("jobs", self._api_version), Resource("pods"))
+        )
+        self._polling = Polling(
+            self._list, nothing_seen, poll_s, clock, listed_at=lambda: min(self._jobs.listed_at, self._pods.listed_at)
+        )
         self._known: dict[str, AppStatus] = {}  # key: handle
         self._cancelled: set[str] = set()  # nodes
         self._terminating_since: dict[str, float] = {}  # key: pod name
@@ -145,6 +176,10 @@ class KubernetesTarget:
         self._dismissed_at: dict[str, float] = {}  # key: node; last request to delete a pod that has outlived its worker
         self._release_at = -float("inf")  # time of the next request to delete an ended Job
         self._release_pause_s = 0.0  # after a refused one
+        self._needs_budget = options.keeps_budget
+        self._budget_at = -float("inf")  # time of the next request to create the PodDisruptionBudget
+        self._budget_pause_s = 0.0  # after a failed one
+        self._events: JobEvents | None = None
         self._logs = (
             PodLogs(self._api, self._namespace, CONTAINER, log_dir, min(1.0, poll_s), output_since)
             if log_dir is not None
@@ -153,6 +188,8 @@ class KubernetesTarget:
 
     def open(self, mark: str) -> None:
         self._mark = mark
+        for listed in (self._jobs, self._pods):
+            listed.select(f"{MARK_LABEL}={mark}")
         if self._makes_secret:
             self._options = replace(self._options, secret=secret_name(self._spec.run_id, mark))
 
@@ -161,6 +198,7 @@ class KubernetesTarget:
         name = manifest["metadata"]["name"]
         self._set_former_output_aside(node)
         self._make_secret()  # before the first pod that mounts it
+        self._jobs.expect()
         try:
             self._api.create_job(self._namespace, manifest)
         except ApiError as error:
@@ -223,6 +261,7 @@ class KubernetesTarget:
                 problem = error
                 if not error.status:
                     break  # the API server is unreachable, and every further request would wait as long
+        self._jobs.expect()
         self._polling.hasten()
         if problem is not None:
             raise TargetError(f"not all nodes could be deleted: {problem}") from problem
@@ -243,6 +282,7 @@ class KubernetesTarget:
             self._release_pause_s = min(_MAX_PAUSE_S, 2.0 * self._release_pause_s or 2.0)
             self._release_at = self._clock() + self._release_pause_s
             return False
+        self._jobs.expect()
         self._release_pause_s = 0.0
         return True
 
@@ -250,6 +290,18 @@ class KubernetesTarget:
         seen = self._polling.newest.get(handle.split("/")[1])
         pod = seen.pod if seen is not None else None
         return pod is not None and "OOMKilled" in why_it_failed(pod.get("status", {}))
+
+    def publish(self, event: EventRecord) -> None:
+        """Show an event of the job on the Job of its oldest node."""
+        jobs = [seen.job for seen in self._polling.newest.values() if seen.job is not None]
+        if jobs:
+            content = content_of(event)
+            self._send_event(min(jobs, key=created), type(content).__name__, event.text, isinstance(content, _WARNINGS))
+
+    def _send_event(self, job: Mapping[str, Any], reason: str, note: str, is_warning: bool) -> None:
+        if self._events is None:
+            self._events = JobEvents(self._api, self._namespace, labelled(self._spec.run_id, self._mark))
+        self._events.add(job, reason, note, is_warning)
 
     def wants_back(self, handle: str) -> bool:
         return False  # SIGTERM notifies the pod directly, and the node leaves on its own
@@ -271,21 +323,53 @@ class KubernetesTarget:
     def close(self) -> None:
         if self._logs is not None:
             self._logs.close()
-        if self._makes_secret and self._mark:
+        if self._events is not None:
+            self._events.close()
+        self._jobs.close()
+        self._pods.close()
+        if (self._makes_secret or self._has_budget) and self._mark:
             try:
-                # Nodes that outlive this process read the password again whenever they need a token.
-                if not any(self._state(seen).status in ("pending", "running") for seen in self._list().values()):
-                    self.remove_secret()
+                # Nodes that outlive this process are to be kept, and read the password again whenever they need a token.
+                if not any(self._state(seen).status in ("pending", "running") for seen in self._list(fresh=True).values()):
+                    self.remove_leftovers(self._makes_secret, self._has_budget)
             except ApiError as error:
                 log.warning(
-                    "run %s: Secret %s could not be removed: %s; `dlrover cancel %s` removes it",
-                    *(self._spec.run_id, self._options.secret, error, self._spec.run_id),
+                    "run %s: its Secret or PodDisruptionBudget could not be removed: %s; `dlrover cancel %s` removes them",
+                    *(self._spec.run_id, error, self._spec.run_id),
                 )
         self._api.close()
 
-    def remove_secret(self) -> None:
-        """Remove the Secret with the password of the job's own etcd. A missing one is not an error."""
-        self._api.delete_secret(self._namespace, secret_name(self._spec.run_id, self._mark))
+    def remove_leftovers(self, secret: bool = True, budget: bool = True) -> None:
+        """Remove the Secret with the password of the job's own etcd, and the PodDisruptionBudget. Missing ones are no error."""
+        if budget:
+            self._api.delete_budget(self._namespace, budget_name(self._spec.run_id, self._mark))
+        if secret:
+            self._api.delete_secret(self._namespace, secret_name(self._spec.run_id, self._mark))
+
+    @property
+    def _has_budget(self) -> bool:
+        return self._options.keeps_budget and not self._needs_budget
+
+    def _keep_budget(self, now: float) -> None:
+        """Create the PodDisruptionBudget. A cluster that refuses it keeps the job from nothing."""
+        if not self._needs_budget or now < self._budget_at:
+            return
+        min_nodes = math.ceil(self._spec.min_workers / self._spec.workers_per_node)
+        try:
+            owner = self._api.pod_named(self._namespace, name) if (name := own_pod()) else None
+            self._api.replace_budget(self._namespace, budget_manifest(self._spec.run_id, self._mark, min_nodes, owner))
+        except ApiError as error:
+            level = logging.DEBUG if self._budget_pause_s else logging.WARNING
+            log.log(
+                level,
+                "run %s: a drain may evict more than the job can lose, without a PodDisruptionBudget: %s; allow it as in "
+                "examples/kubernetes/rbac.yaml, or give --no-disruption-budget",
+                *(self._spec.run_id, error),
+            )
+            self._budget_pause_s = min(_MAX_BUDGET_PAUSE_S, 4.0 * self._budget_pause_s or 4.0)
+            self._budget_at = now + self._budget_pause_s
+        else:
+            self._needs_budget = False
 
     def _make_secret(self) -> None:
         """Create the Secret with the password of the job's own etcd, once; raise NotTakenError if it may be missing."""
@@ -316,11 +400,14 @@ class KubernetesTarget:
 
     def _refresh(self) -> None:
         """List the nodes' objects if a poll is due, and act on changes."""
-        if not self._polling.refresh():
+        is_free = self._jobs.is_current and self._pods.is_current
+        if not self._polling.refresh(has_news=is_free and (self._jobs.has_news or self._pods.has_news)):
             return
-        found, now = self._polling.newest, self._polling.asked_at
+        found, now = self._polling.newest, self._clock()
         terminating = {p["metadata"]["name"] for s in found.values() for p in s.pods if p["metadata"].get("deletionTimestamp")}
         self._terminating_since = {name: self._terminating_since.get(name, now) for name in terminating}
+        if found:
+            self._keep_budget(now)
         for node, seen in found.items():
             for pod in sorted(seen.pods, key=created) if self._logs is not None else ():
                 if phase_of(pod) in ("Running", "Succeeded", "Failed"):
@@ -328,13 +415,12 @@ class KubernetesTarget:
             self._log_why_it_waits(node, seen, now)
             self._dismiss_leftover(node, seen, now)
 
-    def _list(self) -> dict[str, Seen]:
-        selector = f"{MARK_LABEL}={self._mark}"
+    def _list(self, fresh: bool = False) -> dict[str, Seen]:
         found: dict[str, Seen] = {}
         try:
-            for job in self._api.jobs(self._namespace, self._api_version, selector):
+            for job in self._jobs.read(fresh):
                 found.setdefault(node_of(job), Seen()).job = job
-            for pod in self._api.pods(self._namespace, selector):
+            for pod in self._pods.read(fresh):
                 found.setdefault(node_of(pod), Seen()).pods.append(pod)
         except ApiError as error:
             raise ApiError(f"the nodes cannot be listed: {error}", retry_after_s=error.retry_after_s) from error
@@ -419,6 +505,8 @@ class KubernetesTarget:
             return False
         if state.why and node not in self._cancelled:
             log.warning("run %s: %s has %s: %s", self._spec.run_id, node, state.status, state.why)
+            if (seen := self._polling.newest.get(node)) is not None and seen.job is not None:
+                self._send_event(seen.job, "NodeEnded", f"{node} has {state.status}: {state.why}", is_warning=True)
             folder = self._log_dir / node
             with contextlib.suppress(OSError):  # a full disk of this host ends no job
                 folder.mkdir(parents=True, exist_ok=True)

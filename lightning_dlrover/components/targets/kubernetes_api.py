@@ -1,5 +1,6 @@
 """All requests to a Kubernetes API server, each with a deadline and a bounded number of attempts.
 
+Lists are read page by page, and streams (watches, pods' output) as they come.
 Answers are plain JSON, so fields added by newer servers cause no error. Pauses between attempts follow the server's
 `Retry-After` up to a limit. urllib3's own retries would follow it for hours.
 """
@@ -14,6 +15,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -23,6 +25,11 @@ from lightning_dlrover.components.targets.target import TargetError
 log = logging.getLogger(__name__)
 
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+PAGE = 500
+"""Maximum number of objects that one answer to a list holds."""
+
+_MAX_PAGES = 200
 
 _CONNECT_S = 5.0
 _MAX_PAUSE_S = 15.0
@@ -111,6 +118,22 @@ class ApiError(TargetError):
         return self.status in (0, 429) or self.status >= 500 or (self.status == 409 and self.reason == "Conflict")
 
 
+@dataclass(frozen=True)
+class Resource:
+    """A kind of object as URLs name it: `jobs` of `batch/v1`. The core group is empty."""
+
+    name: str
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Objects of one kind, and the resource version at which they were so."""
+
+    items: list[dict[str, Any]]
+    version: str
+
+
 class KubernetesApi:
     """Client of the API server that `kubectl` would use: from KUBECONFIG or ~/.kube/config, else of this pod's cluster.
 
@@ -181,12 +204,48 @@ class KubernetesApi:
     def read_job(self, namespace: str, group: str, name: str) -> dict[str, Any]:
         return self._object("GET", _path(namespace, "jobs", name, group), is_repeated=True)
 
-    def jobs(self, namespace: str, group: str, selector: str) -> list[dict[str, Any]]:
-        """List Jobs. Not repeated within one call, because callers poll anyway."""
-        return _items(self._object("GET", _path(namespace, "jobs", group=group), {"labelSelector": selector}))
+    def listed(self, namespace: str, resource: Resource, selector: str) -> Listed:
+        """List objects, page by page. Not repeated within one call, because callers poll anyway.
 
-    def pods(self, namespace: str, selector: str) -> list[dict[str, Any]]:
-        return _items(self._object("GET", _path(namespace, "pods"), {"labelSelector": selector}))
+        All pages show the same moment. A list whose continuation has expired is started once more.
+        """
+        path, query = _path(namespace, resource.name, group=resource.group), {"labelSelector": selector, "limit": str(PAGE)}
+        try:
+            return self._listed(path, query)
+        except ApiError as error:
+            if error.status != 410:
+                raise
+            return self._listed(path, query)
+
+    def _listed(self, path: str, query: Mapping[str, str]) -> Listed:
+        answer = self._object("GET", path, query)
+        version, items = str((answer.get("metadata") or {}).get("resourceVersion", "")), _items(answer)
+        for _ in range(_MAX_PAGES):
+            if not (token := str((answer.get("metadata") or {}).get("continue") or "")):
+                return Listed(items, version)
+            answer = self._object("GET", path, {**query, "continue": token})
+            items = [*items, *_items(answer)]
+        raise ApiError(f"GET {path}: the list has no end after {_MAX_PAGES} pages")
+
+    @contextlib.contextmanager
+    def watch(
+        self, namespace: str, resource: Resource, selector: str, version: str, duration_s: float, idle_s: float
+    ) -> Iterator[LineStream]:
+        """Stream the changes of objects after a resource version, one JSON object a line, until the server ends it.
+
+        Raises:
+            ApiError: the request was refused, or the connection was lost. A stream without a byte for `idle_s` just ends.
+        """
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "labelSelector": selector,
+            "resourceVersion": version,
+            "timeoutSeconds": str(int(duration_s)),
+        }
+        path = _path(namespace, resource.name, group=resource.group)
+        with self._streamed(path, query, idle_s, f"the watch of {resource.name}") as stream:
+            yield stream
 
     def pod_named(self, namespace: str, name: str) -> dict[str, Any] | None:
         """Return a pod by its name; None if there is none. A list of one, as targets need no permission to get pods."""
@@ -194,12 +253,11 @@ class KubernetesApi:
         return next(iter(_items(self._object("GET", _path(namespace, "pods"), query, is_repeated=True))), None)
 
     def pod_groups(self, namespace: str, selector: str) -> list[dict[str, Any]]:
-        path = _path(namespace, "podgroups", group="scheduling.volcano.sh/v1beta1")
-        return _items(self._object("GET", path, {"labelSelector": selector}))
+        return self.listed(namespace, Resource("podgroups", "scheduling.volcano.sh/v1beta1"), selector).items
 
     def events(self, namespace: str, kind: str, name: str) -> list[dict[str, Any]]:
         selector = f"involvedObject.kind={kind},involvedObject.name={name}"
-        return _items(self._object("GET", _path(namespace, "events"), {"fieldSelector": selector, "limit": "100"}))
+        return self._listed(_path(namespace, "events"), {"fieldSelector": selector, "limit": str(PAGE)}).items
 
     def delete_job(self, namespace: str, group: str, name: str) -> None:
         """Delete a Job; its pods end in the background. A missing Job is not an error."""
@@ -216,12 +274,32 @@ class KubernetesApi:
             if error.reason != "AlreadyExists":
                 raise
 
+    def create_event(self, namespace: str, manifest: Mapping[str, Any]) -> None:
+        """Create an event. Not repeated: it may be lost."""
+        path = _path(namespace, "events", group="events.k8s.io/v1")
+        self._object("POST", path, {"fieldValidation": "Strict"}, manifest)
+
+    def replace_budget(self, namespace: str, manifest: Mapping[str, Any]) -> None:
+        """Create a PodDisruptionBudget in the place of one of that name. Not repeated, because callers try again anyway."""
+        path, query = _path(namespace, "poddisruptionbudgets", group="policy/v1"), {"fieldValidation": "Strict"}
+        try:
+            self._object("POST", path, query, manifest)
+        except ApiError as error:
+            if error.reason != "AlreadyExists":
+                raise
+            self.delete_budget(namespace, manifest["metadata"]["name"])
+            self._object("POST", path, query, manifest)
+
+    def delete_budget(self, namespace: str, name: str) -> None:
+        """Delete a PodDisruptionBudget. A missing one is not an error."""
+        self._delete(_path(namespace, "poddisruptionbudgets", name, "policy/v1"), {})
+
     def delete_secret(self, namespace: str, name: str) -> None:
         """Delete a Secret. A missing one is not an error."""
         self._delete(_path(namespace, "secrets", name), {})
 
     @contextlib.contextmanager
-    def pod_log(self, namespace: str, pod: str, container: str, since: str, follow: bool) -> Iterator[LogStream]:
+    def pod_log(self, namespace: str, pod: str, container: str, since: str, follow: bool) -> Iterator[LineStream]:
         """Read a log from the time `since`, with a timestamp before each line; with `follow`, until its container ends.
 
         Raises:
@@ -230,17 +308,26 @@ class KubernetesApi:
         query = {"container": container, "timestamps": "true", **({"sinceTime": since} if since else {})}
         if follow:
             query["follow"] = "true"
-        answer = self._send("GET", f"{_path(namespace, 'pods', pod)}/log", query, None, _IDLE_S if follow else self._request_s)
+        path, name = f"{_path(namespace, 'pods', pod)}/log", f"the output of {pod}"
+        with self._streamed(path, query, _IDLE_S if follow else self._request_s, name, must_end=not follow) as stream:
+            yield stream
+
+    @contextlib.contextmanager
+    def _streamed(
+        self, path: str, query: Mapping[str, str], idle_s: float, name: str, must_end: bool = False
+    ) -> Iterator[LineStream]:
+        """Request a stream. One that stays silent for `idle_s` just ends, unless it `must_end` by itself."""
+        answer = self._send("GET", path, query, None, idle_s)
         errors = self._urllib3.exceptions
         try:
-            yield LogStream(answer)
+            yield LineStream(answer)
         except errors.ReadTimeoutError as error:
-            if not follow:
-                raise ApiError(f"the output of {pod} did not end in time: {error}") from error
+            if must_end:
+                raise ApiError(f"{name} did not end in time: {error}") from error
         except (errors.HTTPError, OSError) as error:
             if isinstance(error, OSError) and not isinstance(error, errors.HTTPError) and error.errno is None:
                 raise  # of the reader
-            raise ApiError(f"the output of {pod} was cut off: {error}") from error
+            raise ApiError(f"{name} was cut off: {error}") from error
         finally:
             answer.close()
 
@@ -341,8 +428,8 @@ class KubernetesApi:
                 log.warning("the API server warns: %s", text)
 
 
-class LogStream:
-    """Pieces of a pod's log as they arrive. `stop` ends it from another thread."""
+class LineStream:
+    """Pieces of a stream as they arrive, such as a pod's log. `stop` ends it from another thread."""
 
     def __init__(self, answer: Any) -> None:
         self._answer = answer

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from lightning_dlrover.components.targets.kubernetes_api import ApiError, KubernetesApi, LogStream
+from lightning_dlrover.components.targets.kubernetes_api import ApiError, KubernetesApi, LineStream
 from lightning_dlrover.files import atomic_write
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class _PodLog:
         self.num_failures = 0  # consecutive failed reads
         self.next_at = 0.0
         self.reader: threading.Thread | None = None
-        self.stream: LogStream | None = None
+        self.stream: LineStream | None = None
         self._lock = threading.Lock()
         self._is_placed = False  # whether the position of an earlier process was looked for
         self._newest = ""

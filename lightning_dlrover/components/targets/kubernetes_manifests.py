@@ -62,6 +62,7 @@ class KubernetesOptions:
     job_labels: Mapping[str, str] = field(default_factory=dict)  # further ones of the Job, such as Kueue's priority class
     job_annotations: Mapping[str, str] = field(default_factory=dict)
     plain_jobs: bool = False  # ignore Volcano even if the cluster has it
+    keeps_budget: bool = False  # a PodDisruptionBudget keeps MIN workers
     run_as: str = ""  # UID[:GID] of the container's processes, or root; default: the image's user, which must not be root
 
     def resources(self, size: NodeSize) -> dict[str, str]:
@@ -87,7 +88,7 @@ def secret_name(run_id: str, mark: str) -> str:
 
 def secret_manifest(run_id: str, mark: str, password: str, owner: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the Secret with the password of a job's own etcd. The cluster removes it with `owner`, the pod of etcd."""
-    metadata: dict[str, Any] = {"name": secret_name(run_id, mark), **_labelled(run_id, mark)}
+    metadata: dict[str, Any] = {"name": secret_name(run_id, mark), **labelled(run_id, mark)}
     if owner is not None:
         reference = {"apiVersion": "v1", "kind": "Pod", **{name: owner["metadata"][name] for name in ("name", "uid")}}
         metadata["ownerReferences"] = [reference]
@@ -95,7 +96,33 @@ def secret_manifest(run_id: str, mark: str, password: str, owner: Mapping[str, A
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "immutable": True, "stringData": data}
 
 
-def _labelled(run_id: str, mark: str) -> dict[str, Any]:
+def budget_manifest(run_id: str, mark: str, min_nodes: int, owner: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the PodDisruptionBudget that keeps `min_nodes` pods from evictions by the API, such as `kubectl drain`.
+
+    Args:
+        owner: pod of the controller. The cluster removes the budget with that pod's own Job, which outlives an eviction.
+    """
+    metadata = {"name": budget_name(run_id, mark), **labelled(run_id, mark)}
+    if owner is not None:
+        itself = {"apiVersion": "v1", "kind": "Pod", **owner["metadata"]}
+        whose = next((o for o in owner["metadata"].get("ownerReferences") or () if o.get("controller")), itself)
+        metadata["ownerReferences"] = [{name: whose[name] for name in ("apiVersion", "kind", "name", "uid")}]
+    spec = {
+        # Pods of Jobs have no scale, so a percentage or `maxUnavailable` does not apply to them.
+        "minAvailable": min_nodes,
+        "selector": {"matchLabels": {MARK_LABEL: mark}},
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+    }
+    return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": metadata, "spec": spec}
+
+
+def budget_name(run_id: str, mark: str) -> str:
+    """Return the name of a job's PodDisruptionBudget."""
+    return job_name(run_id, "nodes", mark)
+
+
+def labelled(run_id: str, mark: str) -> dict[str, Any]:
+    """Return the labels and annotations of every object of a job."""
     labels = {"app.kubernetes.io/name": "lightning-dlrover", JOB_LABEL: _slug(run_id)[:63].strip("-"), MARK_LABEL: mark}
     return {"labels": labels, "annotations": {JOB_LABEL: run_id}}
 
@@ -108,7 +135,7 @@ def job_manifest(
     Raises:
         TargetError: etcd needs credential files, and no Secret is set.
     """
-    metadata = _labelled(spec.run_id, mark)
+    metadata = labelled(spec.run_id, mark)
     metadata["labels"][NODE_LABEL] = node
     base = _laid_over({"spec": _security(options.run_as)}, options.template)
     template = _laid_over(base, {"metadata": metadata, "spec": _pod_spec(spec, options, size, node)})

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_dlrover.components.targets.kubernetes_events import REPORTER
 from lightning_dlrover.components.targets.kubernetes_manifests import CONTAINER, KUEUE_LABEL, NODE_LABEL
 from lightning_dlrover.components.targets.target import CANNOT_START, AppStatus
 
@@ -31,8 +32,8 @@ class Seen:
 
 
 def messages_of(events: Iterable[Mapping[str, Any]], kind: str) -> list[str]:
-    """Return the newest message of this event type, if any."""
-    of_kind = [event for event in events if event.get("type") == kind]
+    """Return the newest message of this event type, if any. Events of this package do not count."""
+    of_kind = [event for event in events if event.get("type") == kind and event.get("reportingComponent") != REPORTER]
     newest = max(of_kind, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime") or ""), default={})
     return [str(newest["message"])] if newest.get("message") else []
 

@@ -27,6 +27,7 @@ from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus
 from lightning_dlrover.host import PR_SET_CHILD_SUBREAPER
 from lightning_dlrover.output import say
 from lightning_dlrover.rdzv.etcd.server import OwnedFolder
+from lightning_dlrover.rdzv.job.sizes import WorldSizes
 from lightning_dlrover.spares import Spares
 
 log = logging.getLogger(__name__)
@@ -142,6 +143,7 @@ def node_app(spec: NodeSpec, node: str, dollar: str) -> AppDef:
         max_restarts=spec.max_restarts,
         spares=int(spec.has_spares),
         agents=spec.workers_per_node,
+        sizes=WorldSizes(spec.sizes).conf,
         key_prefix=spec.prefix,
         timeouts=",".join(f"{name}={seconds:g}" for name, seconds in spec.timeouts.items()),
         **spec.access,  # type: ignore[arg-type]

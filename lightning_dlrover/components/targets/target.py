@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
+from lightning_dlrover.rdzv.job.records import EventRecord
 from lightning_dlrover.spares import Spares
 
 AppStatus = Literal["pending", "running", "succeeded", "failed", "cancelled", "gone"]
@@ -47,6 +48,7 @@ class NodeSpec:
     max_workers: int
     max_restarts: int = 0
     workers_per_node: int = 1
+    sizes: tuple[int, ...] = ()  # numbers of workers that may be requested; empty: any
     has_spares: bool = False  # workers are forked from processes that have imported their modules
     access: Mapping[str, str] = field(default_factory=dict)  # etcd user and paths of credential files
     environment: Mapping[str, str] = field(default_factory=dict)  # extra variables of the nodes
@@ -136,6 +138,14 @@ class Target(Protocol):
 
     def close(self) -> None:
         """Release this process's resources. End everything it started, unless nodes outlive the controller."""
+
+
+@runtime_checkable
+class EventSink(Protocol):
+    """A target that also shows a job's history where users of its scheduler look for it."""
+
+    def publish(self, event: EventRecord) -> None:
+        """Show an event there. Returns at once, and an event may be lost."""
 
 
 def thread_variables(num_cores: int, num_workers: int = 1) -> dict[str, str]:
@@ -264,6 +274,7 @@ class Polling(Generic[T]):
         newest: list that holds before the first answer.
         poll_s: minimum interval between requests. It doubles with every failure in a row, up to a minute.
         steady_s: interval once nothing has changed for a minute; default: `poll_s`.
+        listed_at: time of the newest list, where `request` may return what has changed since; default: that of the request.
     """
 
     def __init__(
@@ -273,8 +284,10 @@ class Polling(Generic[T]):
         poll_s: float,
         clock: Callable[[], float] = time.monotonic,
         steady_s: float = 0.0,
+        listed_at: Callable[[], float] | None = None,
     ) -> None:
         self._request = request
+        self._listed_at = listed_at
         self._poll_s = poll_s
         self._steady_s = max(poll_s, steady_s)
         self._clock = clock
@@ -286,10 +299,10 @@ class Polling(Generic[T]):
         self.newest = newest
         self.asked_at = -float("inf")  # request time of the newest list
 
-    def refresh(self) -> bool:
-        """List the nodes if a request is due. Return whether there is a new list."""
+    def refresh(self, has_news: bool = False) -> bool:
+        """List the nodes if a request is due, or if it costs nothing and `has_news`. Return whether there is a new list."""
         now = self._clock()
-        if now < self._next_at:
+        if now < self._next_at and not (has_news and self._trouble is None):
             return False
         try:
             found = self._request()
@@ -301,7 +314,8 @@ class Polling(Generic[T]):
         if found != self.newest or self._num_failures:
             self._changed_at = now
         self.newest = found
-        self._trouble, self._num_failures, self.asked_at = None, 0, now
+        self._trouble, self._num_failures = None, 0
+        self.asked_at = self._listed_at() if self._listed_at is not None else now
         self._next_at = now + (self._steady_s if now - self._changed_at > _STEADY_AFTER_S else self._poll_s)
         return True
 

@@ -75,6 +75,7 @@ from lightning_dlrover.rdzv.job.records import (
     encode,
     worker_name_of,
 )
+from lightning_dlrover.rdzv.job.sizes import CONF_SEPARATOR, parse_sizes
 from lightning_dlrover.rdzv.membership.coordinator import eviction
 from lightning_dlrover.rdzv.transport import transfer
 from lightning_dlrover.spares import Spares, check_platform
@@ -99,6 +100,7 @@ class HandlerConfig:
     num_workers: int = 1  # workers of this node, until the agent reports the number
     node: str = ""  # name of this node; empty if `dlrover run` has not started it
     history_ttl_s: float = HISTORY_TTL_S  # seconds that the run's records outlast its last agent and worker
+    sizes: str = ""  # numbers of workers that may be requested, such as 1+2+4 or pow2; empty: any
     spares: bool = False  # start workers by forking a process that has imported their modules
     spares_folder: str = ""  # the controller's folder of records, if it keeps such a process for its nodes
 
@@ -147,6 +149,7 @@ class HandlerConfig:
             live=take("live", _flag, False),
             history_ttl_s=take("history_ttl", _lifetime, HISTORY_TTL_S),
             num_workers=take("nproc", _positive, variables.local_world_size(os.environ)),
+            sizes=take("sizes", _sizes, ""),
             spares=take("spares", _flag, False),
             spares_folder=os.environ.get(variables.SPARES, ""),
         )
@@ -175,6 +178,11 @@ def _positive(text: str) -> int:
     if value < 1:
         raise ValueError("it must be at least 1")
     return value
+
+
+def _sizes(text: str) -> str:
+    parse_sizes(text, CONF_SEPARATOR)
+    return text.strip()
 
 
 def _flag(text: str) -> bool:
@@ -208,6 +216,7 @@ def export(config: HandlerConfig, agent_id: str, left_state_folder: str | None) 
         variables.AGENT_PID: str(os.getpid()),
         variables.MIN_NODES: str(limits.min_nodes),
         variables.MAX_NODES: str(limits.max_nodes),
+        variables.SIZES: config.sizes or None,
         variables.HISTORY_TTL_S: str(round(config.history_ttl_s)),
         variables.LEFT_STATE: left_state_folder,
         **config.timeouts.to_environment(),

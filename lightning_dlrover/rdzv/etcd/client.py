@@ -284,24 +284,26 @@ class EtcdClient:
         """Return the entries under a prefix by key, in order."""
         return {entry.key: entry for entry in self.get_prefix(prefix)[1]}
 
-    def read_prefixes(self, newer_than: Mapping[str, int]) -> dict[str, tuple[int, list[KeyValue]]]:
+    def read_prefixes(self, newer_than: Mapping[str, int], most: int = 0) -> dict[str, tuple[int, list[KeyValue]]]:
         """Return, for each prefix, the revision of its read and its keys in order. Costs a request for `MOST_RANGES` of them.
 
         Args:
             newer_than: by prefix, the revision after which keys were written that shall be read; 0: all.
+            most: maximum number of keys of each prefix, the last ones in order; 0: all.
         """
+        descending = {"sort_order": etcdrpc.RangeRequest.DESCEND, "sort_target": etcdrpc.RangeRequest.KEY} if most else {}
         found: dict[str, tuple[int, list[KeyValue]]] = {}
         prefixes = list(newer_than)
         for first in range(0, len(prefixes), MOST_RANGES):
             some = prefixes[first : first + MOST_RANGES]
-            ranges = [
-                etcdrpc.RangeRequest(key=p.encode(), range_end=range_end(p), min_mod_revision=newer_than[p] + 1) for p in some
-            ]
+            bounds = {p: {"key": p.encode(), "range_end": range_end(p), "min_mod_revision": newer_than[p] + 1} for p in some}
+            ranges = [etcdrpc.RangeRequest(**bounds[p], limit=most, **descending) for p in some]
             request = etcdrpc.TxnRequest(success=[etcdrpc.RequestOp(request_range=each) for each in ranges])
             action = f"read prefix {some[0]!r} and {len(some) - 1} others"
             response = self.caller.call(action, "KV", "Txn", request)
             for prefix, answer in zip(some, response.responses, strict=True):
-                found[prefix] = int(response.header.revision), [key_value(kv) for kv in answer.response_range.kvs]
+                entries = [key_value(kv) for kv in answer.response_range.kvs]
+                found[prefix] = int(response.header.revision), entries[::-1] if most else entries
         return found
 
     def oldest(self, prefix: str, most: int) -> list[KeyValue]:

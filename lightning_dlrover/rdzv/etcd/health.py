@@ -112,6 +112,11 @@ def alarms_of(caller: Caller) -> tuple[str, ...]:
         return ()
 
 
+def size_of(caller: Caller) -> int:
+    """Return the bytes of the database's file of the server in use. Raises `EtcdError` if it gives no answer."""
+    return int(caller.call("read the size", "Maintenance", "Status", etcdrpc.StatusRequest()).dbSize)
+
+
 def _alarms(status: Any) -> tuple[str, ...]:
     unknown = [bytes(each.data) for each in UnknownFieldSet(status) if each.field_number == _ERRORS_FIELD]
     lines = [*getattr(status, "errors", ()), *(line.decode(errors="replace") for line in unknown)]

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lightning_dlrover.rdzv.etcd.client import CLOSE_DEADLINE_S, EtcdClient
 from lightning_dlrover.rdzv.etcd.connection import RETRY_PAUSE_S, WatchStream, grpc, key_value
@@ -17,6 +17,20 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SUSPECT_S = 1.0  # seconds that a watch may be late when etcd notifies many clients of one change
+
+
+class Selection(Protocol):
+    """The keys under a prefix that a mirror copies, where it does not copy all of them."""
+
+    def wants(self, key: str) -> bool: ...
+
+    def read(self, client: EtcdClient) -> tuple[int, list[KeyValue]]:
+        """Return the present entries that it wants, and a revision: the copy repeats all changes after it.
+
+        Raises:
+            EtcdError: etcd does not answer.
+        """
+        ...
 
 
 class Mirror:
@@ -33,11 +47,14 @@ class Mirror:
         prefix: str,
         on_change: Callable[[], None] | None = None,
         check_interval_s: float = 2.0,
+        selection: Selection | None = None,
     ) -> None:
         """Load the prefix. Raises the errors of `EtcdClient.get_prefix`.
 
         Args:
             on_change: called from the mirror's own thread after each update of the copy; must return quickly.
+            selection: keys to copy. The mirror then collects changes for `take_changes`. Its check notices a write that the
+                watch has missed, but no deletion; None: all keys.
         """
         self.prefix = prefix
         self._client = client
@@ -47,8 +64,12 @@ class Mirror:
         self._closed = threading.Event()
         self._healthy = True
         self._stream: WatchStream | None = None
-        self._revision, found = client.get_prefix(prefix)
+        self._selection = selection
+        self._revision, found = self._read()
+        self._newest = self._revision  # newest change that the watch has shown, whether or not the copy has its key
         self._keys = {kv.key: kv for kv in found}
+        # Changes that were not taken yet, by key; None: deleted.
+        self._changes: dict[str, KeyValue | None] = dict(self._keys) if selection is not None else {}
         self._snapshot: MappingProxyType[str, KeyValue] | None = None  # result of `snapshot`; None: changed since
         client.adopt(self)
         name = f"etcd-mirror-{prefix.rstrip('/').rsplit('/', 1)[-1]}"
@@ -85,6 +106,12 @@ class Mirror:
     def get(self, key: str) -> KeyValue | None:
         with self._changed:
             return self._keys.get(key)
+
+    def take_changes(self) -> dict[str, KeyValue | None]:
+        """Return the entries that have changed since the last call, by key; None for a deleted one. Needs a selection."""
+        with self._changed:
+            changes, self._changes = self._changes, {}
+        return changes
 
     def wait_for(self, predicate: Callable[[dict[str, KeyValue]], T | None], timeout_s: float) -> T:
         """Return the first result of `predicate` that is not None. It is called for the present copy and after each change.
@@ -157,12 +184,15 @@ class Mirror:
             if not self._closed.is_set():
                 self._reload()
 
+    def _read(self) -> tuple[int, list[KeyValue]]:
+        return self._selection.read(self._client) if self._selection is not None else self._client.get_prefix(self.prefix)
+
     def _reload(self) -> None:
         """Read the prefix again, retrying until etcd responds."""
         reported = False
         while not self._closed.is_set():
             try:
-                revision, found = self._client.get_prefix(self.prefix)
+                revision, found = self._read()
             except EtcdError as error:
                 self._healthy = False
                 if not reported:
@@ -184,13 +214,19 @@ class Mirror:
             for event in events:
                 if event.kv.mod_revision <= seen:
                     continue
-                self._revision = max(self._revision, event.kv.mod_revision)
+                self._revision = self._newest = max(self._revision, event.kv.mod_revision)
                 kv = key_value(event.kv)
+                if self._selection is not None and not self._selection.wants(kv.key):
+                    continue
                 if event.type != event.DELETE:
                     changed = True
                     self._keys[kv.key] = kv
                 elif self._keys.pop(kv.key, None) is not None:
                     changed = True
+                else:
+                    continue
+                if self._selection is not None:
+                    self._changes[kv.key] = self._keys.get(kv.key)
             if changed:
                 self._snapshot = None
             self._changed.notify_all()
@@ -199,8 +235,12 @@ class Mirror:
     def _replace(self, revision: int, keys: dict[str, KeyValue]) -> None:
         with self._changed:
             changed = keys != self._keys
+            if self._selection is not None:
+                self._changes |= {key: kv for key, kv in keys.items() if self._keys.get(key) != kv}
+                self._changes |= dict.fromkeys(self._keys.keys() - keys.keys())
             # An etcd restored from an older backup is behind us. Its state counts all the same.
             self._revision, self._keys, self._snapshot = revision, keys, None
+            self._newest = revision
             self._changed.notify_all()
         self._report(changed)
 
@@ -226,8 +266,8 @@ class Mirror:
                 self._healthy = False
                 continue
             self._healthy = True
-            copy, truth = _extent(self.snapshot()), tuple(found)
-            if truth == copy:
+            copy, truth = self._extent(), tuple(found)
+            if truth == copy or (self._selection is not None and truth[1] <= copy[1]):
                 suspect = None
             elif suspect == copy:
                 # The copy has not changed although etcd differs: the watch is dead.
@@ -236,6 +276,13 @@ class Mirror:
                 self._cancel_watch()
             else:
                 suspect = copy
+
+    def _extent(self) -> tuple[int, int]:
+        """Return the number of keys and the newest revision that etcd should have if the watch has missed nothing."""
+        if self._selection is None:
+            return _extent(self.snapshot())
+        with self._changed:
+            return 0, self._newest
 
     def _cancel_watch(self) -> None:
         with self._changed:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from lightning_dlrover import variables
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.job.records import DEFAULT_PREFIX, HISTORY_TTL_S
+from lightning_dlrover.rdzv.job.sizes import CONF_SEPARATOR, parse_sizes, sizes_within
 from lightning_dlrover.rdzv.membership.membership import MembershipConfig
 from lightning_dlrover.rdzv.membership.rounds import RoundTimeouts
 
@@ -75,6 +76,22 @@ def seconds(name: str, text: str) -> float:
     return value
 
 
+def sizes_from(environ: Mapping[str, str], fewest: int, most: int, per_node: int) -> tuple[int, ...]:
+    """Return the numbers of workers that may be requested for a job of `fewest` to `most`; empty: any.
+
+    Raises:
+        ValueError: the sizes of `--rdzv-conf` contradict the limits.
+    """
+    if not (text := environ.get(variables.SIZES, "")):
+        return ()
+    try:
+        return sizes_within(parse_sizes(text, CONF_SEPARATOR), fewest, most, per_node)
+    except ValueError as error:
+        raise ValueError(
+            f"sizes={text} of --rdzv-conf cannot be used with these --nnodes and --nproc-per-node: {error}"
+        ) from error
+
+
 def is_in_job(environ: Mapping[str, str]) -> bool:
     """Whether the `etcd-v3` rendezvous handler has started this process."""
     return variables.RUN_ID in environ
@@ -121,6 +138,9 @@ class WorldConfig(MembershipConfig):
                 "both come from torchrun --rdzv-backend=etcd-v3: start the script with it"
             ) from error
         workers_per_node = variables.local_world_size(environ)
+        node_workers = max(1, number(variables.WORKERS_PER_NODE, 1))
+        fewest, most = number(variables.MIN_NODES, 1) * workers_per_node, number(variables.MAX_NODES, 1) * workers_per_node
+        sizes = sizes_from(environ, fewest, most, node_workers)
         timeouts = Timeouts.from_environment(environ)
         return cls(
             etcd=EtcdConfig.from_environment(endpoints, environ, timeouts.etcd_timeout_s),
@@ -128,15 +148,16 @@ class WorldConfig(MembershipConfig):
             prefix=environ.get(variables.PREFIX, DEFAULT_PREFIX),
             agent_id=agent_id,
             local_rank=number("LOCAL_RANK", 0),
-            min_workers=number(variables.MIN_NODES, 1) * workers_per_node,
-            max_workers=number(variables.MAX_NODES, 1) * workers_per_node,
+            min_workers=fewest,
+            max_workers=sizes[-1] if sizes else most,
+            sizes=sizes,
             version=version,
             history_ttl_s=number(variables.HISTORY_TTL_S, round(HISTORY_TTL_S)),
             left_state_folder=environ.get(variables.LEFT_STATE, ""),
             agent_pid=number(variables.AGENT_PID, 0),
             node=environ.get(variables.NODE, ""),
             workers_per_node=workers_per_node,
-            node_workers=max(1, number(variables.WORKERS_PER_NODE, 1)),
+            node_workers=node_workers,
             pool=environ.get(variables.POOL, ""),
             lease_ttl_s=timeouts.lease_ttl_s,
             form_timeout_s=timeouts.form_timeout_s,

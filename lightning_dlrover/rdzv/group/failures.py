@@ -416,6 +416,7 @@ class DrainOnSigterm:
         self._of_script: Any = None  # the script's handler; no function if it has none
         self._is_running = False
         self._is_listening = False
+        self.deadline: float | None = None  # `AGENT_GRACE_S` after the first signal, seconds since the epoch
 
     def listen(self) -> None:
         """Take the place of the signal's handler, which is called, too. Does nothing outside the main thread."""
@@ -434,6 +435,7 @@ class DrainOnSigterm:
             return  # the script's handler has called the one that it replaced
         is_worker = os.getpid() == self._pid
         if is_worker:
+            self.deadline = self.deadline or time.time() + AGENT_GRACE_S
             # A handler must not wait for etcd: the main thread may hold a lock that the client needs.
             threading.Thread(target=self._leave, name="dlrover-drain", daemon=True).start()
         if callable(self._of_script):

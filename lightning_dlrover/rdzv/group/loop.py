@@ -95,6 +95,7 @@ class Pace:
         self._wishes = wishes
         self._check_interval_s = check_interval_s
         self.step_time_s = 0.0  # recent seconds per step; 0 while unknown
+        self.stalled_s = 0.0  # seconds without a step in all changes so far
         self.steps_in_round = 0  # steps that this worker has ended in the round
         self._has_stepped = False  # whether this worker has made a step
         self._step_end = 0.0
@@ -152,8 +153,9 @@ class Pace:
         since, workers = self._held_up_since
         self._held_up_since = None
         formation = self._world.formation
+        seconds = time.perf_counter() - since if since else 0.0
+        self.stalled_s += seconds
         if formation is not None and formation.rank == 0 and since:
-            seconds = time.perf_counter() - since
             round_ = formation.round
             stalled = TrainingStalled(round_.number, seconds, round_.kind, workers, formation.size)
             self._world.event(stalled, f"round {round_.number}: {seconds:.3f} s between steps")

@@ -110,6 +110,7 @@ class LoneWorld:
 
     worker_id = "alone"
     left_state: HostStateCache | None = None
+    notice: float | None = None
     owned_sockets: Sequence[tuple[int, int]] = ()
     num_begun = 0
     broken = False
@@ -374,6 +375,7 @@ class World:
             *(self._sockets, self._groups, reach, self),
         )
         self._sigterm = DrainOnSigterm(self.membership, config.wait_timeout_s, config.agent_pid)
+        self._final_notice: float | None = None  # None until this worker has received SIGTERM
         self._all_leave = False  # whether all members have agreed to leave the current group
         self._watched.append(self._sockets)
         self._failures = Failures(self._sockets, self._current_monitor)
@@ -458,6 +460,16 @@ class World:
     def view(self) -> WorkerView:
         """This worker's newest view of the job. It may lag behind etcd."""
         return self.membership.view
+
+    @property
+    def notice(self) -> float | None:
+        """Time at which this worker's node will be taken away, in seconds since the epoch; None: nobody has announced it.
+
+        After SIGTERM alone it is the time at which an agent kills its workers by default. From SIGTERM on it stays the same.
+        """
+        if self._final_notice is None and self._sigterm.deadline is not None:
+            self._final_notice = self.view.taken_at.get(self.worker_id, self._sigterm.deadline)
+        return self._final_notice or self.view.taken_at.get(self.worker_id)
 
     @property
     def records(self) -> SharedRecords:

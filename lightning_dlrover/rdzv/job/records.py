@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from lightning_dlrover.codec import RecordError, from_fields, to_json
+from lightning_dlrover.rdzv.job.sizes import WorldSizes
 
 FORMAT_VERSION = 1  # format number in every record; readers refuse any other number
 MAX_RECORD_BYTES = 1 << 20
@@ -226,6 +227,8 @@ class Notice:
     drains: list[str] = field(default_factory=list)  # workers that were asked to leave
     replacements: list[str] = field(default_factory=list)  # workers that leave once another worker can replace them
     lacks_workers: bool = False  # True if the present workers cannot form a further round
+    # Workers on nodes that will be taken away, and when, in seconds since the epoch. Without those of an unknown time.
+    taken_at: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -238,11 +241,13 @@ class JobRecord:
     max_workers: int
     version: str  # release of lightning_dlrover
     workers_per_node: int = 1  # workers that come and go together, with their node
+    sizes: list[int] = field(default_factory=list)  # numbers of workers that may be requested, ascending; empty: any
     fingerprint: str = ""  # fingerprint of the model
     data: str = ""  # fingerprint of the comparable part of the training data
     global_batch_size: int = 0  # samples per step; 0 until the first round has determined it
     start_workers: int = 0  # workers at the start, or a pool job's MIN: a DataLoader's global batch is batch_size times this
     lane_workers: int = 0  # number of workers that stream rows are laid out for: the job's maximum at its start
+    runs: list[dict[str, Any]] = field(default_factory=list)  # kind and name of each logger's run, see `live/state.py`
     started_from: str = ""  # newest checkpoint that the user has chosen by `ckpt_path`
     created_at: float = 0.0
     message: str = ""  # reason for the failure
@@ -265,13 +270,15 @@ class JobRecord:
         each = self.workers_per_node
         return self.sizes_not_tried | {n for n in range(self.min_workers, self.max_workers + 1) if n % each and each > 1}
 
-    def on_whole_nodes(self, num_workers: int) -> int:
-        """Return the most workers up to `num_workers` that fill their nodes; those of one node if it is fewer."""
-        return max(num_workers - num_workers % self.workers_per_node, self.workers_per_node)
+    @property
+    def world_sizes(self) -> WorldSizes:
+        """The numbers of workers that may be requested."""
+        return WorldSizes(tuple(self.sizes), self.workers_per_node)
 
     def most_workers(self, now: int) -> int:
-        """Return up to how many workers a job of `now` workers may grow, if any number in between must be possible."""
-        return min([self.max_workers, *(size - 1 for size in self.sizes_not_tried if size > now)])
+        """Return up to how many workers a job of `now` workers may grow, if any size in between must be possible."""
+        most = min([self.max_workers, *(size - 1 for size in self.sizes_not_tried if size > now)])
+        return self.world_sizes.at_most(most) if self.sizes else most
 
     def trying_again(self, sizes: Collection[str]) -> JobRecord:
         """Return the record without failures of these numbers of workers."""
@@ -334,6 +341,10 @@ class DrainRecord:
     reason: str
     once_replaced: bool = False  # True: leave only when a replacement, which the controller starts, can take the place
     failed_round: int = 0  # round in which this worker made a step fail: the next one excludes it; 0: none
+    # Notices: the node of the worker will be taken away.
+    source: str = ""  # who has announced it, such as "aws: spot/instance-action"; empty: the node stays
+    taken_at: float = 0.0  # seconds since the epoch; 0: unknown
+    noticed_at: float = 0.0  # time at which the deadline became known, seconds since the epoch
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ class MembershipConfig:
     address: str = ""  # address at which other workers reach this one
     port: int = 0  # port of this worker's TCPStore
     node_workers: int = 1  # workers of each node of `dlrover run`, which starts an agent for each; they come and go together
+    sizes: tuple[int, ...] = ()  # numbers of workers that may be requested, ascending; empty: any
     lease_ttl_s: float = 5.0
     history_ttl_s: float = HISTORY_TTL_S  # seconds that the job's records outlast its last process
     timeouts: RoundTimeouts = field(default_factory=RoundTimeouts)
@@ -83,6 +84,7 @@ def enter_job(journal: Journal, config: MembershipConfig) -> None:
                 max_workers=config.max_workers,
                 version=config.version,
                 workers_per_node=config.node_workers,
+                sizes=list(config.sizes),
                 created_at=time.time(),
             )
             journal.fenced_write({keys.job: first}, [absent(keys.job)])

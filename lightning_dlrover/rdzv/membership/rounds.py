@@ -141,6 +141,7 @@ class JobView:
     # Members of `drains` that made a step fail, and the round of that step: no further round includes them.
     dismissals: Mapping[str, int] = field(default_factory=dict)
     addresses: Mapping[str, AddressRecord] = field(default_factory=dict)  # also of workers with an expired lease
+    notices: Mapping[str, DrainRecord] = field(default_factory=dict)  # workers on nodes that will be taken away
 
     # In a job of a thousand workers the coordinator reads these after each change, so they are computed once.
 
@@ -242,7 +243,7 @@ class JobView:
         limit = self.job.max_workers
         if self.plan is not None and self.plan.binding:
             limit = min(limit, max(self.plan.num_workers, self.job.min_workers))
-        return self.job.on_whole_nodes(limit)
+        return self.job.world_sizes.at_most(limit)
 
     @cached_property
     def nodes(self) -> Mapping[str, str]:
@@ -270,7 +271,11 @@ class JobView:
         replaced = {self.nodes[w] for w in self.replacements if w in self.nodes}
         drains = self.drains | {worker for worker, node in self.nodes.items() if node in left}
         replacements = {worker for worker, node in self.nodes.items() if node in replaced}
-        return replace(self, drains=frozenset(drains), replacements=frozenset(replacements - drains))
+        noticed = {self.nodes[w]: notice for w, notice in self.notices.items() if w in self.nodes}
+        notices = {worker: noticed[node] for worker, node in self.nodes.items() if node in noticed}
+        return replace(
+            self, drains=frozenset(drains), replacements=frozenset(replacements - drains), notices={**notices, **self.notices}
+        )
 
 
 @dataclass(frozen=True)
@@ -417,7 +422,18 @@ def _wait_of(view: JobView, worker: str, is_about_to: bool) -> str:
         return f"spare: waits for a plan that admits it, {wanted}"
     if failed := limits.failed_sizes.get(str(len(round_.members) + 1)):
         return f"spare: {failed}"
+    if (num_more := _num_to_next_size(view)) > 0:
+        return f"waits for {counted(num_more, 'more worker')}: the job's sizes are {limits.world_sizes.text}"
     return "about to be admitted" if is_about_to else MORE
+
+
+def _num_to_next_size(view: JobView) -> int:
+    """Return how many workers besides those that are ready the job needs for the next of its sizes; 0 or less: none."""
+    assert view.job is not None
+    sizes, present = view.job.world_sizes, len(view.members)
+    if not sizes.lists(present) or sizes.at_least(present + 1) <= present:
+        return 0
+    return sizes.at_least(present + 1) - present - len([w for w in view.in_state("ready") if w not in view.drains])
 
 
 def _too_few(here: int, job: JobRecord) -> str:
@@ -475,8 +491,10 @@ def _first(view: JobView, waited_s: float, timeouts: RoundTimeouts) -> RoundReco
         return None
     if len(group) < view.job.min_workers or not group:
         return None
-    reason = f"start with {counted(min(len(group), view.cap), 'worker')}"
-    return _round(view, group[: view.cap], "start", planned=True, reason=reason)
+    most = min(len(group), view.cap)
+    # With fewer than the smallest size, the job starts with what it has: its minimum may be below.
+    size = next((n for n in range(most, 0, -1) if view.job.world_sizes.lists(n)), most)
+    return _round(view, group[:size], "start", planned=True, reason=f"start with {counted(size, 'worker')}")
 
 
 def _after_failure(view: JobView, waited_s: float, timeouts: RoundTimeouts) -> RoundRecord | None:
@@ -606,11 +624,17 @@ def _lacks_neighbours(view: JobView, joiners: Sequence[str]) -> bool:
 
 
 def _most(view: JobView, num_staying: int, num_joiners: int) -> int:
-    """Return the most workers that the next round may have, without growing to a size at which a step has failed."""
+    """Return the most workers that the next round may have.
+
+    It does not grow to a size at which a step has failed, nor from a size of `--sizes` to another number: joiners wait until
+    there are enough. After a loss, a job of any number takes each worker that comes.
+    """
     assert view.job is not None
     assert view.round is not None
+    sizes, present = view.job.world_sizes, len(view.round.members)
     for size in range(min(view.cap, num_staying + num_joiners), num_staying, -1):
-        if size <= len(view.round.members) or str(size) not in view.job.failed_sizes:
+        is_able = str(size) not in view.job.failed_sizes and (sizes.lists(size) or not sizes.lists(present))
+        if size <= present or is_able:
             return size
     return min(view.cap, num_staying)
 
@@ -764,6 +788,11 @@ class WorkerView:
         return frozenset(self.notice.replacements) if self.notice is not None else frozenset()
 
     @property
+    def taken_at(self) -> Mapping[str, float]:
+        """Workers on nodes that will be taken away, and when, in seconds since the epoch."""
+        return self.notice.taken_at if self.notice is not None else {}
+
+    @property
     def lacks_workers(self) -> bool:
         """Whether the present workers cannot form a further round, however long they wait."""
         return self.notice is not None and self.is_told and self.notice.lacks_workers
@@ -794,6 +823,7 @@ def notice_of(view: JobView, term: int) -> Notice:
         drains=sorted(view.drains),
         replacements=sorted(view.replacements),
         lacks_workers=lacks_workers(view),
+        taken_at={worker: notice.taken_at for worker, notice in sorted(view.notices.items()) if notice.taken_at},
     )
 
 
@@ -836,6 +866,7 @@ class Decoder:
             dismissals={worker: record.failed_round for worker, record in drains.items() if record.failed_round},
             # A request by others outlasts the worker's lease. After its expiry the worker's place is free already.
             replacements=frozenset(w for w, record in drains.items() if record.once_replaced and w in workers),
+            notices={worker: record for worker, record in drains.items() if record.source and worker in workers},
         )
         return view.with_requests_to_nodes()
 

@@ -223,6 +223,7 @@ class OwnRecord:
         self._write_lock = threading.Lock()
         self.has_asked_to_leave = False
         self._drain_reason = ""
+        self._notice: DrainRecord | None = None  # known when this worker asked to leave
 
     @property
     def is_in_force(self) -> bool:
@@ -366,18 +367,22 @@ class OwnRecord:
                         self._client.txn([created(election.key) == election.create_revision], [Delete(election.key)])
 
     def drain(self, reason: str) -> None:
-        """Ask to leave the job: the next planned round is formed without this worker.
+        """Ask to leave the job: the next planned round is formed without this worker. A notice keeps its deadline.
 
         Raises:
             LeaseLostError: this worker's lease has expired; the request is repeated if the worker registers again.
         """
         self._drain_reason = reason
+        noticed = readable(DrainRecord, self._client.get(self._keys.drains + self._worker_id))
+        self._notice = noticed if noticed is not None and noticed.source else None
         request = self._drain_request(self.lease)
         self._client.put(request.key, request.value, self.lease)
         self.has_asked_to_leave = True
 
     def _drain_request(self, lease: Lease) -> Put:
         record = DrainRecord(self._worker_id, self._drain_reason)
+        if (notice := self._notice) is not None:
+            record = dataclasses.replace(notice, reason=self._drain_reason, once_replaced=False)
         return Put(self._keys.drains + self._worker_id, encode(record), lease.id)
 
 

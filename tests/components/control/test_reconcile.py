@@ -538,6 +538,15 @@ def test_no_plan_starts_a_node_that_it_would_not_fill(each: int, low: int, more:
         assert 0 <= num_planned - wanted * each < each
 
 
+@pytest.mark.parametrize(
+    ("num_planned", "wanted"), [(None, 2), (1, 2), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8), (9, 8), (100, 8)]
+)
+def test_plan_between_two_sizes_is_rounded_down(num_planned: int | None, wanted: int) -> None:
+    limits = Limits(1, 9, sizes=(2, 4, 8))
+    plan = PlanRecord(num_planned, "user", "", True) if num_planned is not None else None
+    assert ControllerView.of(JobView(plan=plan), limits, []).wanted == wanted
+
+
 @pytest.mark.parametrize(("low", "high"), [(1, 2), (2, 3)])
 def test_limits_that_do_not_fill_nodes_are_refused(low: int, high: int) -> None:
     with pytest.raises(ValueError, match=f"{low} to {high} workers do not fill nodes of 2"):

@@ -36,6 +36,7 @@ from lightning_dlrover.components.targets.kubernetes_manifests import (
 )
 from lightning_dlrover.components.targets.target import ANY_SIZE, App, NodeSize, NodeSpec, NotTakenError, TargetError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
+from lightning_dlrover.rdzv.job.events import WorkerLost, record_of
 from lightning_dlrover.rdzv.job.records import Keys
 from tests.support.kubernetes_cluster import Answer, KubernetesCluster, kubernetes_cluster
 from tests.support.kubernetes_models import problems, restricted_violations
@@ -78,11 +79,21 @@ def make_target(cluster: KubernetesCluster, tmp_path: Path, clock: ShiftedClock)
     made: list[KubernetesTarget] = []
 
     def make(
-        options: KubernetesOptions = PLAIN, spec: NodeSpec = SPEC, poll_s: float = 0.0, has_own_etcd: bool = False, **api: Any
+        options: KubernetesOptions = PLAIN,
+        spec: NodeSpec = SPEC,
+        poll_s: float = 0.0,
+        has_own_etcd: bool = False,
+        watches: bool = False,
+        **api: Any,
     ) -> KubernetesTarget:
         api = {"request_s": 5.0, "pause_s": 0.01, **api}
         logs, client = tmp_path / "logs", KubernetesApi(**api)
-        made.append(KubernetesTarget(spec, options, logs, poll_s=poll_s, api=client, clock=clock, has_own_etcd=has_own_etcd))
+        # Without watches a test sees each change at its next query.
+        made.append(
+            KubernetesTarget(
+                spec, options, logs, poll_s=poll_s, api=client, clock=clock, has_own_etcd=has_own_etcd, watches=watches
+            )
+        )
         made[-1].open(MARK)
         return made[-1]
 
@@ -1054,11 +1065,13 @@ def test_example_role_allows_exactly_the_targets_requests(
     }
     verbs = ("create", "list", "get", "delete", "watch", "patch")
     groups = {"jobs.batch.volcano.sh": VOLCANO_JOBS, "podgroups.scheduling.volcano.sh": "scheduling.volcano.sh/v1beta1"}
-    resources = ("jobs", "pods", "pods/log", "events", "secrets", *groups)
+    others = ("events.events.k8s.io", "poddisruptionbudgets.policy")
+    resources = ("jobs", "pods", "pods/log", "events", "secrets", *others, *groups)
     cluster.forbidden = {(verb, resource) for verb in verbs for resource in resources} - allowed
     for has_volcano in (False, True):
         cluster.has_volcano, cluster.has_room_for_pods = has_volcano, True
-        target = make_target(poll_s=0.01, spec=own_spec, has_own_etcd=True)
+        options = dataclasses.replace(PLAIN, keeps_budget=True)
+        target = make_target(options, poll_s=0.01, spec=own_spec, has_own_etcd=True, watches=True)
         target.open(f"{MARK}{has_volcano:d}")
         handle = target.start("node1")
         assert target.start("node1") == handle
@@ -1067,12 +1080,16 @@ def test_example_role_allows_exactly_the_targets_requests(
         wait_for_output(target, "one\n")
         cluster.has_room_for_pods = False
         waiting = target.start("node2")
-        assert target.status(waiting) == "pending"
+        eventually(lambda: len(target.apps()) == 2, "the node that waits", 10.0, 0.02)  # noqa: B023
         clock.ahead_s += 6.0
-        assert target.status(waiting) == "pending"  # requests its events, too
+        num_events = cluster.num_requests("GET", "events")
+        eventually(lambda: target.apps() and cluster.num_requests("GET", "events") > num_events, "events", 10.0, 0.02)  # noqa: B023
+        target.publish(record_of(WorkerLost("w1", 1), "w1 is lost"))
+        num_sent = has_volcano + 1
+        eventually(lambda: cluster.num_requests("POST", "events") == num_sent, "an event", 10.0, 0.02)  # noqa: B023
         target.cancel([handle, waiting])
         cluster.remove_pod("node1")
-        target.remove_secret()
+        target.remove_leftovers()
     asked = set()
     for method, path in cluster.requests:
         place, _, rest = path.partition("?")[0].partition("/namespaces/training/")
@@ -1080,6 +1097,7 @@ def test_example_role_allows_exactly_the_targets_requests(
             continue  # any user may read the cluster's capabilities
         kind, *name = rest.split("/")
         verb = {"POST": "create", "DELETE": "delete"}.get(method, "get" if name else "list")
+        verb = "watch" if "watch=true" in path else verb
         group = place.removeprefix("/apis/").partition("/")[0] if place != "/api/v1" else ""
         asked.add((verb, "/".join([f"{kind}{own_groups.get(group, '.' + group)}", *name[1:]])))
     assert asked == allowed
@@ -1127,14 +1145,13 @@ def test_policies_and_template_of_the_examples_select_the_pods_of_a_job() -> Non
     assert problems(manifest) == []
     pod = manifest["spec"]["template"]
     assert pod["spec"]["priorityClassName"] == "training"
-    [budget, of_nodes, of_etcd] = documents("policies.yaml")
+    [of_nodes, of_etcd] = documents("policies.yaml")
     [etcd] = [d for d in documents("etcd.yaml") if d["kind"] == "StatefulSet"]
     [controller] = [d for d in documents("controller.yaml") if d["kind"] == "Job"]
     labels = {"nodes": pod, "etcd": etcd["spec"]["template"], "controller": controller["spec"]["template"]}
     selected = [
         (*(constraint["labelSelector"] for constraint in pod["spec"]["topologySpreadConstraints"]), "nodes"),
         (
-            budget["spec"]["selector"],
             of_nodes["spec"]["podSelector"],
             of_nodes["spec"]["ingress"][0]["from"][0]["podSelector"],
             "nodes",

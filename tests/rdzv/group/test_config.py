@@ -48,3 +48,29 @@ def test_timeouts_of_the_agent_reach_its_workers() -> None:
 def test_malformed_timeout_is_named(value: str) -> None:
     with pytest.raises(ValueError, match=f"DLROVER_WAIT_TIMEOUT_S='{value}' cannot be used: it must be a number of seconds"):
         WorldConfig.from_environment(JOB | {"DLROVER_WAIT_TIMEOUT_S": value}, "1")
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "per_agent", "sizes"),
+    [("pow2", "1:6", 1, (1, 2, 4)), ("2+6+4", "1:6", 1, (2, 4, 6)), ("pow2", "2:3", 4, (8,)), ("", "1:6", 1, ())],
+)
+def test_sizes_end_at_the_job_s_limits(text: str, nodes: str, per_agent: int, sizes: tuple[int, ...]) -> None:
+    fewest, most = nodes.split(":")
+    environ = {**JOB, "DLROVER_MIN_NODES": fewest, "DLROVER_MAX_NODES": most, "LOCAL_WORLD_SIZE": str(per_agent)}
+    config = present(WorldConfig.from_environment({**environ, "DLROVER_SIZES": text}, "1"))
+    assert config.sizes == sizes
+    assert config.max_workers == (sizes[-1] if sizes else int(most) * per_agent)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("2+9", "sizes=2\\+9 of --rdzv-conf .*: 9 is outside of the job's limits of 2 to 6 workers; leave it out"),
+        ("3+6", "3 workers do not fill nodes of 2; give multiples of 2"),
+        ("two", "'two' is not a number of workers above 0; give pow2, or sizes such as 1\\+2\\+4\\+8"),
+    ],
+)
+def test_sizes_that_the_job_cannot_have_are_refused(text: str, message: str) -> None:
+    environ = {**JOB, "DLROVER_MIN_NODES": "2", "DLROVER_MAX_NODES": "6", "DLROVER_WORKERS_PER_NODE": "2"}
+    with pytest.raises(ValueError, match=message):
+        WorldConfig.from_environment({**environ, "DLROVER_SIZES": text}, "1")

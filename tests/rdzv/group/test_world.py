@@ -18,7 +18,7 @@ from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
 from lightning_dlrover.rdzv.group.config import WorldConfig
 from lightning_dlrover.rdzv.group.world import World
-from lightning_dlrover.rdzv.job.records import AgentRecord, ControllerRecord, JobRecord, Keys, decode, encode
+from lightning_dlrover.rdzv.job.records import AgentRecord, ControllerRecord, DrainRecord, JobRecord, Keys, decode, encode
 from lightning_dlrover.rdzv.membership.member import TooLateError
 from lightning_dlrover.rdzv.transport.process_groups import RoundEnd
 from tests.rdzv.present import present
@@ -102,6 +102,24 @@ def test_job_has_stepped_from_its_first_step_on(world_of: WorldOf, client: EtcdC
         with step:
             found.append(decode(JobRecord, present(client.get(keys.job)).value, keys.job).has_stepped)
     assert found == [False, True]
+
+
+# --- notices ------------------------------------------------------------------------------------------------------------------
+
+
+def test_worker_learns_when_its_node_will_be_taken_away(world_of: WorldOf, client: EtcdClient, keys: Keys) -> None:
+    world = world_of()
+    for step in world.steps(1):
+        with step:
+            assert world.notice is None
+            record = DrainRecord(world.worker_id, "spot", once_replaced=True, source="aws", taken_at=4e9)
+            client.put(keys.drains + world.worker_id, encode(record))
+            eventually(lambda: world.notice == 4e9, "the deadline")
+            world.membership.own.drain("the worker received SIGTERM")
+            eventually(lambda: world.worker_id in world.view.drains, "the request to leave")
+            assert world.notice == 4e9
+    kept = decode(DrainRecord, present(client.get(keys.drains + world.worker_id)).value, keys.drains)
+    assert (kept.once_replaced, kept.source, kept.taken_at) == (False, "aws", 4e9)
 
 
 # --- the end ------------------------------------------------------------------------------------------------------------------

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from lightning_dlrover.codec import RecordError
 from lightning_dlrover.rdzv.job import records
 from lightning_dlrover.rdzv.job.records import AgentRecord, AgentRound, JobRecord, Keys, decode, encode
+from lightning_dlrover.rdzv.job.sizes import WorldSizes
 
 RECORDS: list[Any] = [
     AgentRecord("a-1", "host", 7, 2, "running", {"node": "n0"}, 3, "10.0.0.1", 4711),
     AgentRound(3, ["a-1", "b-2"], "complete", "a-1", "2 nodes were waiting", 1.5),
-    JobRecord("training", True, 1, 4, "0.1.0"),
+    JobRecord("training", True, 1, 4, "0.1.0", sizes=[1, 2, 4]),
     records.WorkerRecord("w", "a-1", "host", 8, 0, "10.0.0.1", 4712, "ready"),
     records.EventRecord("round", 1.0, "formed", {"number": 1}),
 ]
@@ -220,3 +221,4 @@ def test_names_that_look_alike_are_different_jobs(one: Keys, other: Keys) -> Non
 def test_job_grows_up_to_the_next_number_of_workers_that_has_failed(now: int, most: int) -> None:
     job = JobRecord("training", True, 1, 8, "1", failed_sizes={"3": "failed", "6": "failed", "x": "nonsense"})
     assert job.most_workers(now) == most
+    assert dataclasses.replace(job, sizes=[1, 4, 8]).most_workers(now) == WorldSizes((1, 4, 8)).at_most(most)

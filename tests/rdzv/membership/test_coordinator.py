@@ -220,6 +220,19 @@ def test_round_and_its_notice_appear_together() -> None:
     assert (notice.round_number, notice.drains, notice.leavers) == (2, ["b"], ["b"])
 
 
+def test_notice_of_a_nodes_end_reaches_every_worker() -> None:
+    records, coordinator = job_of("a", "b")
+    known = DrainRecord("b", "spot", once_replaced=True, source="aws", taken_at=1e9)
+    records.put(KEYS.drains + "b", encode(known))
+    records.put(KEYS.drains + "a", encode(DrainRecord("a", "soon", once_replaced=True, source="aws")))
+    assert records.run(due(coordinator, records, "notice"))
+    seen = Decoder(KEYS, lambda *_: None).worker_view(records.entries)
+    assert (seen.taken_at, seen.drains, seen.replacements) == ({"b": 1e9}, frozenset(), {"a", "b"})
+    records.put(KEYS.drains + "b", encode(replace(known, once_replaced=False)))
+    assert records.run(due(coordinator, records, "round"))
+    assert Decoder(KEYS, lambda *_: None).worker_view(records.entries).taken_at == {"b": 1e9}
+
+
 def test_notice_names_members_that_gave_the_round_up_and_those_that_are_gone() -> None:
     records, coordinator = job_of("a", "b", "c")
     while records.run(next_write(coordinator, records)):

@@ -201,6 +201,70 @@ def test_workers_of_a_node_come_and_go_together(situation: str, seen: JobView, m
     assert (found[0] if found is not None else None) == members, situation
 
 
+SIZED = replace(JOB, min_workers=1, max_workers=8, sizes=[1, 2, 4])
+
+
+@pytest.mark.parametrize(
+    "situation, seen, expected",
+    [
+        ("one joiner does not lead from 2 to 3 workers", view("01", "2", job=SIZED), None),
+        ("two lead to 4", view("01", "23", job=SIZED), ("0231", "grow")),
+        ("the fifth worker waits", view("0123", "4", job=SIZED), None),
+        ("one joiner leads from 1 to 2", view("0", "1", job=SIZED), ("01", "grow")),
+        ("of two joiners one is enough to lead from 1 to 2", view("0", "12", job=SIZED), ("01", "grow")),
+        ("a plan between two sizes is rounded down", view("0123", job=SIZED, plan=wanted(3)), ("03", "shrink")),
+        ("the survivors of a loss continue, all of them", view("0123", gone="2", job=SIZED), ("013", "loss")),
+        ("and keep their size", view("012", job=SIZED, plan=wanted(4)), None),
+        ("until a worker comes", view("012", "3", job=SIZED, plan=wanted(4)), ("0132", "grow")),
+        ("or less is requested", view("012", job=SIZED, plan=wanted(2)), ("02", "shrink")),
+        ("after a loss each worker that comes helps", view("012", "3", job=replace(SIZED, sizes=[1, 2, 6])), ("0132", "grow")),
+        ("a drained worker leaves without another one", view("0123", drains=named("1"), job=SIZED), ("023", "shrink")),
+        ("a drained worker is replaced", view("0123", "4", drains=named("1"), job=SIZED), ("0423", "replace")),
+        ("half of a replacement is better than none", view("0123", "4", drains=named("12"), job=SIZED), ("043", "replace")),
+        ("one of two workers is replaced by one of two", view("01", "23", drains=named("1"), job=SIZED), ("02", "replace")),
+        ("a failed size is not tried", view("01", "23", job=replace(SIZED, failed_sizes={"4": "broken"})), None),
+    ],
+)
+def test_planned_rounds_have_a_listed_size_and_losses_waste_no_worker(
+    situation: str, seen: JobView, expected: tuple[str, str] | None
+) -> None:
+    for waited_s in (0.0, 1e9):
+        assert after(seen, waited_s) == expected, situation
+
+
+@pytest.mark.parametrize(("sizes", "fewest", "members"), [([1, 2, 4], 1, "01"), ([4, 6], 2, "012"), ([], 1, "012")])
+def test_job_starts_with_a_listed_size_if_it_has_the_workers(sizes: list[int], fewest: int, members: str) -> None:
+    starting = {f"w{i}": worker(f"w{i}", "starting", 0) for i in range(3)}
+    seen = view(workers=starting, job=replace(SIZED, min_workers=fewest, sizes=sizes))
+    assert after(seen, 1e9) == (members, "start")
+
+
+def test_joiner_that_waits_for_a_size_names_it() -> None:
+    assert waits(view("01", "2", job=SIZED))["w2"] == "waits for 1 more worker: the job's sizes are 1, 2 or 4"
+    assert waits(view("01", "23", job=SIZED))["w2"] == "about to be admitted"
+    assert waits(view("0123", "4", job=SIZED))["w4"].startswith("spare: waits for a plan that admits it")
+
+
+@st.composite
+def sized_views(draw: st.DrawFn) -> JobView:
+    seen = draw(views())
+    assert seen.job is not None
+    sizes = draw(st.lists(st.integers(seen.job.min_workers, seen.job.max_workers), unique=True, min_size=1))
+    return replace(seen, job=replace(seen.job, sizes=sorted(sizes)))
+
+
+@settings(max_examples=800)
+@given(sized_views(), st.sampled_from([0.0, 1e9]))
+def test_no_view_leads_from_a_listed_size_to_a_larger_one_that_is_not(seen: JobView, waited_s: float) -> None:
+    proposal = next_round(seen, waited_s)
+    every_awaited_worker_is_named(seen)
+    if proposal is None or seen.round is None or not proposal.planned or not seen.survivors or seen.job is None:
+        return
+    before, then = len(seen.round.members), len(proposal.members)
+    hands_over = bool(set(proposal.members) & (seen.drains | seen.replacements))
+    assert then <= before or then in seen.job.sizes or before not in seen.job.sizes or hands_over
+
+
 def new_round_has_living_members_and_the_next_number(seen: JobView, proposal: RoundRecord) -> None:
     assert seen.job is not None
     assert proposal.number == (seen.round.number + 1 if seen.round else 1)

@@ -6,6 +6,7 @@
   that had the state and was left out never returns under its id.
 - cap: A planned round is not larger than the plan and the job allow when it is decided, unless drained workers hand over in
   it. No drained worker is added.
+- sizes: A planned round does not grow from a size that may be requested to one that may not, unless workers hand over in it.
 - rank-order: Survivors keep their order, and the first of them is rank 0.
 - alone: A step is made by exactly the members of one round, in that round, all with the same state.
 - no-ghosts: A group whose round ended without an agreement makes no step once one of its members has had undisturbed contact
@@ -169,6 +170,10 @@ class Checks:
         if new.planned and len(new.members) > seen.cap and not set(new.members) & (seen.drains | seen.replacements):
             raise Violation("cap", f"{new} has more than {seen.cap} members")
 
+        hands_over = set(new.members) & (seen.drains | seen.replacements)
+        sizes = seen.job.sizes if seen.job is not None and new.planned and not hands_over else []
+        if len(members) in sizes and len(new.members) > len(members) and len(new.members) not in sizes:
+            raise Violation("sizes", f"{new} grows from {len(members)} members, and the sizes are {sizes}")
         if not new.planned and seen.survivors:
             self._is_patient(seen, new)
 
@@ -313,7 +318,10 @@ class Checks:
         if any(w.id in view.drains for w in processes):
             return f"asked to leave, but still there: {[w.id for w in processes if w.id in view.drains]}"
         round_ = view.round
-        if round_ is None or len(round_.members) != min(len(staying), view.cap):
+        most = min(len(staying), view.cap)
+        size, sizes = len(round_.members) if round_ is not None else 0, set(job.sizes)
+        waits_for_others = size in sizes and size < most and sizes.isdisjoint(range(size + 1, most + 1))
+        if round_ is None or not (size == most or waits_for_others):
             return f"{len(staying)} workers, cap {view.cap}, but {round_}"
         for worker_id in round_.members:
             record = view.workers.get(worker_id)

@@ -47,6 +47,10 @@ class Job:
             if self.max_workers > self.min_workers and own.random() < 0.25
             else set()
         )
+        # Numbers of workers that may be requested, empty: any.
+        own = random.Random(f"sizes {seed}")
+        able = range(self.min_workers, self.max_workers + 1)
+        self.sizes = sorted(own.sample(able, own.randint(1, len(able)))) if own.random() < 0.25 else []
         for _ in self.outgrown:
             self.kernel.after(own.uniform(3.0, 12.0), lambda: self.start_node(0.0))
         self.network_changed_at = 0.0

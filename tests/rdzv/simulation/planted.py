@@ -15,6 +15,7 @@ from unittest import mock
 
 from lightning_dlrover.rdzv.etcd.types import KeyValue, Put, exists
 from lightning_dlrover.rdzv.job.records import RoundRecord, encode
+from lightning_dlrover.rdzv.job.sizes import WorldSizes
 from lightning_dlrover.rdzv.membership import coordinator as coordinator_module
 from lightning_dlrover.rdzv.membership import rounds as rounds_module
 from lightning_dlrover.rdzv.membership.coordinator import Coordinator, Write
@@ -300,6 +301,12 @@ def _() -> list[Patch]:
         return dataclasses.replace(round_, members=sorted(round_.members, key=lambda w: is_growth and w in view.members))
 
     return [_changed_round("_planned", reorder)]
+
+
+@bug("joiners do not wait for a size", "sizes")
+def _() -> list[Patch]:
+    """A planned round takes each joiner as it comes, whatever the sizes that may be requested."""
+    return [mock.patch.object(WorldSizes, "lists", return_value=True)]
 
 
 @bug("a retry forgets somebody", "patience")

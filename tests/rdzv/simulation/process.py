@@ -479,7 +479,7 @@ class Worker:
         self.lease_id = await client.request(lambda: etcd.grant(LEASE_S))
         self.process.run(self._keep_alive())
         if await client.get(keys.job) is None:
-            job = JobRecord("starting", True, self.job.min_workers, self.job.max_workers, "1")
+            job = JobRecord("starting", True, self.job.min_workers, self.job.max_workers, "1", sizes=self.job.sizes)
             await client.txn([absent(keys.job)], [Put(keys.job, encode(job))])
         client.seen = max(client.seen, await client.request(lambda: etcd.revision))
         self.shared, self.view = client.shared()
