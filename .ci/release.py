@@ -235,7 +235,7 @@ def bill_of_materials(distributions: Path, version: str, at: int) -> dict[str, A
         for each in sorted(distributions.iterdir())
         if each.name.endswith((".whl", ".tar.gz"))
     ]
-    main = {"type": "library", "bom-ref": own, "name": PROJECT, "version": version, "purl": own}
+    main: dict[str, Any] = {"type": "library", "bom-ref": own, "name": PROJECT, "version": version, "purl": own}
     main |= {"licenses": [{"license": {"id": str(metadata.license_expression)}}], "components": files}
     timestamp = datetime.datetime.fromtimestamp(at, datetime.timezone.utc).isoformat().replace("+00:00", "Z")
     digest = hashlib.sha256(json.dumps([main, components], sort_keys=True).encode()).hexdigest()
@@ -252,9 +252,10 @@ def bill_of_materials(distributions: Path, version: str, at: int) -> dict[str, A
 
 def _component(installed: importlib.metadata.Distribution, purl: str) -> dict[str, Any]:
     component: dict[str, Any] = {"type": "library", "bom-ref": purl, "name": installed.name, "version": installed.version}
-    if expression := installed.metadata.get("License-Expression"):
+    stated = installed.metadata.json
+    if expression := stated.get("license_expression"):
         component["licenses"] = [{"expression": expression}]
-    elif (name := installed.metadata.get("License", "")) and len(name) <= 80 and "\n" not in name:
+    elif isinstance(name := stated.get("license"), str) and 0 < len(name) <= 80 and "\n" not in name:
         component["licenses"] = [{"license": {"name": name}}]
     return {**component, "purl": purl}
 
