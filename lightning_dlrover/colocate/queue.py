@@ -32,7 +32,7 @@ from lightning_dlrover.colocate.report import Summary, summarize, summary_text, 
 from lightning_dlrover.colocate.running import WatchedJob
 from lightning_dlrover.colocate.scheduler import Knowledge, Scheduler, jobs_per_core
 from lightning_dlrover.colocate.tenants import LocalDevice, Memory, gpus_of, local_devices
-from lightning_dlrover.output import complain, counted, printable, say, show
+from lightning_dlrover.output import complain, counted, lacks_matplotlib, printable, say, show
 from lightning_dlrover.report.metrics import Sample, serve_metrics
 from lightning_dlrover.report.notify import WORDS, Destination, FileCursors, Kind, Notification, Notifier
 from lightning_dlrover.tuning.nvml import load_nvml
@@ -296,7 +296,10 @@ def run_queue(
             dispatcher.run()
         finally:
             shown(dispatcher)
-            write_report(folder / REPORT, journal.records)
+            try:
+                write_report(folder / REPORT, journal.records)
+            except ModuleNotFoundError as error:  # the jobs have run all the same
+                log.warning("no report was written: %s", lacks_matplotlib(error) or error)
         return summarize(journal.records)
 
 
