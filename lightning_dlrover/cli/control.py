@@ -221,29 +221,41 @@ def _mark_as_cancelled(journal: Journal) -> None:
 
 def scale_command(options: argparse.Namespace) -> int:
     """Set the number of workers of a job, and the settings of each, by hand."""
+    settings = {name: value for name in COUNTED if (value := getattr(options, name)) is not None}
     with connected_job(options) as (place, client):
-        found = read_job(client, place.keys)
-        report_problems(found.problems)
-        check_can_be_planned(place, found.view, options.num_workers)
-        settings = {name: value for name in COUNTED if (value := getattr(options, name)) is not None}
-        if options.auto:
-            return _leave_to_planner(client, place, asks_for_more=bool(settings) or options.num_workers is not None)
-        if options.num_workers is None and not settings:
-            known = ", ".join(f"--{option_of(name)}" for name in COUNTED)
-            raise UsageError(f"nothing to change: give a number of workers, or one of {known}")
-        _check_node_size(place, found.nodes, settings)
-        wanted = wanted_text(options.num_workers, settings)
-        if options.num_workers is not None and (why := _forgive(client, place.keys, options.num_workers)):
-            show(f"job {place.run_id}: this size is tried again, after {why}")
-        plan_by_hand(client, place, found.view, options.num_workers, settings, f"set to {wanted} by hand")
-    show(f"job {place.run_id}: {wanted} requested; `dlrover status {place.run_id}` shows the progress")
+        if not options.auto:
+            lines = scale_job(client, place, options.num_workers, settings)
+        elif settings or options.num_workers is not None:
+            raise UsageError("--auto leaves every setting to the planner, so no other option may be given")
+        else:
+            lines = [leave_to_planner(client, place)]
+    show("\n".join(lines))
     return EXIT_OK
 
 
-def _leave_to_planner(client: EtcdClient, place: JobPlace, asks_for_more: bool) -> int:
-    """Let the job's planner, or its pool, decide again on settings by hand."""
-    if asks_for_more:
-        raise UsageError("--auto leaves every setting to the planner, so no other option may be given")
+def scale_job(client: EtcdClient, place: JobPlace, num_workers: int | None, settings: dict[str, int]) -> list[str]:
+    """Set the number of workers of a job, and the settings of each, by hand. Return the result in words.
+
+    Raises:
+        UsageError: the job has ended, or cannot have these.
+    """
+    found = read_job(client, place.keys)
+    report_problems(found.problems)
+    check_can_be_planned(place, found.view, num_workers)
+    if num_workers is None and not settings:
+        known = ", ".join(f"--{option_of(name)}" for name in COUNTED)
+        raise UsageError(f"nothing to change: give a number of workers, or one of {known}")
+    _check_node_size(place, found.nodes, settings)
+    wanted, lines = wanted_text(num_workers, settings), []
+    if num_workers is not None and (why := _forgive(client, place.keys, num_workers)):
+        lines.append(f"job {place.run_id}: this size is tried again, after {why}")
+    plan_by_hand(client, place, found.view, num_workers, settings, f"set to {wanted} by hand")
+    return [*lines, f"job {place.run_id}: {wanted} requested; `dlrover status {place.run_id}` shows the progress"]
+
+
+def leave_to_planner(client: EtcdClient, place: JobPlace) -> str:
+    """Let the job's planner, or its pool, decide again on settings by hand. Return the result in words."""
+    check_can_be_planned(place, read_job(client, place.keys).view, None)
 
     def automatic(plan: PlanRecord | None) -> PlanRecord | None:
         if plan is None or plan.source != "user":
@@ -251,40 +263,50 @@ def _leave_to_planner(client: EtcdClient, place: JobPlace, asks_for_more: bool) 
         return replace(plan, source="planner", reason="left to the planner again, by hand", created_at=time.time())
 
     Journal(client, place.keys).swap(PlanRecord, place.keys.plan, automatic, read=readable)
-    show(f"job {place.run_id}: its planner, or its pool, decides on its size again")
-    return EXIT_OK
+    return f"job {place.run_id}: its planner, or its pool, decides on its size again"
 
 
 def drain_command(options: argparse.Namespace) -> int:
     """Ask one worker of a job, and all others of its node, to hand over and leave."""
     with connected_job(options) as (place, client):
-        view = read_job(client, place.keys).view
-        leaving = _workers_of(view, options.worker)
-        if not leaving:
-            known = ", ".join(view.workers) or "none"
-            raise UsageError(f"job {place.run_id!r} has no worker or node {options.worker!r}; its workers are: {known}")
-        if options.replace and client.get(place.keys.controller) is None:
-            raise UsageError(
-                f"job {place.run_id!r} has no controller that would start another worker; start one by hand, and when "
-                f"`dlrover status {place.run_id}` shows it ready, drain {options.worker!r} without --replace"
-            )
-        if options.replace and not view.drains.isdisjoint(leaving):
-            raise UsageError(
-                f"{options.worker!r} of job {place.run_id!r} has been asked to leave at once, and may not be able to wait"
-            )
-        is_last = not {*view.survivors}.isdisjoint(leaving) and not {*view.survivors} - {*leaving, *view.drains}
-        if is_last and not options.replace:
-            found = f"{leaving[0]!r} is the only worker" if len(leaving) == 1 else f"{', '.join(leaving)} are the only workers"
-            raise UsageError(
-                f"{found} of job {place.run_id!r} that would stay, and without them the job would stop; "
-                f"`dlrover scale {place.run_id} {2 * len(leaving)}` first"
-            )
-        for worker in leaving:
-            request = DrainRecord(worker, "asked for by `dlrover drain`", once_replaced=options.replace)
-            client.put(place.keys.drains + worker, encode(request))
-    when = f" when {'another worker is' if len(leaving) == 1 else 'other workers are'} ready" if options.replace else ""
-    show(f"job {place.run_id}: {', '.join(leaving)} will hand over and leave{when}")
+        text = drain_worker(client, place, options.worker, options.replace, "`dlrover drain`")
+    show(text)
     return EXIT_OK
+
+
+def drain_worker(client: EtcdClient, place: JobPlace, name: str, once_replaced: bool, asked_by: str) -> str:
+    """Ask a worker, or all workers of a node, to hand over and leave. Return the result in words.
+
+    Args:
+        name: a worker, with which all others of its node leave, or a node.
+        once_replaced: it leaves only when another worker can take its place.
+
+    Raises:
+        UsageError: there is none of that name, it is the last one, or nothing would replace it.
+    """
+    view = read_job(client, place.keys).view
+    leaving = _workers_of(view, name)
+    if not leaving:
+        known = ", ".join(view.workers) or "none"
+        raise UsageError(f"job {place.run_id!r} has no worker or node {name!r}; its workers are: {known}")
+    if once_replaced and client.get(place.keys.controller) is None:
+        raise UsageError(
+            f"job {place.run_id!r} has no controller that would start another worker; start one by hand, and when "
+            f"`dlrover status {place.run_id}` shows it ready, drain {name!r} without --replace"
+        )
+    if once_replaced and not view.drains.isdisjoint(leaving):
+        raise UsageError(f"{name!r} of job {place.run_id!r} has been asked to leave at once, and may not be able to wait")
+    is_last = not {*view.survivors}.isdisjoint(leaving) and not {*view.survivors} - {*leaving, *view.drains}
+    if is_last and not once_replaced:
+        found = f"{leaving[0]!r} is the only worker" if len(leaving) == 1 else f"{', '.join(leaving)} are the only workers"
+        raise UsageError(
+            f"{found} of job {place.run_id!r} that would stay, and without them the job would stop; "
+            f"`dlrover scale {place.run_id} {2 * len(leaving)}` first"
+        )
+    for worker in leaving:
+        client.put(place.keys.drains + worker, encode(DrainRecord(worker, f"asked for by {asked_by}", once_replaced)))
+    when = f" when {'another worker is' if len(leaving) == 1 else 'other workers are'} ready" if once_replaced else ""
+    return f"job {place.run_id}: {', '.join(leaving)} will hand over and leave{when}"
 
 
 def _workers_of(view: JobView, name: str) -> list[str]:
@@ -323,6 +345,8 @@ def check_can_be_planned(place: JobPlace, view: JobView, num_workers: int | None
     """Raise UsageError for a plan that no worker would carry out."""
     if view.job is None:
         raise UsageError(f"job {place.run_id!r} has not started training yet; try again in a moment")
+    if view.job.unfinished_fit:
+        raise UsageError(f"job {place.run_id!r} keeps its workers: {view.job.closed}. `dlrover drain` lets one leave")
     if view.job.phase in ("finished", "failed"):
         raise UsageError(f"job {place.run_id!r} has {view.job.phase}; there is nothing to scale")
     low, high = view.job.min_workers, view.job.max_workers

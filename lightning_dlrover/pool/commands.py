@@ -8,7 +8,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -162,20 +162,47 @@ def what_if_command(options: argparse.Namespace) -> int:
     """Show the effects of another number of workers, another budget, or the absence of a job, on a job and its pool."""
     if options.workers is None and options.add is None and options.without is None:
         raise UsageError("nothing to compare: give --workers N, --add cores=16, or --without JOB")
-    now = time.time()
     with connected_job(options) as (place, client):
-        if options.workers is not None and (job := read_job(client, place.keys).view.job) is not None:
-            check_size(place, job, options.workers)
-        view = Watch(client, PoolKeys(options.pool, place.prefix)).look(now)
-        seen = view.jobs.get(place.run_id)
-        learned = seen.learned if seen is not None else Learned()
-        if seen is None:
-            Learned.update_all(client, {place.keys: learned})
-    lines = _of_job(place, seen, learned, options.workers, now) if options.workers is not None else []
-    if options.add is not None or options.without is not None or (seen is not None and view.brain is not None):
-        lines += ["", *_of_pool(place, view, options, now)]
+        lines = what_if_lines(client, place, options.pool, options.workers, options.add, options.without)
     show("\n".join(lines).strip("\n"))
     return EXIT_OK
+
+
+def what_if_lines(
+    client: EtcdClient,
+    place: JobPlace,
+    pool: str,
+    workers: int | None,
+    add: Mapping[str, float] | None = None,
+    without: str | None = None,
+) -> list[str]:
+    """Describe the effects of another number of workers, another budget, or the absence of a job.
+
+    Raises:
+        UsageError: the planner has not predicted that yet, or the pool has no such job.
+    """
+    now = time.time()
+    if workers is not None and (job := read_job(client, place.keys).view.job) is not None:
+        check_size(place, job, workers)
+    view = Watch(client, PoolKeys(pool, place.prefix)).look(now)
+    seen = view.jobs.get(place.run_id)
+    learned = seen.learned if seen is not None else Learned()
+    if seen is None:
+        Learned.update_all(client, {place.keys: learned})
+    lines = _of_job(place, seen, learned, workers, now) if workers is not None else []
+    if add is not None or without is not None or (seen is not None and view.brain is not None):
+        lines += ["", *_of_pool(place, view, PoolChange(pool, workers, add, without), now)]
+    return lines
+
+
+@dataclass(frozen=True)
+class PoolChange:
+    """A change whose effects on a pool are asked for."""
+
+    pool: str
+    workers: int | None  # of the job
+    add: Mapping[str, float] | None  # to the budget
+    without: str | None  # a job
 
 
 def _no_prediction(run_id: str) -> UsageError:
@@ -235,33 +262,33 @@ def _time_or_unknown(seconds: float | None) -> str:
     return time_text(seconds) if seconds is not None else "unknown"
 
 
-def _of_pool(place: JobPlace, view: PoolView, options: argparse.Namespace, now: float) -> list[str]:
+def _of_pool(place: JobPlace, view: PoolView, change: PoolChange, now: float) -> list[str]:
     """Compare the sizes of all jobs of the pool."""
     rules = rules_of(view)
     if rules is None and place.run_id not in view.jobs:
         raise UsageError(
-            f"job {place.run_id!r} is not in pool {options.pool!r}, which --add and --without need; give --workers only, or "
+            f"job {place.run_id!r} is not in pool {change.pool!r}, which --add and --without need; give --workers only, or "
             "the job's --pool"
         )
     if rules is None:
         raise UsageError(
-            f"no process decides on pool {options.pool!r}, so its budget is unknown; start `dlrover pool run` first"
+            f"no process decides on pool {change.pool!r}, so its budget is unknown; start `dlrover pool run` first"
         )
-    if options.without is not None and options.without not in view.jobs:
-        raise UsageError(f"pool {options.pool!r} has no job {options.without!r}; its jobs are {', '.join(view.jobs) or 'none'}")
+    if change.without is not None and change.without not in view.jobs:
+        raise UsageError(f"pool {change.pool!r} has no job {change.without!r}; its jobs are {', '.join(view.jobs) or 'none'}")
     budget = rules.budget
-    by_hand = place.run_id if options.workers is not None and place.run_id in view.jobs else ""
-    more = Resources(**(options.add or {}))
+    by_hand = place.run_id if change.workers is not None and place.run_id in view.jobs else ""
+    more = Resources(**(change.add or {}))
     if min(vars(budget + more).values()) < 0:
-        raise UsageError(f"--add takes away more than pool {options.pool!r} has: its budget is {budget.text}")
+        raise UsageError(f"--add takes away more than pool {change.pool!r} has: its budget is {budget.text}")
     jobs = view.pool_jobs
-    before, after = sizes_if(jobs, rules, now, budget + more, options.without or "", by_hand, options.workers or 0)
+    before, after = sizes_if(jobs, rules, now, budget + more, change.without or "", by_hand, change.workers or 0)
     rows: list[tuple[str, ...]] = [("job", "workers now", "then", "to the end now", "then")]
     for job in jobs:
         new = after.get(job.name, 0)
         now_s, then_s = job.seconds_left(job.held or before.get(job.name, 0)), job.seconds_left(new)
         rows.append((job.name, str(job.held), str(new), _time_or_unknown(now_s), _time_or_unknown(then_s)))
-    lines = [f"pool {options.pool}, by policy {rules.policy}:", *text_table("<>>>>", rows, indent=2)]
+    lines = [f"pool {change.pool}, by policy {rules.policy}:", *text_table("<>>>>", rows, indent=2)]
     needed = sum((job.needs.times(after.get(job.name, 0)) for job in jobs), Resources())
     if not needed.fits(budget + more):
         has = (budget + more).text

@@ -245,6 +245,7 @@ class ShownJob(Shown):
     min_workers: int | None = None
     max_workers: int | None = None
     workers_per_node: int = 1
+    listed_sizes: tuple[int, ...] = ()  # numbers of workers that may be requested, within the limits; empty: any
     global_batch_size: int | None = None
     target: str = ""  # place where nodes run
     controller: str = ""
@@ -263,7 +264,8 @@ class ShownJob(Shown):
     num_rounds: int = 0
     num_losses: int = 0  # workers that were lost
     stall_s: float = 0.0  # all measured pauses together
-    goodput: float | None = None  # time in steps that counted, over wall time; None: not measured
+    # Time in steps that counted, over wall time, since the start or since the oldest event that is left. None: not measured.
+    goodput: float | None = None
     goodput_until: float | None = None  # end of the newest window that `goodput` includes
     snapshot: ShownSnapshot | None = None
     streams: tuple[ShownStream, ...] = ()
@@ -310,6 +312,7 @@ class JobRecords:
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
         self.version = 0  # number of changes so far
+        self.is_partial = False  # only the newest events were given; there is no goodput then
         keys = Keys(run_id, "")
         self._single = {getattr(keys, name).removeprefix(keys.root): name for name in _SINGLE}
         self._folders = {getattr(keys, name).removeprefix(keys.root): name for name in _FOLDERS}
@@ -369,6 +372,10 @@ class JobRecords:
             self._history.add(event)
 
     @property
+    def num_events(self) -> int:
+        return len(self._event_paths)
+
+    @property
     def is_empty(self) -> bool:
         return not self._records and not any(self._in_folder.values()) and not self._history.events
 
@@ -418,7 +425,8 @@ class JobRecords:
         workers = self._workers(view, history)
         measured = [each.parts for each in workers if each.rank is not None and each.parts is not None]
         windows = history.windows_by_time()
-        goodput, until = goodput_of(windows, job.created_at if job else 0.0, history.fits_finished_at)
+        begin = (job.created_at if job else 0.0) if history.has_begin else 0.0
+        goodput, until = (None, None) if self.is_partial else goodput_of(windows, begin, history.fits_finished_at)
         newest = max([history.newest_at, *(r.at for r in (progress,) if r), *(w.measured_at or 0.0 for w in workers)])
         rate = windows[-1].samples_per_s if windows else None
         if progress is not None and (not windows or progress.at >= windows[-1].at):
@@ -436,6 +444,7 @@ class JobRecords:
             min_workers=job.min_workers if job else None,
             max_workers=job.max_workers if job else None,
             workers_per_node=job.workers_per_node if job else 1,
+            listed_sizes=tuple(job.sizes) if job else (),
             global_batch_size=(job.global_batch_size or None) if job else None,
             target=nodes.target if nodes else controller.target if controller else "",
             controller=f"process {controller.pid} on {controller.host}" if controller else "",
@@ -730,6 +739,7 @@ class _History:
         self.skipped: deque[EventRecord] = deque(maxlen=MAX_EVENTS)
         self.newest_window: list[EventRecord] = []
         self.fits_finished_at: list[float] = []
+        self.has_begin = False  # whether the job's first events are among those that were read
         self._ending: dict[str, EventRecord] = {}
         self._windows: list[Profile] = []
         self._decision: tuple[float, Any] = (0.0, None)  # time, and a document or the decision in it
@@ -752,6 +762,7 @@ class _History:
         match event:
             case kinds.RoundFormed():
                 size = event.num_members or len(event.members)
+                self.has_begin |= event.kind == "start"
                 self.rounds[event.number] = ShownRound(event.number, record.at, event.kind, size, event.reason or record.text)
                 self._keep_newest(self.rounds, MAX_ROUNDS)
                 self._note_end("round", record)
@@ -763,7 +774,9 @@ class _History:
             case kinds.WindowMeasured():
                 window = profile_of(record.at, event.document)
                 bisect.insort(self._windows, window, key=lambda each: each.at)
-                del self._windows[:-MAX_WINDOWS]
+                if len(self._windows) > MAX_WINDOWS:
+                    del self._windows[0]
+                    self.has_begin = False
                 if not self.newest_window or record.at >= self.newest_window[0].at:
                     self.newest_window = [record]
             case kinds.DecisionMade() if record.at >= self._decision[0]:

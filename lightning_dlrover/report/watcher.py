@@ -40,6 +40,7 @@ GATHER_S = 0.2  # seconds in which changes are gathered before they are decoded 
 CHECK_S = 2.0  # seconds between two checks of the watch of one job
 CHECK_ALL_S = 10.0  # the same for a watch of all jobs: etcd reads the names of all their keys for it
 LISTED_EVENTS = 30  # newest events that are read of each job, until a screen asks for the job
+COMPLETE_S = 2.0  # seconds between two reads of older events for a list: one job each
 TIMEOUT_S = 2.0  # seconds for one operation of etcd
 SCAN_S = 2.0  # seconds between two looks at a folder of run folders
 AGES_S = 1.0  # age of a picture after which it is made again even though no record has changed
@@ -196,16 +197,19 @@ class EtcdJobs:
     def close(self) -> None:
         self._closed.set()
         self._dirty.set()
+        self._thread.join(2 * TIMEOUT_S)  # it may be about to create the mirror
         if self._mirror is not None:
             self._mirror.close()
         self._client.close()
-        self._thread.join(2 * TIMEOUT_S)
 
     def _complete_events(self, name: str) -> None:
         with self._lock:
-            if name in self._complete or name not in self._jobs or not self.state().is_connected:
+            records = self._jobs.get(name)
+            if records is None or name in self._complete or not self.state().is_connected:
                 return
             self._complete.add(name)
+            if not records.is_partial:
+                return
         keys = Keys(name, self._selection.folder)
         try:
             _, entries = self._client.get_prefix(keys.events, per_answer=LINES_PER_ANSWER)
@@ -215,7 +219,8 @@ class EtcdJobs:
             return
         with self._lock:
             for entry in entries:
-                self._jobs[name].put(entry.key.removeprefix(keys.root), entry.value)
+                records.put(entry.key.removeprefix(keys.root), entry.value)
+            records.is_partial = False
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -239,8 +244,11 @@ class EtcdJobs:
                 self._closed.wait(RETRY_S)
 
     def _follow(self, mirror: Mirror) -> None:
-        was_healthy = None
+        was_healthy, completed_at = None, time.monotonic()
         while not self._closed.is_set():
+            if time.monotonic() - completed_at >= COMPLETE_S:
+                completed_at = time.monotonic()
+                self._complete_one()
             changed = self._dirty.wait(RETRY_S)
             if mirror.healthy:
                 self._as_of, self._problem = time.time(), ""
@@ -251,6 +259,14 @@ class EtcdJobs:
                 was_healthy = mirror.healthy
                 self._on_change()
             self._closed.wait(GATHER_S)
+
+    def _complete_one(self) -> None:
+        """Read the older events of one job that has some, so that a list is complete after a while."""
+        with self._lock:
+            partial = [name for name, records in self._jobs.items() if records.is_partial]
+        if partial:
+            self._complete_events(partial[0])
+            self._on_change()
 
     def _take(self, changes: Mapping[str, KeyValue | None]) -> None:
         with self._lock:
@@ -265,7 +281,9 @@ class EtcdJobs:
                     if name in self._jobs:
                         self._jobs[name].remove(path)
                 else:
-                    self._jobs.setdefault(name, JobRecords(name)).put(path, entry.value)
+                    records = self._jobs.setdefault(name, JobRecords(name))
+                    records.put(path, entry.value)
+                    records.is_partial = name not in self._complete and records.num_events >= LISTED_EVENTS
 
 
 @dataclass
@@ -390,6 +408,11 @@ class Watcher:
     def entries_below(self, folder: str) -> dict[str, KeyValue]:
         """Return the entries of an add-on in all etcds, such as those of `.pools/`, by key."""
         return {key: entry for etcd in self._all_etcds() for key, entry in etcd.entries_below(folder).items()}
+
+    @property
+    def etcds(self) -> list[EtcdJobs]:
+        """The etcds that it watches now."""
+        return self._all_etcds()
 
     def close(self) -> None:
         self._closed.set()

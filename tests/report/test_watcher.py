@@ -72,7 +72,21 @@ def test_a_job_shown_alone_has_its_older_events_too(private_etcd: EmbeddedEtcd, 
     with Watcher(private_etcd.endpoint) as watcher:
         eventually(lambda: watcher.jobs().jobs, "the job is listed", 10)
         assert len(watcher.jobs().jobs[0].events) == watching.LISTED_EVENTS
+        assert watcher.jobs().jobs[0].goodput is None
         assert len(seen(watcher).events) == 64
+        assert seen(watcher).goodput is not None
+
+
+def test_a_list_reads_older_events_one_job_after_the_other(
+    private_etcd: EmbeddedEtcd, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "COMPLETE_S", 0.1)
+    for name in ("a", "b"):
+        write(client, name, recorded_job(2))
+    with Watcher(private_etcd.endpoint) as watcher:
+        eventually(
+            lambda: [job.goodput is not None for job in watcher.jobs().jobs] == [True, True], "all jobs have a goodput", 10
+        )
 
 
 def test_an_unknown_job_is_named(private_etcd: EmbeddedEtcd, client: EtcdClient) -> None:
