@@ -84,7 +84,7 @@ class Keys:
     snapshot = _Key("snapshot")  # only displayed
     progress = _Key("progress")  # only displayed
     places = _Key("places")  # read by joiners only
-    notified = _Key("notified")  # the event up to which notifications were sent; read by controllers only
+    notified = _Key("notified")  # up to where each destination got notifications; read by controllers only
     windows = _Key("windows/")  # one key per window of a stream, by stream, fit and epoch
     store = _Key("store/")  # keys of the c10d store that the elastic agents share, one sub-folder per agent round
 
