@@ -27,9 +27,11 @@ from lightning_dlrover.cli.control import drain_worker, leave_to_planner, scale_
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.dashboard import drawing
 from lightning_dlrover.output import counted, time_text
+from lightning_dlrover.pool.admission import wait_text
 from lightning_dlrover.pool.commands import what_if_lines
-from lightning_dlrover.rdzv.etcd.types import EtcdError
-from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.pool.view import POOLS_FOLDER, GrantRecord
+from lightning_dlrover.rdzv.etcd.types import EtcdError, KeyValue
+from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.sizes import WorldSizes
 from lightning_dlrover.rdzv.membership.worker_records import ask_for_stacks
 from lightning_dlrover.report.status import JobNotFoundError, JobPlace, connect
@@ -37,6 +39,7 @@ from lightning_dlrover.report.view_model import ShownJob, ShownWorker, clean
 from lightning_dlrover.report.watcher import SeenJob, SeenJobs, SourceState, Watcher
 
 AGES_S = 1.0  # seconds after which ages are shown anew although nothing has changed
+LIST_S = 0.5  # shortest time in seconds between two pictures of a list
 STACKS_S = 10.0  # seconds to wait for the stacks of a worker
 WIDE = 120  # columns from which a screen has charts
 MAX_STACK_LINES = 2000
@@ -218,6 +221,22 @@ class Live(Screen[None]):
         return title + Text(" " * max(1, self.size.width - len(title) - len(state))) + state
 
 
+def waiting_in_pools(entries: Mapping[str, KeyValue], now: float) -> dict[str, str]:
+    """Return the jobs that wait for a place in a pool, first in the queue first, with their waits in words.
+
+    Args:
+        entries: the records of all pools, by key.
+    """
+    found: list[tuple[str, int, str, str]] = []
+    for key, entry in entries.items():
+        pool, _, path = key.partition(f"/{POOLS_FOLDER}/")[2].partition("/")
+        folder, _, name = path.partition("/")
+        grant = readable(GrantRecord, entry) if folder == "grants" else None
+        if grant is not None and grant.state == "waiting":
+            found.append((pool, grant.place, clean(name, 100), clean(f"pool {pool}: {wait_text(grant, now)}")))
+    return {name: text for _, _, name, text in sorted(found)}
+
+
 class JobsScreen(Live):
     """All jobs."""
 
@@ -233,6 +252,7 @@ class JobsScreen(Live):
     def __init__(self) -> None:
         super().__init__()
         self._jobs: dict[str, ShownJob] = {}
+        self._waits: dict[str, str] = {}  # jobs that wait in the queue of a pool, and how long they will
         self._problem = ""
 
     def compose(self) -> ComposeResult:
@@ -258,7 +278,15 @@ class JobsScreen(Live):
         title = Text(f"dlrover top · {counted(len(seen.jobs), 'job')}, {running} running · {self.app.watcher.place}", "bold")
         self.query_one("#head", Static).update(self.head(title, worst, now))
         room = max(20, self.size.width - 86)
-        self.query_one("#jobs", Table).show({job.run_id: self._cells(job, room) for job in jobs[:MAX_ROWS]})
+        rows = {job.run_id: self._cells(job, room) for job in jobs[:MAX_ROWS]}
+        queued = waiting_in_pools(self.app.watcher.entries_below(f"{POOLS_FOLDER}/"), now)
+        self._waits = {name: text for name, text in queued.items() if name not in rows and wanted in f"{name} queued".lower()}
+        dash = ("-",) * 4
+        rows |= {
+            name: (Text(name[:24], "bold"), Text("queued", "yellow"), *dash, Text(), Text(text[:room]))
+            for name, text in self._waits.items()
+        }
+        self.query_one("#jobs", Table).show(rows)
         problems = [source.problem for source in seen.sources if source.problem and not source.is_connected]
         text = problems[0] if problems else "" if seen.jobs else f"no jobs yet in {self.app.watcher.place}"
         self._jobs = {job.run_id: job for job in jobs}
@@ -267,8 +295,9 @@ class JobsScreen(Live):
 
     def _show_last_event(self) -> None:
         """Show what the selected job has done last: a narrow screen has no column for it."""
-        job = self._jobs.get(self.query_one("#jobs", Table).selected or "")
-        text = Text(self._problem, "yellow")
+        selected = self.query_one("#jobs", Table).selected or ""
+        job = self._jobs.get(selected)
+        text = Text(self._problem or self._waits.get(selected, ""), "yellow")
         if not self._problem and job is not None and job.events:
             last = job.events[-1]
             text = Text.assemble((f"{job.run_id[:24]}, {drawing.clock_text(last.at)}: ", "bold"), job.last_event)
@@ -715,7 +744,8 @@ class Top(App[int]):
                 return
             with contextlib.suppress(RuntimeError):  # the application has just ended
                 self.call_from_thread(self.refresh_now)
-            time.sleep(0.1)
+            # Changes of many jobs come all the time, and each draws the list again.
+            time.sleep(LIST_S if isinstance(next(reversed(self.screen_stack), None), JobsScreen) else 0.1)
 
     def _show(self, screen: Live, seen: Any) -> None:
         if screen.is_mounted and screen in self.screen_stack:
