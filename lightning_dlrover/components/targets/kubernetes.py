@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,9 +19,7 @@ from lightning_dlrover.components.targets.kubernetes_events import JobEvents
 from lightning_dlrover.components.targets.kubernetes_logs import READ_FILE, PodLogs
 from lightning_dlrover.components.targets.kubernetes_manifests import (
     CONTAINER,
-    KUEUE,
     MARK_LABEL,
-    MIN_VERSION,
     NODE_LABEL,
     PLAIN_JOBS,
     VOLCANO_JOBS,
@@ -35,6 +32,7 @@ from lightning_dlrover.components.targets.kubernetes_manifests import (
     secret_manifest,
     secret_name,
 )
+from lightning_dlrover.components.targets.kubernetes_offer import check_version, offered, target_name
 from lightning_dlrover.components.targets.kubernetes_state import (
     Seen,
     State,
@@ -114,8 +112,7 @@ class KubernetesTarget:
         log_dir: local folder; each node's output is copied into a subfolder. None: output is not copied.
         poll_s: minimum interval between queries; two requests cover all nodes, and none is needed while watches work.
         api: default: the cluster that kubectl would use.
-        api_version: API version of the nodes' Jobs; default: Volcano's if the cluster has it, unless the options require plain
-            Jobs.
+        api_version: API version of the nodes' Jobs; default: see `offered`, also for `recorded` and `trial_s`.
         output_since: RFC 3339; earlier output of the pods is skipped.
         clock: time of queries and of all waits for nodes.
         watches: watch the nodes' Jobs and pods where the cluster lets us; else list them at each query.
@@ -141,6 +138,8 @@ class KubernetesTarget:
         clock: Callable[[], float] = time.monotonic,
         has_own_etcd: bool = False,
         watches: bool = True,
+        recorded: str = "",
+        trial_s: float = 0.0,
     ) -> None:
         self._makes_secret = has_own_etcd and "password_file" in spec.access
         self._has_made_secret = False
@@ -154,10 +153,10 @@ class KubernetesTarget:
         self._api = api or KubernetesApi()
         self._namespace = options.namespace or self._api.namespace
         if not api_version:
-            _check_version(self._api)
-        self._api_version = api_version or _offered(self._api, options)
+            check_version(self._api)
+        self._api_version = api_version or offered(self._api, self._namespace, options, spec, recorded, trial_s)
         # With another namespace or the other kind of Job, a later controller would find no node and consider all deleted.
-        self.name = f"kubernetes/{self._namespace}{'/volcano' if self._api_version == VOLCANO_JOBS else ''}"
+        self.name = target_name(self._namespace, self._api_version)
         self._mark = ""
         nothing_seen: dict[str, Seen] = {}  # key: node
         self._jobs, self._pods = (
@@ -524,36 +523,3 @@ def known_target(
     return KubernetesTarget(
         spec, KubernetesOptions(namespace=namespace), log_dir, poll_s, api_version=api_version, output_since=output_since
     )
-
-
-def _check_version(api: KubernetesApi) -> None:
-    """Raise TargetError if the cluster is too old."""
-    try:
-        version = api.version()
-    except ApiError as error:
-        log.debug("the version of the cluster is unknown: %s", error)  # the API is read again in a moment
-        return
-    found = re.match(r"v?(\d+)\.(\d+)", version)
-    if found and (int(found[1]), int(found[2])) < MIN_VERSION:
-        raise TargetError(
-            f"the cluster runs Kubernetes {version}, and nodes need {'.'.join(map(str, MIN_VERSION))} or newer: older ones "
-            "count a pod as failed while it hands over; name a newer cluster with KUBECONFIG"
-        )
-
-
-def _offered(api: KubernetesApi, options: KubernetesOptions) -> str:
-    """Return the `apiVersion` of Jobs in a cluster that fits the options; raise TargetError if it lacks them."""
-    if options.plain_jobs and not options.queue:
-        return PLAIN_JOBS
-    try:
-        has_volcano = not options.plain_jobs and api.has(VOLCANO_JOBS, "jobs")
-        has_queues = has_volcano or not options.queue or any(api.has(version, "localqueues") for version in KUEUE)
-    except ApiError as error:
-        instead = "leave out --queue" if options.plain_jobs else "do without it: --plain-jobs"
-        raise TargetError(f"whether the cluster has Volcano or Kueue is unknown ({error}); try again, or {instead}") from error
-    if not has_queues:
-        raise TargetError(
-            f"--queue {options.queue}: the cluster has no {'' if options.plain_jobs else 'Volcano and no '}Kueue, so it has no "
-            "queues; leave the option out for plain Jobs, or have one of them installed"
-        )
-    return VOLCANO_JOBS if has_volcano else PLAIN_JOBS

@@ -290,6 +290,16 @@ class JobRecord:
         return self.fits_begun if self.phase == "finished" and self.fits_begun > self.fits_finished else 0
 
     @property
+    def closed(self) -> str:
+        """The reason why no worker can join, in words; empty if workers can."""
+        if self.unfinished_fit:
+            return (
+                f"fit number {self.unfinished_fit} of the script runs. Workers join the first one only, because nothing hands "
+                "over what the script has made since"
+            )
+        return self.unjoinable
+
+    @property
     def is_over(self) -> bool:
         """Whether the job will form no further round."""
         return self.phase == "failed" or (self.phase == "finished" and not self.unfinished_fit)

@@ -99,6 +99,8 @@ def enter_job(journal: Journal, config: MembershipConfig) -> None:
             f"run {config.run_id!r}: all workers were lost in fit number {job.unfinished_fit} of the script, and "
             "only the first can be resumed; start a new run with another --rdzv-id"
         )
+    if job.unfinished_fit:
+        raise JobClosedError(f"run {config.run_id!r}: this worker ends, because no worker can join: {job.closed}")
     if job.phase in ("finished", "failed"):
         raise JobClosedError(
             f"run {config.run_id!r} has {job.phase}{': ' + job.message if job.message else ''}; "

@@ -1103,7 +1103,7 @@ def test_example_role_allows_exactly_the_targets_requests(
     assert asked == allowed
 
 
-@pytest.mark.parametrize("name", ["rbac.yaml", "etcd.yaml", "controller.yaml", "policies.yaml"])
+@pytest.mark.parametrize("name", ["rbac.yaml", "etcd.yaml", "brain.yaml", "controller.yaml", "policies.yaml"])
 def test_example_manifests_have_no_field_that_kubernetes_does_not_know(name: str) -> None:
     assert [problem for document in documents(name) for problem in problems(document)] == []
 
