@@ -1,8 +1,8 @@
 """Metrics of jobs for Prometheus: collected when they are scraped, from the jobs' records, and never by a training process.
 
-`JobReader` reads a job's records in one request, and `JobMeter` turns its events into counters. `METRICS` names everything
-that is exported, so that docs, the Grafana board and tests can be compared with it. `serve_metrics` answers scrapes from
-threads of its own. Add-ons export theirs through the same functions.
+`JobsReader` reads the records of jobs in few requests, and `JobMeter` turns a job's events into counters. `METRICS` names
+everything that is exported, so that docs, the Grafana board and tests can be compared with it. `serve_metrics` answers scrapes
+from threads of its own. Add-ons export theirs through the same functions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_dlrover.rdzv.job.events import (
     WorkerLost,
     content_of,
 )
-from lightning_dlrover.rdzv.job.journal import read_events, readable
+from lightning_dlrover.rdzv.job.journal import LINES_PER_ANSWER, read_events, readable
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, ProgressRecord, SnapshotRecord
 from lightning_dlrover.rdzv.membership.rounds import JobView, read_view
 from lightning_dlrover.report.status import JobPlace
@@ -55,6 +55,9 @@ PHASES = ("not started", "starting", "training", "finished", "failed", "stopped"
 
 MAX_JOBS = 200
 """Maximum number of jobs that one page of metrics describes; the newest ones."""
+
+MAX_BEGUN = 20
+"""Maximum number of jobs whose whole history is read for one scrape; the others follow with later ones."""
 
 MAX_STREAMS = 16
 """Maximum number of a job's streams that are exported."""
@@ -427,40 +430,45 @@ def _end_of(window: StepProfile | None) -> float:
 
 
 class JobReader:
-    """Reads a job's records again and again, its events and windows once each. One request per read."""
+    """Decodes a job's records again and again, its events and windows once each."""
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
         self._forget()
 
     def _forget(self) -> None:
-        self._revision = 0
+        self._revision = self._events_until = 0
         self._meter = JobMeter()
         self._profiles: dict[str, StepProfile] = {}
         self._progress: ProgressRecord | None = None
         self._snapshot: SnapshotRecord | None = None
 
-    def read(self, client: EtcdClient) -> JobFigures:
-        """Return the job's present figures.
+    @property
+    def has_begun(self) -> bool:
+        """Whether the job's history has been read once."""
+        return self._revision > 0
 
-        Raises:
-            EtcdError: etcd does not answer.
-        """
+    def begin(self, client: EtcdClient) -> None:
+        """Read the job's history so far, in parts. Raise EtcdError if etcd does not answer."""
+        revision, entries = client.get_prefix(self.keys.events, per_answer=LINES_PER_ANSWER)
+        self._meter.add(read_events(entries))
+        self._events_until = revision
+        self._revision = 1  # the other records are read from the beginning
+
+    @property
+    def ranges(self) -> dict[str, int]:
+        """The prefixes to read next, and the revisions after which their keys were written."""
+        keys, since = self.keys, self._revision
+        return {keys.live: 0, keys.events: self._events_until, keys.profiles: since, keys.progress: since, keys.snapshot: since}
+
+    def take(self, found: Mapping[str, tuple[int, list[KeyValue]]]) -> JobFigures | None:
+        """Return the job's present figures, given the answer for its `ranges`; None if its history must be read again."""
         keys = self.keys
-        found = client.read_prefixes(
-            {
-                keys.live: 0,
-                keys.events: self._revision,
-                keys.profiles: self._revision,
-                keys.progress: self._revision,
-                keys.snapshot: self._revision,
-            }
-        )
         revision = found[keys.live][0]
         if revision < self._revision:  # etcd was restored from a backup, and counts from there
             self._forget()
-            return self.read(client)
-        self._revision = revision
+            return None
+        self._revision = self._events_until = revision
         self._meter.add(read_events(found[keys.events][1]))
         for entry in found[keys.profiles][1]:
             if (window := readable(StepProfile, entry)) is not None:
@@ -476,21 +484,41 @@ def _of_key(record_type: type[Any], entries: Sequence[KeyValue], key: str) -> An
     return next((readable(record_type, entry) for entry in entries if entry.key == key), None)
 
 
+class JobsReader:
+    """Reads several jobs of one etcd, in few requests: one for `MOST_RANGES` of `EtcdClient.read_prefixes`."""
+
+    def __init__(self) -> None:
+        self._readers: dict[Keys, JobReader] = {}
+
+    def read(self, client: EtcdClient, jobs: Sequence[Keys]) -> list[JobFigures]:
+        """Return the figures of jobs. The histories of new jobs are read first, those of `MAX_BEGUN` jobs in each call.
+
+        Raises:
+            EtcdError: etcd does not answer.
+        """
+        self._readers = {keys: self._readers.get(keys) or JobReader(keys) for keys in jobs}
+        for reader in [reader for reader in self._readers.values() if not reader.has_begun][:MAX_BEGUN]:
+            reader.begin(client)
+        readers = [reader for reader in self._readers.values() if reader.has_begun]
+        found = client.read_prefixes({prefix: since for reader in readers for prefix, since in reader.ranges.items()})
+        return [figures for reader in readers if (figures := reader.take(found)) is not None]
+
+
 class JobMetrics:
     """The samples of one job, read from its etcd when they are asked for."""
 
     def __init__(self, place: JobPlace) -> None:
         self._place = place
-        self._reader = JobReader(place.keys)
+        self._reader = JobsReader()
         self._client: EtcdClient | None = None
 
     def __call__(self) -> list[Sample]:
         """Read the job. Raise EtcdError if its etcd does not answer."""
         if self._client is None:
             self._client = EtcdClient(EtcdConfig(self._place.endpoint, timeout_s=TIMEOUT_S, **self._place.access))
-        figures = self._reader.read(self._client)
-        size = size_of(self._client.caller)
-        return [Sample("dlrover_etcd_size_bytes", size), *figures.samples(time.time())]
+        figures = self._reader.read(self._client, [self._place.keys])
+        size, now = size_of(self._client.caller), time.time()
+        return [Sample("dlrover_etcd_size_bytes", size), *(sample for each in figures for sample in each.samples(now))]
 
     def close(self) -> None:
         if self._client is not None:
@@ -567,6 +595,13 @@ def registry_of(exporter: Exporter) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(exporter)
     return registry
+
+
+def page_of(registry: CollectorRegistry) -> bytes:
+    """Collect the metrics, and return the page of a scrape."""
+    from prometheus_client import generate_latest
+
+    return generate_latest(registry)
 
 
 @contextlib.contextmanager

@@ -410,6 +410,11 @@ class Watcher:
         """Return the entries of an add-on in all etcds, such as those of `.pools/`, by key."""
         return {key: entry for etcd in self._all_etcds() for key, entry in etcd.entries_below(folder).items()}
 
+    @property
+    def etcds(self) -> list[EtcdJobs]:
+        """The etcds that it watches now."""
+        return self._all_etcds()
+
     def close(self) -> None:
         self._closed.set()
         self._note_change()

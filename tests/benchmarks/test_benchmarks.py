@@ -104,6 +104,11 @@ def case(
             "overhead.py",
             dict.fromkeys([f"{job}_{step}" for job in ("strategy", "callback", "control") for step in ("50ms", "5ms")], A_FEW),
         ),
+        case(
+            "the page is painted soon and costs its server and etcd little",
+            "dashboard.py",
+            {"first_paint_s": (1e-9, 3), "core_per_viewer": (0, 0.1), "etcd_rps": (0, 1)},
+        ),
         case("a share in two parts is hardly slower than at once", "parts.py", {"parts": (0.5, 2)}),  # 0.9 to 1 if quiet
         case(
             "jobs whose workers are killed finish and survivors agree soon",
