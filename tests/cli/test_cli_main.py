@@ -300,7 +300,7 @@ def test_number_of_workers_may_stand_after_options() -> None:
         ("dlrover pool run --own", ["--owner-weight"]),
         ("dlrover run --workers-", ["--workers-per-node"]),
         ("dlrover br", []),  # a former name
-        ("dlrover run --not", []),
+        ("dlrover run --nothing", []),
     ],
 )
 def test_shell_completes_commands_and_options(
