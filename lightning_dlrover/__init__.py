@@ -1,9 +1,15 @@
 """Elastic training for PyTorch Lightning: profile a job, plan its size, and resize it while it runs.
 
+<<<<<<< HEAD
 `DLRoverStrategy` and `DLRoverCallback` make a Lightning script elastic. `SnapshotConfig` sets how often its sharded tables are
 copied, and `GrowingEmbeddingBagCollection` has tables with a row for each id that occurs. `show` draws a job in a notebook.
 Names are loaded on first use: agents, controllers and the command line import this package too, and must not pay for importing
 torch and Lightning.
+=======
+`DLRoverStrategy` and `DLRoverCallback` make a Lightning script elastic, and `SnapshotConfig` sets how often its sharded tables
+are copied. `WorldInfo` is what hooks of a changing job receive, and `show` draws a job in a notebook. Names are loaded on
+first use: agents, controllers and the command line import this package too, and must not pay for importing torch and Lightning.
+>>>>>>> main
 """
 
 from __future__ import annotations
@@ -16,12 +22,14 @@ from lightning_dlrover.lightning_compat import on_import, submodule, watch_impor
 
 if TYPE_CHECKING:
     from lightning_dlrover.callback import DLRoverCallback
+    from lightning_dlrover.live.hooks import WorldInfo
     from lightning_dlrover.report.notebook import show
     from lightning_dlrover.strategy import DLRoverStrategy
     from lightning_dlrover.tables.growing import GrowingEmbeddingBagCollection, GrowingEmbeddingCollection
     from lightning_dlrover.tables.growing_rows import Growth
     from lightning_dlrover.tables.snapshots import SnapshotConfig
 
+<<<<<<< HEAD
 __all__ = [
     "DLRoverCallback",
     "DLRoverStrategy",
@@ -32,6 +40,9 @@ __all__ = [
     "__version__",
     "show",
 ]
+=======
+__all__ = ["DLRoverCallback", "DLRoverStrategy", "SnapshotConfig", "WorldInfo", "__version__", "show"]
+>>>>>>> main
 
 _HOMES = {
     "DLRoverCallback": "callback",
@@ -40,6 +51,7 @@ _HOMES = {
     "GrowingEmbeddingCollection": "tables.growing",
     "Growth": "tables.growing_rows",
     "SnapshotConfig": "tables.snapshots",
+    "WorldInfo": "live.hooks",
     "show": "report.notebook",
 }
 

@@ -44,6 +44,13 @@ def worst(findings: Sequence[Finding]) -> Verdict:
     return "error" if "error" in verdicts else "warning" if "warning" in verdicts else "ok"
 
 
+def lacks_matplotlib(error: Exception) -> str:
+    """Return what an error of a slim installation means, and the next move; empty for any other error."""
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "matplotlib":
+        return "matplotlib, which draws reports and pictures, is not installed; run `pip install matplotlib`"
+    return ""
+
+
 # An unwritable terminal or log does not end a job, and control characters do not reach a terminal.
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from tests.support.warm_tree import FreshNursery
 
 TESTS = Path(__file__).parent
 CHECKED_FOR_LEAKS = {
-    *("checks", "cli", "colocate", "components", "data", "distribution", "e2e", "lab", "live", "pool", "rdzv", "report"),
-    *("tables", "tuning", "test_watchdog.py"),
+    *("checks", "cli", "colocate", "components", "dashboard", "data", "distribution", "e2e", "lab", "live", "pool", "rdzv"),
+    *("report", "tables", "tuning", "test_watchdog.py"),
 }
 """Folders, and files outside of folders, of tests that must leave nothing behind."""
 

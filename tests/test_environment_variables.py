@@ -33,6 +33,7 @@ READERS = {
     "OBJECTIVE": {"tuning/plan.py"},
     "HISTORY": {"tuning/history.py"},
     "UNSAFE_STACKS": {"watchdog.py"},
+    "METADATA_URL": {AGENT},
     "SPARES": {"spares.py", AGENT},
     "SPARES_PADDING": {"spares.py"},
 }

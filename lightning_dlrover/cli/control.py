@@ -20,7 +20,8 @@ from lightning_dlrover.output import counted, show
 from lightning_dlrover.rdzv.etcd.types import EtcdUnavailableError
 from lightning_dlrover.rdzv.job.events import SizeRequested, record_of
 from lightning_dlrover.rdzv.job.journal import Journal, readable
-from lightning_dlrover.rdzv.job.records import DrainRecord, JobRecord, NodesRecord, PlanRecord, encode
+from lightning_dlrover.rdzv.job.records import DrainRecord, EndNotice, JobRecord, NodesRecord, PlanRecord, encode
+from lightning_dlrover.rdzv.membership.worker_records import note_end
 from lightning_dlrover.report.status import (
     CANCELLED,
     JOB_FILE,
@@ -269,17 +270,21 @@ def leave_to_planner(client: EtcdClient, place: JobPlace) -> str:
 def drain_command(options: argparse.Namespace) -> int:
     """Ask one worker of a job, and all others of its node, to hand over and leave."""
     with connected_job(options) as (place, client):
-        text = drain_worker(client, place, options.worker, options.replace, "`dlrover drain`")
+        text = drain_worker(client, place, options.worker, options.replace, "`dlrover drain`", options.at or 0.0)
     show(text)
     return EXIT_OK
 
 
-def drain_worker(client: EtcdClient, place: JobPlace, name: str, once_replaced: bool, asked_by: str) -> str:
+def drain_worker(
+    client: EtcdClient, place: JobPlace, name: str, once_replaced: bool, asked_by: str, taken_at: float = 0.0
+) -> str:
     """Ask a worker, or all workers of a node, to hand over and leave. Return the result in words.
 
     Args:
         name: a worker, with which all others of its node leave, or a node.
         once_replaced: it leaves only when another worker can take its place.
+        taken_at: time at which its node will be taken away, seconds since the epoch: it leaves once replaced, or in time in any
+            case; 0: the node stays.
 
     Raises:
         UsageError: there is none of that name, it is the last one, or nothing would replace it.
@@ -289,7 +294,8 @@ def drain_worker(client: EtcdClient, place: JobPlace, name: str, once_replaced: 
     if not leaving:
         known = ", ".join(view.workers) or "none"
         raise UsageError(f"job {place.run_id!r} has no worker or node {name!r}; its workers are: {known}")
-    if once_replaced and client.get(place.keys.controller) is None:
+    has_controller = client.get(place.keys.controller) is not None
+    if once_replaced and not has_controller:
         raise UsageError(
             f"job {place.run_id!r} has no controller that would start another worker; start one by hand, and when "
             f"`dlrover status {place.run_id}` shows it ready, drain {name!r} without --replace"
@@ -297,12 +303,19 @@ def drain_worker(client: EtcdClient, place: JobPlace, name: str, once_replaced: 
     if once_replaced and not view.drains.isdisjoint(leaving):
         raise UsageError(f"{name!r} of job {place.run_id!r} has been asked to leave at once, and may not be able to wait")
     is_last = not {*view.survivors}.isdisjoint(leaving) and not {*view.survivors} - {*leaving, *view.drains}
-    if is_last and not once_replaced:
+    if is_last and not once_replaced and not (taken_at and has_controller):
         found = f"{leaving[0]!r} is the only worker" if len(leaving) == 1 else f"{', '.join(leaving)} are the only workers"
         raise UsageError(
             f"{found} of job {place.run_id!r} that would stay, and without them the job would stop; "
             f"`dlrover scale {place.run_id} {2 * len(leaving)}` first"
         )
+    if taken_at:
+        notice, journal = EndNotice(asked_by.strip("`"), taken_at), Journal(client, place.keys)
+        for worker in leaving:
+            note_end(journal, worker, notice)
+        others = "another one takes its place" if len(leaving) == 1 else "others take their places"
+        instead = f"leave when {others}, or in time in any case" if has_controller else "leave in time"
+        return f"job {place.run_id}: the node of {', '.join(leaving)} {notice}; will hand over and {instead}"
     for worker in leaving:
         client.put(place.keys.drains + worker, encode(DrainRecord(worker, f"asked for by {asked_by}", once_replaced)))
     when = f" when {'another worker is' if len(leaving) == 1 else 'other workers are'} ready" if once_replaced else ""

@@ -19,7 +19,7 @@ from lightning_dlrover.cli.parser import build_parser, completions
 from lightning_dlrover.cli.plugins import Command
 from lightning_dlrover.components import ESCAPED
 from lightning_dlrover.files import give_home
-from lightning_dlrover.output import complain, escape_what_cannot_be_encoded, flush
+from lightning_dlrover.output import complain, escape_what_cannot_be_encoded, flush, lacks_matplotlib
 from lightning_dlrover.plugins import PluginError
 
 _MODULES = {
@@ -71,6 +71,9 @@ def _main(given: list[str], started: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
+        if text := lacks_matplotlib(error):
+            complain(text)
+            return EXIT_USAGE
         if not isinstance(error, _refusals()):  # only now, as their imports take longer than those of most commands
             raise
         complain(_text(error, options))

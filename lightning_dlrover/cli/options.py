@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import math
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,29 @@ def memory_range(text: str) -> tuple[int, int]:
     if sizes[0] > sizes[1]:
         raise argparse.ArgumentTypeError(f"{text!r}: SIZE must be at most MAX")
     return sizes
+
+
+def moment(text: str) -> float:
+    """Seconds since the epoch, from `+90`, `+5m`, the next `14:30` or `14:30:05`, or `2026-01-31T14:30:00Z`.
+
+    A time without a zone is that of this machine.
+    """
+    if match := re.fullmatch(r"\+(\d+(?:\.\d+)?)([smhd]?)", text):
+        from_now_s = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+        if from_now_s <= MAX_AMOUNT:
+            return time.time() + from_now_s
+    elif re.fullmatch(r"\d\d?:\d\d(:\d\d)?", text):
+        with contextlib.suppress(ValueError):
+            clock, now = datetime.time.fromisoformat(text.rjust(5 if text.count(":") == 1 else 8, "0")), datetime.datetime.now()
+            today = datetime.datetime.combine(now.date(), clock)
+            return (today if today > now else today + datetime.timedelta(days=1)).timestamp()
+    elif re.match(r"\d{4}-\d\d-\d\d[T ]", text):
+        with contextlib.suppress(ValueError, OverflowError, OSError):
+            at = datetime.datetime.fromisoformat(re.sub("[zZ]$", "+00:00", text)).timestamp()
+            if at > time.time():
+                return at
+            raise argparse.ArgumentTypeError(f"{text!r} has passed")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a time, such as +90, +5m, 14:30 or 2026-01-31T14:30:00Z")
 
 
 def duration(text: str) -> float:

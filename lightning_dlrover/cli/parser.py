@@ -148,6 +148,8 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     text = "1: keep a process that has imported the script's modules, and fork new workers from it, which then train after a "
     text += "second or two; `dlrover status` shows its memory (default 0)"
     run.add_argument("--spares", type=int, choices=(0, 1), default=0, help=text)
+    text = "read from this cloud's metadata service, on each node, when the node's machine will be taken away"
+    run.add_argument("--notices", choices=("aws", "gcp", "azure"), help=text)
     for name, text in options.TIMEOUTS.items():
         run.add_argument(
             options.flag(name), type=options.lease if name == "lease_ttl" else options.duration, metavar="TIME", help=text
@@ -243,7 +245,15 @@ def _add_drain(drain: argparse.ArgumentParser) -> None:
     _add_job(drain)
     text = "worker's id from `dlrover status`, or its node, such as node1; all workers of the node leave"
     drain.add_argument("worker", metavar="WORKER", help=text)
-    drain.add_argument("--replace", action="store_true", help="start a replacement first")
+    when = drain.add_mutually_exclusive_group()
+    when.add_argument("--replace", action="store_true", help="start a replacement first")
+    when.add_argument(
+        "--at",
+        type=options.moment,
+        metavar="TIME",
+        help="the node will be taken away then: start a replacement now, and leave in time in any case. +90, +5m or +1h from "
+        "now, a clock time (14:30, 14:30:05), or RFC 3339 (2026-01-31T14:30:00Z)",
+    )
 
 
 def _add_cancel(cancel: argparse.ArgumentParser) -> None:

@@ -44,7 +44,7 @@ from lightning_dlrover.components.control.nodes import ControllerBusyError
 from lightning_dlrover.components.control.reconcile import FailurePolicy, FinishJob, Limits
 from lightning_dlrover.components.targets.target import EventSink, NodeSpec, TargetError
 from lightning_dlrover.host import own_address
-from lightning_dlrover.output import complain, counted, has_terminal, printable, say, show_transient
+from lightning_dlrover.output import complain, counted, has_terminal, lacks_matplotlib, printable, say, show_transient
 from lightning_dlrover.rdzv.etcd.client import USER, make_password, require_password
 from lightning_dlrover.rdzv.etcd.health import warn_of_troubles
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
@@ -222,7 +222,8 @@ def write_final_report(run_id: str, folder: Path) -> None:
     try:
         write_report(run_id, events, folder / "report.html")
     except Exception as error:  # the job has ended well, and matplotlib and the user's fonts may raise anything
-        complain(f"no report was written: {printable(str(error) or type(error).__name__)}; see `dlrover report {run_id}`")
+        reason = lacks_matplotlib(error) or printable(str(error) or type(error).__name__)
+        complain(f"no report was written: {reason}; then see `dlrover report {run_id}`")
         report = ""
     say(printable(summary_text(run_id, events)) + report)
 
@@ -576,6 +577,7 @@ def _node_spec(options: argparse.Namespace, command: Sequence[str], place: JobPl
         max_workers=options.workers[1],
         max_restarts=options.max_restarts,
         has_spares=bool(options.spares),
+        notices=options.notices or "",
         workers_per_node=options.workers_per_node,
         sizes=options.sizes,
         access=place.access,

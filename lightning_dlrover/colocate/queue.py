@@ -32,9 +32,9 @@ from lightning_dlrover.colocate.report import Summary, summarize, summary_text, 
 from lightning_dlrover.colocate.running import WatchedJob
 from lightning_dlrover.colocate.scheduler import Knowledge, Scheduler, jobs_per_core
 from lightning_dlrover.colocate.tenants import LocalDevice, Memory, gpus_of, local_devices
-from lightning_dlrover.output import complain, counted, printable, say, show
+from lightning_dlrover.output import complain, counted, lacks_matplotlib, printable, say, show
 from lightning_dlrover.report.metrics import Sample, serve_metrics
-from lightning_dlrover.report.notify import WORDS, Destination, FileCursor, Kind, Notification, Notifier
+from lightning_dlrover.report.notify import WORDS, Destination, FileCursors, Kind, Notification, Notifier
 from lightning_dlrover.tuning.nvml import load_nvml
 
 if TYPE_CHECKING:
@@ -115,10 +115,8 @@ class QueueNotifications:
 
     def __init__(self, folder: Path, num_before: int, destinations: Sequence[Destination], hurry: threading.Event) -> None:
         self._folder = folder
-        self._cursor = FileCursor(folder / NOTIFIED)
-        self._begins = (passed := self._cursor.read()) is None  # of a queue without notifications so far, later records count
-        self._num_seen = num_before if passed is None else passed
-        self._notifier = Notifier(destinations, self._cursor, hurry)
+        self._notifier = Notifier(destinations, FileCursors(folder / NOTIFIED), num_before, hurry)
+        self._num_seen = self._notifier.begin
 
     def __enter__(self) -> QueueNotifications:
         return self
@@ -128,9 +126,6 @@ class QueueNotifications:
 
     def look(self, queue: str, records: Sequence[Record]) -> None:
         """Queue the notifications of new records. Returns at once."""
-        if self._begins:
-            self._begins = False
-            self._cursor.write(self._num_seen)  # before the first notification: a successor continues from here
         for number, record in enumerate(records[self._num_seen :], self._num_seen + 1):
             found = self._notification(f"{queue}/{number}", record)
             if found is not None:
@@ -141,7 +136,7 @@ class QueueNotifications:
         """Queue the notification of the whole queue's end."""
         text = f"queue {self._folder} {WORDS[event]}: {reason}"
         id_ = f"{self._folder.name}/{time.time_ns():020d}-end"
-        self._notifier.put(self._num_seen, Notification(id_, event, "colocate", text, time.time(), reason=reason))
+        self._notifier.put(self._num_seen, Notification(id_, event, "colocate", text, time.time(), reason=reason), is_last=True)
 
     def _notification(self, id_: str, record: Record) -> Notification | None:
         if isinstance(record, Started):
@@ -301,7 +296,10 @@ def run_queue(
             dispatcher.run()
         finally:
             shown(dispatcher)
-            write_report(folder / REPORT, journal.records)
+            try:
+                write_report(folder / REPORT, journal.records)
+            except ModuleNotFoundError as error:  # the jobs have run all the same
+                log.warning("no report was written: %s", lacks_matplotlib(error) or error)
         return summarize(journal.records)
 
 
@@ -345,6 +343,7 @@ def colocate_command(options: argparse.Namespace) -> int:
             say(f"metrics at {stack.enter_context(serve_metrics(options.metrics, metrics))}")
         notifications = None
         if notify:
+            options.out.mkdir(parents=True, exist_ok=True)
             notifications = QueueNotifications(options.out, _num_records(options.out), notify, hurry)
             stack.enter_context(notifications)
 

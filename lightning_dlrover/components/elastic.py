@@ -151,6 +151,7 @@ def node(
     sizes: str = "",
     max_restarts: int = 0,
     spares: int = 0,
+    notices: str = "",
     key_prefix: str = "",
     user: str = "",
     password_file: str = "",
@@ -180,6 +181,7 @@ def node(
         sizes: the only numbers of workers that plans may request, such as 1+2+4+8, or pow2; the same for all nodes of a job
         max_restarts: how often the agent restarts a failed worker in place
         spares: 1: the agent keeps a process that has imported the script's modules, and forks restarted workers from it
+        notices: aws, gcp or azure: the agent reads from that cloud's metadata service when its machine will be taken away
         key_prefix: folder of the job's keys in etcd
         user: etcd user, if etcd has authentication enabled
         password_file: file whose first line is the user's password
@@ -194,7 +196,8 @@ def node(
         image: container image or folder, where the scheduler needs one
     """
     access = {"user": user, "password_file": password_file, "ca_cert": ca_cert, "cert": cert, "cert_key": cert_key}
-    values = {"live": "1", "spares": "1" if spares else "", "sizes": sizes, "key_prefix": key_prefix, **access}
+    own = {"live": "1", "spares": "1" if spares else "", "notices": notices, "sizes": sizes, "key_prefix": key_prefix}
+    values = {**own, **access}
     for name, value in values.items():
         if "," in value or "=" in value:
             raise ValueError(f"{name}={value!r} cannot be used: --rdzv-conf separates its values by ',' and '='")

@@ -19,6 +19,7 @@ import runpy
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -37,7 +38,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def notice_file(exit_file: Path) -> Path:
-    """Return the path of the file that marks a received notice by its existence."""
+    """Return the path of the file that marks a received notice. It holds the node's end in seconds since the epoch."""
     return exit_file.with_name("notice")
 
 
@@ -89,7 +90,7 @@ def _supervise(command: list[str], exit_file: str, notice_s: float, leaves_on_si
         # The controller sees the file and starts another node first. Half of the notice period is reserved for that.
         with contextlib.suppress(OSError):
             if file is not None:
-                notice_file(file).touch()
+                atomic_write(notice_file(file), f"{time.time() + notice_s if notice_s else 0.0:.1f}\n")
         signal.setitimer(signal.ITIMER_REAL, max(0.01, notice_s / 2))
 
     def leave(number: int, frame: FrameType | None) -> None:

@@ -27,9 +27,11 @@ from lightning_dlrover.cli.control import drain_worker, leave_to_planner, scale_
 from lightning_dlrover.cli.errors import EXIT_OK, UsageError
 from lightning_dlrover.dashboard import drawing
 from lightning_dlrover.output import counted, time_text
+from lightning_dlrover.pool.admission import wait_text
 from lightning_dlrover.pool.commands import what_if_lines
-from lightning_dlrover.rdzv.etcd.types import EtcdError
-from lightning_dlrover.rdzv.job.journal import Journal
+from lightning_dlrover.pool.view import POOLS_FOLDER, GrantRecord
+from lightning_dlrover.rdzv.etcd.types import EtcdError, KeyValue
+from lightning_dlrover.rdzv.job.journal import Journal, readable
 from lightning_dlrover.rdzv.job.sizes import WorldSizes
 from lightning_dlrover.rdzv.membership.worker_records import ask_for_stacks
 from lightning_dlrover.report.status import JobNotFoundError, JobPlace, connect
@@ -37,6 +39,7 @@ from lightning_dlrover.report.view_model import ShownJob, ShownWorker, clean
 from lightning_dlrover.report.watcher import SeenJob, SeenJobs, SourceState, Watcher
 
 AGES_S = 1.0  # seconds after which ages are shown anew although nothing has changed
+LIST_S = 1.0  # shortest time in seconds between two pictures of a list
 STACKS_S = 10.0  # seconds to wait for the stacks of a worker
 WIDE = 120  # columns from which a screen has charts
 MAX_STACK_LINES = 2000
@@ -53,7 +56,7 @@ class Table(DataTable[Any]):
         super().__init__(id=name, cursor_type="row", zebra_stripes=False, cell_padding=1)
         self._columns = columns
         self._rows: dict[str, tuple[Any, ...]] = {}  # as they are in the table
-        self._newest: Mapping[str, tuple[Any, ...]] = {}
+        self._newest: Callable[[str], tuple[Any, ...]] = self._rows.__getitem__
 
     def on_mount(self) -> None:
         for column in self._columns:
@@ -65,18 +68,23 @@ class Table(DataTable[Any]):
         keys = [*self._rows]
         return keys[self.cursor_row] if 0 <= self.cursor_row < len(keys) else None
 
-    def show(self, rows: Mapping[str, tuple[Any, ...]]) -> None:
-        self._newest = rows
-        if list(rows) == list(self._rows):
+    def show(self, keys: Sequence[str], cells_of: Callable[[str], tuple[Any, ...]]) -> None:
+        """Show these rows.
+
+        Args:
+            cells_of: returns the cells of a row by its key.
+        """
+        self._newest = cells_of
+        if list(keys) == list(self._rows):
             self._update_rows_in_view()
             return
         selected = self.selected
         self.clear()
-        for key, cells in rows.items():
+        self._rows = {key: cells_of(key) for key in keys}
+        for key, cells in self._rows.items():
             self.add_row(*cells, key=key)
-        self._rows = dict(rows)
-        if selected is not None and selected in rows:
-            self.move_cursor(row=list(rows).index(selected))
+        if selected is not None and selected in self._rows:
+            self.move_cursor(row=list(self._rows).index(selected))
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
@@ -86,7 +94,7 @@ class Table(DataTable[Any]):
         """Ages change in all rows every second; a thousand updates would hold up the keys."""
         begin = max(0, round(self.scroll_y) - 2)
         for key in list(self._rows)[begin : begin + self.size.height + 4]:
-            cells, former_cells = self._newest[key], self._rows[key]
+            cells, former_cells = self._newest(key), self._rows[key]
             self._rows[key] = cells
             for column, cell, former in zip(self._columns, cells, former_cells, strict=True):
                 if cell != former:
@@ -218,6 +226,22 @@ class Live(Screen[None]):
         return title + Text(" " * max(1, self.size.width - len(title) - len(state))) + state
 
 
+def waiting_in_pools(entries: Mapping[str, KeyValue], now: float) -> dict[str, str]:
+    """Return the jobs that wait for a place in a pool, first in the queue first, with their waits in words.
+
+    Args:
+        entries: the records of all pools, by key.
+    """
+    found: list[tuple[str, int, str, str]] = []
+    for key, entry in entries.items():
+        pool, _, path = key.partition(f"/{POOLS_FOLDER}/")[2].partition("/")
+        folder, _, name = path.partition("/")
+        grant = readable(GrantRecord, entry) if folder == "grants" else None
+        if grant is not None and grant.state == "waiting":
+            found.append((pool, grant.place, clean(name, 100), clean(f"pool {pool}: {wait_text(grant, now)}")))
+    return {name: text for _, _, name, text in sorted(found)}
+
+
 class JobsScreen(Live):
     """All jobs."""
 
@@ -233,6 +257,7 @@ class JobsScreen(Live):
     def __init__(self) -> None:
         super().__init__()
         self._jobs: dict[str, ShownJob] = {}
+        self._waits: dict[str, str] = {}  # jobs that wait in the queue of a pool, and how long they will
         self._problem = ""
 
     def compose(self) -> ComposeResult:
@@ -258,7 +283,16 @@ class JobsScreen(Live):
         title = Text(f"dlrover top · {counted(len(seen.jobs), 'job')}, {running} running · {self.app.watcher.place}", "bold")
         self.query_one("#head", Static).update(self.head(title, worst, now))
         room = max(20, self.size.width - 86)
-        self.query_one("#jobs", Table).show({job.run_id: self._cells(job, room) for job in jobs[:MAX_ROWS]})
+        listed = {job.run_id: job for job in jobs[:MAX_ROWS]}
+        queued = waiting_in_pools(self.app.watcher.entries_below(f"{POOLS_FOLDER}/"), now)
+        self._waits = {name: text for name, text in queued.items() if name not in listed and wanted in f"{name} queued".lower()}
+
+        def cells_of(name: str) -> tuple[Any, ...]:
+            if name in listed:
+                return self._cells(listed[name], room)
+            return (Text(name[:24], "bold"), Text("queued", "yellow"), *("-",) * 4, Text(), Text(self._waits[name][:room]))
+
+        self.query_one("#jobs", Table).show([*listed, *self._waits], cells_of)
         problems = [source.problem for source in seen.sources if source.problem and not source.is_connected]
         text = problems[0] if problems else "" if seen.jobs else f"no jobs yet in {self.app.watcher.place}"
         self._jobs = {job.run_id: job for job in jobs}
@@ -267,8 +301,9 @@ class JobsScreen(Live):
 
     def _show_last_event(self) -> None:
         """Show what the selected job has done last: a narrow screen has no column for it."""
-        job = self._jobs.get(self.query_one("#jobs", Table).selected or "")
-        text = Text(self._problem, "yellow")
+        selected = self.query_one("#jobs", Table).selected or ""
+        job = self._jobs.get(selected)
+        text = Text(self._problem or self._waits.get(selected, ""), "yellow")
         if not self._problem and job is not None and job.events:
             last = job.events[-1]
             text = Text.assemble((f"{job.run_id[:24]}, {drawing.clock_text(last.at)}: ", "bold"), job.last_event)
@@ -339,7 +374,8 @@ class JobScreen(Live):
     def __init__(self, run_id: str) -> None:
         super().__init__()
         self.run_id = run_id
-        self.job: ShownJob | None = None
+        self.job: ShownJob | None = None  # the picture that is drawn
+        self._drawn: Any = None  # all that the drawing depends on
         self.place: JobPlace | None = None
 
     def compose(self) -> ComposeResult:
@@ -362,8 +398,11 @@ class JobScreen(Live):
         return self.app.watcher.job(self.run_id)
 
     def show(self, seen: SeenJob) -> None:
+        drawn = id(seen.job), seen.source.is_connected, seen.source.problem, self.size
+        if seen.job is not None and seen.source.is_connected and drawn == self._drawn:
+            return  # another job has changed
         now, width = time.time(), self.size.width
-        self.job, self.place = seen.job, seen.place
+        self.job, self.place, self._drawn = seen.job, seen.place, drawn
         job = seen.job
         place = "its own etcd" if seen.source.place.startswith("unix:") else seen.source.place
         title = Text(f"job {clean(self.run_id, 40)}", "bold")
@@ -388,8 +427,10 @@ class JobScreen(Live):
         room = max(3, height // 3) if not is_wide else len(facts)
         self.query_one("#facts", Static).update(Text("\n").join(facts[:room]))
         self._show_charts(job, is_wide, width, height)
-        rows = self._rows(job, now, _TABLE_WIDTH - 66 if is_wide else 14)
-        self.query_one("#workers", Table).show(rows)
+        bar_width = _TABLE_WIDTH - 66 if is_wide else 14
+        rows = {each.worker_id: each for each in job.workers[:MAX_ROWS]}
+        table = self.query_one("#workers", Table)
+        table.show(list(rows), lambda key: drawing.worker_cells(rows[key], now, bar_width))
         left = height - 3 - min(room, len(facts)) - (self._chart_height(height) + 2 if is_wide and job.series else 0)
         num_events = left if is_wide else max(3, min(len(job.events), left - max(5, min(len(rows) + 1, left // 2))))
         lines = drawing.event_lines(job, num_events)
@@ -412,10 +453,6 @@ class JobScreen(Live):
         self.query_one("#rate", Static).update(Text("\n").join(rate))
         legend = Text("step by parts: ", "bold").append_text(drawing.legend(has_waits=False))
         self.query_one("#parts", Static).update(Text("\n").join([legend, *drawing.parts_chart(job.series, half, rows)]))
-
-    @staticmethod
-    def _rows(job: ShownJob, now: float, bar_width: int) -> dict[str, tuple[Any, ...]]:
-        return {each.worker_id: drawing.worker_cells(each, now, bar_width) for each in job.workers[:MAX_ROWS]}
 
     def _selected(self) -> ShownWorker | None:
         key = self.query_one("#workers", Table).selected
@@ -715,7 +752,8 @@ class Top(App[int]):
                 return
             with contextlib.suppress(RuntimeError):  # the application has just ended
                 self.call_from_thread(self.refresh_now)
-            time.sleep(0.1)
+            # Changes of many jobs come all the time, and each draws the list again.
+            time.sleep(LIST_S if isinstance(next(reversed(self.screen_stack), None), JobsScreen) else 0.1)
 
     def _show(self, screen: Live, seen: Any) -> None:
         if screen.is_mounted and screen in self.screen_stack:

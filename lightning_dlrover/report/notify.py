@@ -4,11 +4,11 @@
 
     recorded   it is in the history: in etcd, or in the journal of a queue. Written by whoever decides or observes it.
     queued     handed to the thread of each destination. Only the process that holds the job, pool or queue does this.
-    settled    each destination has it, or was tried until `TOTAL_S`.
-    passed     the cursor, which is stored with the history, is at its position or behind it.
+    settled    its destination has it, or was tried until `TOTAL_S`.
+    passed     the cursor of the destination, which is stored with the history, is at its position or behind it.
 
-A successor continues behind the cursor. So an event whose process was killed before it could move the cursor is sent once more,
-with the same id. Nobody waits for a destination, but the end of the process does for `END_S`.
+A successor continues behind the cursors. So an event whose process was killed before it could move a cursor is sent there once
+more, with the same id. Nobody waits for a destination, but the end of the process does for `END_S`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from lightning_dlrover._version import __version__
-from lightning_dlrover.codec import RecordError
 from lightning_dlrover.files import atomic_write
 from lightning_dlrover.output import counted
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
@@ -222,7 +221,7 @@ def _within(timeout_s: float, attempt: Callable[[], None]) -> None:
     thread.start()
     thread.join(timeout_s)
     if not ended:
-        raise _AttemptError(f"no answer within {timeout_s:.0f} s")
+        raise _AttemptError("no answer in time")
     if ended[0] is not None:
         raise ended[0]
 
@@ -230,11 +229,12 @@ def _within(timeout_s: float, attempt: Callable[[], None]) -> None:
 class _Line:
     """The notifications for one destination, sent in order by a thread of its own."""
 
-    def __init__(self, to: Destination, settled: Callable[[], None]) -> None:
+    def __init__(self, to: Destination, begin: int, settled: Callable[[], None]) -> None:
         self.to = to
+        self._begin = begin
         self.num_dropped = 0  # given up, or never tried
         self.problem = ""  # of the newest failed attempt
-        self._newest = 0  # position of the newest notification that was put
+        self._newest = begin  # position of the newest notification that was put
         self._settled = settled
         self._queue: deque[tuple[int, Notification]] = deque()
         self._changed = threading.Condition()
@@ -243,7 +243,9 @@ class _Line:
         self._thread = threading.Thread(target=self._run, name="notify", daemon=True)
         self._thread.start()
 
-    def put(self, position: int, notification: Notification) -> None:
+    def put(self, position: int, notification: Notification, is_last: bool) -> None:
+        if position <= self._begin and not is_last:
+            return  # a former process has sent it
         with self._changed:
             self._queue.append((position, notification))
             self._newest = position
@@ -336,7 +338,7 @@ class _Line:
         try:
             process.communicate(notification.document() + b"\n", timeout_s)
         except subprocess.TimeoutExpired:
-            raise _AttemptError(f"it did not end within {timeout_s:.0f} s") from None
+            raise _AttemptError("it did not end in time") from None
         finally:
             if process.poll() is None:
                 _kill(process)
@@ -356,33 +358,45 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 # --- delivery -----------------------------------------------------------------------------------------------------------------
 
 
-class Cursor(Protocol):
-    """The position up to which all notifications of a history are settled."""
+class Cursors(Protocol):
+    """The position in a history up to which the notifications for each destination are settled, by its number and label."""
 
-    def read(self) -> int | None:
-        """Return the position; None if none was written."""
+    def read(self) -> dict[str, int] | None:
+        """Return the positions; None if none were written."""
         ...
 
-    def write(self, position: int) -> None:
-        """Store the position; a failure is not reported, and only leads to repetitions."""
+    def write(self, positions: Mapping[str, int]) -> None:
+        """Store the positions; a failure is not reported, and only leads to repetitions."""
 
 
 class Notifier:
-    """Sends notifications to destinations in the background, and moves the cursor behind those that are settled.
+    """Sends notifications to destinations in the background, and moves their cursors behind those that are settled.
 
     Use as a context manager. Leaving it waits up to `END_S` for the last ones, and reports those that were not delivered.
 
     Args:
+        newest: position of the history's newest event. Where a history began without notifications, only later ones are sent.
         hurry: when set, the end waits for nothing.
+
+    Attributes:
+        begin: smallest position of a cursor at the start.
     """
 
-    def __init__(self, destinations: Sequence[Destination], cursor: Cursor, hurry: threading.Event | None = None) -> None:
-        self._cursor = cursor
+    def __init__(
+        self, destinations: Sequence[Destination], cursors: Cursors, newest: int = 0, hurry: threading.Event | None = None
+    ) -> None:
+        self._cursors = cursors
         self._hurry = hurry or threading.Event()
-        self._written = 0
         self._lock = threading.Lock()
-        self._lines = [_Line(to, self._move) for to in destinations]
         self._is_closed = False
+        names = [f"{number} {to.label}" for number, to in enumerate(destinations, 1)]
+        former = {name: min(position, newest) for name, position in (cursors.read() or {}).items()}
+        begins = {name: former.get(name, max(former.values(), default=newest)) for name in names}
+        self.begin = min(begins.values())
+        self._written = begins
+        if begins != former:
+            cursors.write(begins)
+        self._lines = {name: _Line(to, begins[name], self._move) for name, to in zip(names, destinations, strict=True)}
 
     def __enter__(self) -> Self:
         return self
@@ -390,75 +404,76 @@ class Notifier:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def put(self, position: int, notification: Notification) -> None:
+    def put(self, position: int, notification: Notification, is_last: bool = False) -> None:
         """Queue a notification. Returns at once.
 
         Args:
             position: of its event in the history; never below that of the one before.
+            is_last: it has no event of its own, and `position` is that of the newest.
         """
-        for line in self._lines:
-            line.put(position, notification)
+        for line in self._lines.values():
+            line.put(position, notification, is_last)
 
     def close(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
         deadline = time.monotonic() + END_S
-        for line in self._lines:
+        for line in self._lines.values():
             line.end(deadline)
-        for line in self._lines:
+        for line in self._lines.values():
             line.join(self._hurry.is_set)
             if line.num_dropped:
                 what = counted(line.num_dropped, "notification")
                 log.warning("%s to %s not delivered: %s", what, line.to, line.problem or "no answer in time")
 
     def _move(self) -> None:
-        """Move the cursor as far as all destinations are."""
+        """Move the cursors."""
         with self._lock:  # also orders the writes
-            position = min(line.passed() for line in self._lines)
-            if position > self._written:
-                self._cursor.write(position)
-                self._written = position
+            positions = {name: max(self._written[name], line.passed()) for name, line in self._lines.items()}
+            if positions != self._written:
+                self._cursors.write(positions)
+                self._written = positions
 
 
 @dataclass(frozen=True)
 class NotifiedRecord:
-    """The cursor of a job or a pool in etcd, written by the process that sends its notifications."""
+    """The cursors of a job or a pool in etcd, written by the process that sends its notifications."""
 
-    revision: int  # of the newest event that is settled
+    revisions: dict[str, int]  # of the newest event that is settled, by the destination's number and label
 
 
-class EtcdCursor:
-    """A cursor in etcd, whose positions are revisions: events of workers with other clocks have an order there, too."""
+class EtcdCursors:
+    """Cursors in etcd, whose positions are revisions: events of workers with other clocks have an order there, too."""
 
     def __init__(self, client: EtcdClient, key: str) -> None:
         self._client, self._key = client, key
 
-    def read(self) -> int | None:
-        with contextlib.suppress(EtcdError, RecordError):
+    def read(self) -> dict[str, int] | None:
+        with contextlib.suppress(EtcdError):
             record = readable(NotifiedRecord, self._client.get(self._key))
-            return record.revision if record is not None else None
+            return record.revisions if record is not None else None
         return None
 
-    def write(self, position: int) -> None:
+    def write(self, positions: Mapping[str, int]) -> None:
         with contextlib.suppress(EtcdError):
-            self._client.put(self._key, encode(NotifiedRecord(position)))
+            self._client.put(self._key, encode(NotifiedRecord(dict(positions))))
 
 
-class FileCursor:
-    """A cursor in a file, whose positions are numbers of records."""
+class FileCursors:
+    """Cursors in a file, whose positions are numbers of records."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def read(self) -> int | None:
-        with contextlib.suppress(OSError, ValueError):
-            return int(self._path.read_text())
+    def read(self) -> dict[str, int] | None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            return {str(name): int(position) for name, position in json.loads(self._path.read_bytes()).items()}
         return None
 
-    def write(self, position: int) -> None:
+    def write(self, positions: Mapping[str, int]) -> None:
         with contextlib.suppress(OSError):
-            atomic_write(self._path, f"{position}\n")
+            atomic_write(self._path, json.dumps(positions) + "\n")
 
 
 class EtcdNotifications:
@@ -466,7 +481,7 @@ class EtcdNotifications:
 
     Args:
         events: folder of the history's lines.
-        cursor_key: key of the cursor, in the same etcd.
+        cursors_key: key of the cursors, in the same etcd.
         made: returns the notification for the lines that were written at one revision; None if nobody needs one.
 
     Raises:
@@ -477,21 +492,16 @@ class EtcdNotifications:
         self,
         client: EtcdClient,
         events: str,
-        cursor_key: str,
+        cursors_key: str,
         destinations: Sequence[Destination],
         made: Callable[[str, list[EventRecord]], Notification | None],
         hurry: threading.Event | None = None,
     ) -> None:
         self._client, self._events, self._made = client, events, made
-        cursor = EtcdCursor(client, cursor_key)
-        revision, found = client.get_prefix(events)
-        passed = cursor.read()
-        if passed is None:  # of a history that began without notifications, only later lines count
-            passed = max((entry.mod_revision for entry in found), default=0)
-            cursor.write(passed)
-        self._passed = min(passed, revision)  # an etcd that was restored from a backup counts from there
+        found = client.get_prefix(events)[1]
+        newest = max((entry.mod_revision for entry in found), default=0)
         self._seen = self._looked_at = 0
-        self.notifier = Notifier(destinations, cursor, hurry)
+        self.notifier = Notifier(destinations, EtcdCursors(client, cursors_key), newest, hurry)
         self.look(found)
 
     def __enter__(self) -> Self:
@@ -507,7 +517,7 @@ class EtcdNotifications:
             lines = [*group]
             records = [record for entry in lines if (record := readable(EventRecord, entry)) is not None]
             found = self._made(lines[0].key.removeprefix(self._events), records) if records else None
-            if found is not None and revision > self._passed:
+            if found is not None:
                 self.notifier.put(revision, found)
             self._seen = revision
 
@@ -524,7 +534,7 @@ class EtcdNotifications:
 
     def put_last(self, notification: Notification) -> None:
         """Queue a notification that has no line in the history."""
-        self.notifier.put(self._seen, notification)
+        self.notifier.put(self._seen, notification, is_last=True)
 
     def close(self) -> None:
         self.notifier.close()

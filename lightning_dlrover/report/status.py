@@ -637,6 +637,7 @@ def _show_workers(
             "samples": samples.get(ranks.get(worker, -1)),  # of a global batch; None: an equal share
             "waits": waits[worker],
             "for_s": _elapsed(record.since, now),
+            "notice": asdict(view.notices[worker]) if worker in view.notices else None,
         }
         for worker, record in sorted(view.workers.items(), key=lambda w: ranks.get(w[0], len(ranks)))
     ]
@@ -737,4 +738,5 @@ def _show_controller(found: FoundJob, nodes: Mapping[str, NodeRecord]) -> dict[s
         "target": found.controller.target,
         "awaited_nodes": [node for node in found.controller.apps if node not in {*come, *_leaving(nodes)}],
         "held_up": found.controller.held_up,
+        "resizes": dict(found.controller.resizes),
     }

@@ -44,6 +44,7 @@ COMPLETE_S = 2.0  # seconds between two reads of older events for a list: one jo
 TIMEOUT_S = 2.0  # seconds for one operation of etcd
 SCAN_S = 2.0  # seconds between two looks at a folder of run folders
 AGES_S = 1.0  # age of a picture after which it is made again even though no record has changed
+AGES_LISTED_S = 10.0  # the same in a list: the pictures of a hundred jobs would take a tenth of a core each second
 
 _WANTED = ("live/", "nodes/", "profiles/", "stacks/", "events/")  # folders of a job that pictures are made of
 _WANTED_KEYS = ("progress", "snapshot")
@@ -178,7 +179,7 @@ class EtcdJobs:
             if records is None or records.is_empty:
                 return None
             known = self._pictures.get(name)
-            if known is None or known[0] != records.version or now - known[1].at >= AGES_S:
+            if known is None or known[0] != records.version or now - known[1].at >= (AGES_S if in_full else AGES_LISTED_S):
                 known = self._pictures[name] = records.version, records.shown(now)
             return known[1]
 

@@ -361,10 +361,11 @@ class ElasticTables:
     # --- snapshots -------------------------------------------------------------------------------------------------------
 
     def wishes(self) -> list[int]:
-        """Return this worker's ballot: newest snapshot held completely, 1 if another can start, 1 if that is due on disk."""
+        """Return this worker's ballot: newest snapshot held completely, 1 if another can start, 1 if that is due on disk, and a
+        number that is equal on workers that see the same members leave, with both signs."""
         self._foresee()
         self._follow_fit()
-        return self._snapshots.wishes() if self._snapshots is not None else [0, 0, 0]
+        return self._snapshots.wishes() if self._snapshots is not None else [0, 0, 0, 0, 0]
 
     def voted(self, batch: int, pack_state: Callable[[], bytes]) -> bool:
         """Take a snapshot after a vote if all are ready; return whether one was taken. `pack_state` packs the other state."""
@@ -372,9 +373,11 @@ class ElasticTables:
         self.tables.forget_given()  # the job trains
         if self._follow_fit():
             return False  # the vote began in the earlier fit
-        if self._snapshots is None or len(wishes) != 3:
+        if self._snapshots is None or len(wishes) != 5:
             return False
-        return self._snapshots.voted(wishes[0], bool(wishes[1]), bool(wishes[2]), batch, self.tables, pack_state)
+        held, is_due, is_for_disk, lowest, highest = wishes
+        is_same = lowest == -highest
+        return self._snapshots.voted(held, bool(is_due), bool(is_for_disk), batch, self.tables, pack_state, is_same)
 
     def broken(self) -> None:
         """Mark the state in memory as broken after a failed step or exchange, and stop copies under way."""

@@ -7,13 +7,14 @@ the neighbours while training continues. The snapshot counts when the next vote 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -63,10 +64,13 @@ class MissingPartError(SnapshotError):
     """A worker could not take its part of a snapshot, so it has no copy."""
 
 
-def others(rank: int, hosts: Sequence[str], count: int) -> list[int]:
+def others(rank: int, hosts: Sequence[str], count: int, leaving: Set[int] = frozenset()) -> list[int]:
     """Return the ranks that keep copies of a worker's part, on other hosts first, then on its own.
 
     Copies are spread evenly: the first worker of a host has its copies on the first worker of the next host, and so on.
+
+    Args:
+        leaving: ranks that will leave, and keep a copy only where too few others are left.
     """
     size = len(hosts)
     ring = [(rank + step) % size for step in range(1, size)]
@@ -76,7 +80,8 @@ def others(rank: int, hosts: Sequence[str], count: int) -> list[int]:
         there = [r for r, each in enumerate(hosts) if each == host]
         turns |= {r: (i - place) % len(there) for i, r in enumerate(there)}
     first = {hosts[r]: i for i, r in reversed(list(enumerate(ring)))}
-    return sorted(ring, key=lambda r: (hosts[r] == hosts[rank], turns.get(r, 0), first[hosts[r]], ring.index(r)))[:count]
+    order = sorted(ring, key=lambda r: (hosts[r] == hosts[rank], turns.get(r, 0), first[hosts[r]], ring.index(r)))
+    return sorted(order, key=leaving.__contains__)[:count]
 
 
 class Neighbours:
@@ -95,7 +100,7 @@ class Neighbours:
         self.keepers = list(keepers)
         self.owners = list(owners)
         self._store = store
-        self._group = group
+        self.group = group
 
     def replicate(
         self,
@@ -122,7 +127,7 @@ class Neighbours:
             SnapshotError: there is not enough memory for a copy.
             RuntimeError: the connection is lost, or a neighbour is silent.
         """
-        if self._group is None:
+        if self.group is None:
             return
         counts = [-1 if rows is None else len(rows) for rows in changed]
         header = part.header.encode().decode() if part is not None else None
@@ -130,7 +135,7 @@ class Neighbours:
         incoming = self._introduce(torch.frombuffer(bytearray(said), dtype=torch.uint8), keep, going_on)
         answers = {rank: torch.zeros(1, dtype=torch.uint8) for rank in self.keepers}
         wants = {rank: incoming[rank].wants if rank in incoming else NOTHING for rank in self.owners}
-        swap(self._group, {rank: torch.tensor([want], dtype=torch.uint8) for rank, want in wants.items()}, answers)
+        swap(self.group, {rank: torch.tensor([want], dtype=torch.uint8) for rank, want in wants.items()}, answers)
         wanted = {rank: int(answer) for rank, answer in answers.items()}
         outgoing: dict[int, torch.Tensor | None] = {}
         if part is not None:
@@ -141,7 +146,7 @@ class Neighbours:
         for start in range(0, max(sizes, default=0), CHUNK_BYTES):
             end = start + CHUNK_BYTES
             mine = {rank: values[start:end] for rank, values in outgoing.items() if values is not None}
-            swap(self._group, mine, {rank: values[start:end] for rank, values in by_wire.items()})
+            swap(self.group, mine, {rank: values[start:end] for rank, values in by_wire.items()})
             if stopping.wait(PAUSE_S):
                 raise RoundEndedError("the round ended")
         for each in incoming.values():
@@ -155,9 +160,9 @@ class Neighbours:
     def _introduce(self, said: torch.Tensor, keep: Name | None, going_on: GoingOn) -> dict[int, _Incoming]:
         """Announce this worker's part to the neighbours, and receive the announcements of others."""
         lengths = {rank: torch.zeros(1, dtype=torch.int64) for rank in self.owners}
-        swap(self._group, dict.fromkeys(self.keepers, torch.tensor([len(said)])), lengths)
+        swap(self.group, dict.fromkeys(self.keepers, torch.tensor([len(said)])), lengths)
         texts = {rank: torch.empty(int(length.item()), dtype=torch.uint8) for rank, length in lengths.items()}
-        swap(self._group, dict.fromkeys(self.keepers, said), texts)
+        swap(self.group, dict.fromkeys(self.keepers, said), texts)
         incoming = {}
         for rank, text in texts.items():
             try:
@@ -240,6 +245,9 @@ RETRY_S, MAX_RETRY_S = 5.0, 300.0
 A shorter interval replaces the first value, a longer one the second.
 """
 
+LAST_S = 10.0
+"""Seconds before the end of a worker's node within which one more snapshot is taken, in case that worker has to stay."""
+
 RECORD_S = 120.0
 """Minimum seconds between two records in etcd of the newest snapshot."""
 
@@ -286,6 +294,9 @@ class Snapshots:
         self._work: Future[int] | None = None  # its result is the number of the snapshot completed here
         self._formation: Formation | None = None
         self._neighbours = Neighbours(store, None, [], [])
+        self._hosts: list[str] = []  # of the round's members
+        self._leaving: frozenset[int] = frozenset()  # ranks that keep no copies, see `others`
+        self._said_leaving: frozenset[int] = frozenset()  # those in this worker's newest ballot
         self._num_groups = 0  # groups connected in this round
         self._stopping = threading.Event()  # makes the round's thread give up
         self._lock = threading.Lock()  # held for each write to shared memory: only the present round's thread writes
@@ -344,16 +355,23 @@ class Snapshots:
         self._others_are_dropped = self._is_reported = False
         self._taken_at = float("-inf")
         self._stopping = threading.Event()
-        hosts = all_gather(formation, socket.gethostname())
-        keepers = others(formation.rank, hosts, self._config.replicas)
-        owners = [r for r in range(formation.size) if formation.rank in others(r, hosts, self._config.replicas)]
+        self._hosts = all_gather(formation, socket.gethostname())
+        self._leaving = self._said_leaving = frozenset()
         group = None
         if formation.size > 1 and self._config.replicas:
             # The name changes if the first round began with a rollback, because the former group's addresses still exist.
             group = self._world.connect(formation.round, f"snapshots/{self._num_groups}", formation.round.members)
-        self._neighbours = Neighbours(self.store, group, keepers, owners)
+        self._neighbours = self._chosen_neighbours(group)
         held = sum(-(-b.values.nbytes // 64) * 64 for b in tables.blocks())
         self._work = self._begin(self.make_room, tables, held)
+
+    def _chosen_neighbours(self, group: Group | None) -> Neighbours:
+        """Return the neighbours of this worker. All members choose them alike: they have agreed on `_leaving`."""
+        assert self._formation is not None
+        rank, count = self._formation.rank, self._config.replicas
+        keepers = [others(r, self._hosts, count, self._leaving) for r in range(self._formation.size)]
+        owners = [r for r, of_other in enumerate(keepers) if rank in of_other]
+        return Neighbours(self.store, group, keepers[rank], owners)
 
     def _begin(self, run: Callable[..., int], *args: Any) -> Future[int]:
         """Run in a new thread, which is abandoned at the round's end: gloo may wait long for lost messages."""
@@ -379,15 +397,35 @@ class Snapshots:
         is_idle, now = self._is_idle(), time.monotonic()
         # If all workers have ended their work on a snapshot and not all hold it, it failed on one, which waits before a retry.
         interval_s = self._config.interval_s if self._counted == self._number else 0.0
+        self._said_leaving = self._leaving_now()
+        is_urgent = self._said_leaving != self._leaving or self._is_near_an_end(now)
         is_due = (
             is_idle
-            and now - self._taken_at >= max(interval_s, self._stall_s / MAX_STALL)
+            and (now - self._taken_at >= max(interval_s, self._stall_s / MAX_STALL) or is_urgent)
             and now >= self._retry_at
             and not self._stopping.is_set()
             and not self._would_overwrite_what_is_written_to_disk
         )
         is_for_disk = self._config.disk is not None and now - self._on_disk_at >= self._config.disk_interval_s
-        return [self._held, int(is_due), int(is_for_disk)]
+        digest = hashlib.blake2b(repr(sorted(self._said_leaving)).encode(), digest_size=7).digest()
+        said = int.from_bytes(digest, "big")
+        return [self._held, int(is_due), int(is_for_disk), said, -said]
+
+    def _leaving_now(self) -> frozenset[int]:
+        """Return the ranks of the members that will leave, as far as this worker sees them now."""
+        formation = self._formation
+        if formation is None or formation.size == 1:
+            return frozenset()
+        view = self._world.membership.view
+        leaving = {*view.taken_at, *view.replacements, *view.drains}
+        return frozenset(r for r, worker in enumerate(formation.round.members) if worker in leaving)
+
+    def _is_near_an_end(self, now: float) -> bool:
+        """Whether a member's node will be taken away in a moment, and no snapshot was taken since that is so."""
+        if not self._said_leaving or self._formation is None:
+            return False
+        ends = [at for worker, at in self._world.membership.view.taken_at.items() if worker in self._formation.round.members]
+        return any(0.0 < (left_s := at - time.time()) <= LAST_S and now - self._taken_at > LAST_S - left_s for at in ends)
 
     @property
     def age_s(self) -> float:
@@ -442,7 +480,9 @@ class Snapshots:
         batch: int,
         tables: ShardedTables,
         pack_state: Callable[[], bytes],
+        all_see_the_same_leave: bool = True,
     ) -> bool:
+        """Take a snapshot if all are ready. Return whether this worker's part has begun."""
         assert self._formation is not None
         if everybody_has > self._counted:
             has_recovered = everybody_has > self._counted + 1
@@ -452,6 +492,10 @@ class Snapshots:
             return False  # workers were ready to repeat one that failed
         if not all_are_ready:
             return False
+        if all_see_the_same_leave and self._said_leaving != self._leaving:
+            # Parts that leaving workers kept are copied to others before they leave.
+            self._leaving, self._others_are_dropped = self._said_leaving, False
+            self._neighbours = self._chosen_neighbours(self._neighbours.group)
         self._is_for_disk = for_disk
         started = time.perf_counter()
         self._number += 1

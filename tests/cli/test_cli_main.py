@@ -254,6 +254,31 @@ def test_times_have_units(text: str, seconds: float) -> None:
     assert options.duration(text) == seconds
 
 
+@pytest.mark.parametrize(("text", "ahead_s"), [("+90", 90.0), ("+1.5s", 1.5), ("+5m", 300.0), ("+1h", 3600.0)])
+def test_time_may_be_given_from_now(text: str, ahead_s: float) -> None:
+    assert options.moment(text) - time.time() == pytest.approx(ahead_s, abs=1.0)
+
+
+@pytest.mark.parametrize(("text", "clock"), [("23:59", "23:59:00"), ("0:00:00", "00:00:00"), ("9:05", "09:05:00")])
+def test_time_of_the_clock_is_the_next_one(text: str, clock: str) -> None:
+    now, at = time.time(), options.moment(text)
+    assert now < at <= now + 25 * 3600.0
+    assert time.strftime("%H:%M:%S", time.localtime(at)) == clock
+
+
+@pytest.mark.parametrize("text", ["2099-01-31T14:30:00Z", "2099-01-31T15:30:00+01:00", "2099-01-31 14:30:00+00:00"])
+def test_time_of_rfc_3339_is_read(text: str) -> None:
+    assert options.moment(text) == 4073553000.0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "90", "+", "-5", "25:00", "12:60", "+1e9d", "2099-13-01T00:00:00Z", "2001-01-01T00:00:00Z"]
+)
+def test_text_that_is_no_time_to_come_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"is not a time|has passed"):
+        options.moment(text)
+
+
 def test_lease_is_at_least_etcds_shortest() -> None:
     assert options.lease("2s") == 2.0
     for text in ("1s", "2.5s"):
@@ -275,7 +300,7 @@ def test_number_of_workers_may_stand_after_options() -> None:
         ("dlrover pool run --own", ["--owner-weight"]),
         ("dlrover run --workers-", ["--workers-per-node"]),
         ("dlrover br", []),  # a former name
-        ("dlrover run --not", []),
+        ("dlrover run --nothing", []),
     ],
 )
 def test_shell_completes_commands_and_options(

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_dlrover.cli.run import write_final_report
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
-from lightning_dlrover.rdzv.job.events import DecisionMade, record_of
+from lightning_dlrover.rdzv.job.events import DecisionMade, RoundFormed, record_of
 from lightning_dlrover.rdzv.job.records import EventRecord, Keys, PlanRecord, encode
 from lightning_dlrover.report.status import JobPlace
 from lightning_dlrover.tuning import Limits, Objective, PlanRequest, StepTimeModel, plan
@@ -106,3 +107,27 @@ def test_job_known_only_to_the_history_is_explained_from_it(history: str, dlrove
     text = dlrover.output("explain", "ctr", "--history", history, "--output", "plans.svg")
     assert "plan 1" in text
     assert "<svg" in Path("plans.svg").read_text()
+
+
+def test_without_matplotlib_the_job_s_end_and_the_commands_that_draw_give_the_remedy(
+    dlrover: RunCli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    formed = record_of(RoundFormed(1, ["w0"], "start", num_members=1), "round 1")
+    folder = left_folder(formed)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    remedy = "matplotlib, which draws reports and pictures, is not installed; run `pip install matplotlib`"
+    assert dlrover.refused("report", "job").strip() == f"dlrover: {remedy}"
+    write_final_report("job", folder)
+    shown = capsys.readouterr()
+    assert f"no report was written: {remedy}; then see `dlrover report job`" in shown.err
+    assert "rounds            1" in shown.out
+
+
+def test_commands_and_controllers_start_without_what_only_reports_and_models_need() -> None:
+    late = ("matplotlib", "scipy", "sklearn", "sqlalchemy", "jinja2", "torch", "lightning", "urllib.request")
+    for module in ("lightning_dlrover", *(f"lightning_dlrover.{name}" for name in ("cli.show", "cli.run", "report.notify"))):
+        code = f"import sys, {module}; print(*(name for name in {late} if name in sys.modules))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout.strip() == "", module

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -215,6 +217,34 @@ def test_drain_replaces_a_worker_where_a_controller_starts_another(
     assert "when another worker is ready" in dlrover.output(*drain)
     assert stored(client, DrainRecord, f"{job.drains}w-b").once_replaced
     assert "w-b" in dlrover("status", *at)[1]
+
+
+def test_drain_at_a_time_is_a_notice_for_all_workers_of_a_node(
+    dlrover: RunCli, client: EtcdClient, at: tuple[str, ...], job: Keys
+) -> None:
+    began = time.time()
+    assert "in time in any case" not in dlrover.output("drain", *at, "w-b", "--at=+5m")
+    asked = stored(client, DrainRecord, f"{job.drains}w-b")
+    assert asked.once_replaced
+    assert asked.source == "dlrover drain"
+    assert began + 300.0 <= asked.taken_at <= time.time() + 300.0
+    client.put(job.controller, encode(ControllerRecord("h", 1, "local")))
+    assert "in time in any case" in dlrover.output("drain", *at, "w-b", "--at=2099-01-31T14:30:00Z")
+    assert stored(client, DrainRecord, f"{job.drains}w-b").taken_at == 4073553000.0
+    text = dlrover("status", *at)[1]
+    assert re.search(r"to be replaced, its node will be taken away at 2099-01-3\d [\d:]+ \(dlrover drain\): leaves when", text)
+    assert "not allowed with" in dlrover.refused("drain", *at, "w-b", "--replace", "--at=+5")
+
+
+def test_only_worker_is_drained_at_a_time_only_where_another_can_come(
+    dlrover: RunCli, client: EtcdClient, at: tuple[str, ...], job: Keys
+) -> None:
+    for worker in ("w-a", "w-c"):
+        assert dlrover("drain", *at, worker)[0] == 0
+    client.delete(job.controller)
+    assert "the job would stop" in dlrover.refused("drain", *at, "w-b", "--at=+60")
+    client.put(job.controller, encode(ControllerRecord("h", 1, "local")))
+    assert dlrover("drain", *at, "w-b", "--at=+60")[0] == 0
 
 
 def test_worker_that_leaves_at_once_does_not_wait_for_a_replacement(

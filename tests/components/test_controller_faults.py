@@ -28,6 +28,7 @@ from lightning_dlrover.rdzv.etcd.types import EtcdConfig, EtcdUnavailableError
 from lightning_dlrover.rdzv.job.records import (
     AgentRecord,
     DrainRecord,
+    EndNotice,
     JobRecord,
     Keys,
     NodeRecord,
@@ -275,7 +276,7 @@ def cancel_what_is_not_wanted(job: Job) -> None:
     job.policy = dataclasses.replace(QUICK, exit_s=0.4, surplus_s=0.4, come_s=1.0)
     job.training(2)
     wanted_back = job.members[0]
-    job.target.wanted_back = {wanted_back}
+    job.target.notices = {wanted_back: EndNotice("fake")}
     job.run_until("another one in place of the one that is wanted back", job.trains_with(2, without=wanted_back))
     hung = job.members[1]
     job.leave(hung, node_ends=False)
@@ -386,7 +387,7 @@ def test_a_node_that_was_to_end_when_the_controller_was_killed_ends(make_job: Ma
 
 def test_reclaimed_node_is_replaced_before_it_leaves(make_job: MakeJob) -> None:
     job = make_job().training()
-    job.target.wanted_back = {"node1"}
+    job.target.notices = {"node1": EndNotice("fake")}
     rounds = job.round_number
     job.run_until("another one in its place", job.trains_with(1, without="node1"))
     assert job.members == ["node2"]

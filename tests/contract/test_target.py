@@ -65,7 +65,7 @@ def test_started_node_is_listed_until_it_ends(place: Place, target: Target) -> N
     wait_for_status(place, target, handle, "running")
     assert list(target.apps()) == [App("node1", handle, True)]
     assert not target.ran_out_of_memory(handle)
-    assert not target.wants_back(handle)
+    assert target.notice(handle) is None
     assert all(file.exists() for file in target.logs(handle))
     place.end("node1", 0)
     wait_for_status(place, target, handle, "succeeded")

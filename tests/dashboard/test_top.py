@@ -13,6 +13,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from lightning_dlrover.dashboard.top import Confirmation, JobScreen, JobsScreen, Page, Table, Top, WorkerScreen
+from lightning_dlrover.pool.view import GrantRecord, PoolKeys
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from lightning_dlrover.rdzv.etcd.types import EtcdConfig
@@ -294,6 +295,20 @@ def test_jobs_are_filtered_by_name(private_etcd: EmbeddedEtcd, client: EtcdClien
         await pilot.press("escape", "escape")
         await until(lambda: app.screen.query_one("#jobs", Table).row_count == 2, "all jobs are back")
         assert isinstance(app.screen, JobsScreen)
+
+    played(private_etcd.endpoint, play)
+
+
+def test_jobs_that_wait_in_a_pool_are_listed_with_their_place(private_etcd: EmbeddedEtcd, client: EtcdClient) -> None:
+    write(client, "ctr", now_job(2))
+    grant = GrantRecord("waiting", place=2, queued=3, reason="needs 4 cores, and 2 are free")
+    client.put(PoolKeys("default").grants + "later", encode(grant))
+    client.put(PoolKeys("default").grants + "ctr", encode(GrantRecord("granted", 2)))
+
+    async def play(pilot: Pilot[int], app: Top) -> None:
+        await shows(pilot, "1 job, 1 running", "later", "queued")
+        await pilot.press("down")
+        await shows(pilot, "pool default: number 2 of 3 in the queue", "and 2 are free")
 
     played(private_etcd.endpoint, play)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +15,18 @@ from pathlib import Path
 
 import pytest
 import release
+import yaml
+from packaging.utils import canonicalize_name
 
-from tests.support.checkouts import copy_checkout, git
-from tests.support.distributions import Distributions
+from tests.support.checkouts import REPOSITORY, copy_checkout, git
+from tests.support.distributions import Distributions, build
+from tests.support.environments import required_distributions
 from tests.support.waiting import eventually
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 ENTRY = "## 9.0.0 (unreleased)\nA release for tests.\n\n### Training\n- Something new.\n\n"
 DATED = ENTRY.replace("unreleased", "2026-01-31")
@@ -241,17 +252,72 @@ def test_release_is_built_checked_committed_and_tagged(repository: Path, monkeyp
     assert ENTRY.replace("unreleased", date) in (repository / "CHANGELOG.md").read_text()
 
     released = Distributions(repository / "dist")
-    assert sorted(each.name for each in released.folder.iterdir()) == sorted([released.wheel.name, released.sdist.name])
+    bill = released.folder / "lightning_dlrover-9.0.0.cdx.json"
+    assert sorted(released.folder.iterdir()) == sorted([released.wheel, released.sdist, bill])
+    assert json.loads(bill.read_text())["metadata"]["component"]["version"] == "9.0.0"
+    assert "$ twine check --strict" in done.stdout
     assert str(released.metadata.version) == "9.0.0"
     for step in (
         "git push --atomic REMOTE main v9.0.0",
-        f"uv publish dist/{released.wheel.name}",
+        f"uv publish dist/{released.wheel.name} dist/{released.sdist.name}\n",
         f"reset --keep {start[:12]}",
     ):
         assert step in done.stdout
 
     again = run(repository, "9.0.0")
     assert (again.returncode, "9.0.0 has been released" in again.stderr) == (2, True)
+
+
+def test_bill_of_materials_lists_the_files_and_all_requirements(tmp_path: Path) -> None:
+    built = build(copy_checkout(tmp_path / "checkout"), tmp_path / "dist")
+    bill = release.bill_of_materials(built.folder, "9.0.0", 1_700_000_000)
+    assert (bill["bomFormat"], bill["specVersion"], bill["metadata"]["timestamp"]) == (
+        "CycloneDX",
+        "1.6",
+        "2023-11-14T22:13:20Z",
+    )
+    main = bill["metadata"]["component"]
+    assert main["purl"] == "pkg:pypi/lightning-dlrover@9.0.0"
+    hashes = {each["name"]: each["hashes"][0]["content"] for each in main["components"]}
+    assert hashes == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (built.wheel, built.sdist)}
+    required = {canonicalize_name(name) for name in required_distributions(built.requirements)}
+    assert {canonicalize_name(each["name"]) for each in bill["components"]} == required
+    refs = [main["purl"], *(each["bom-ref"] for each in bill["components"])]
+    assert len({*refs}) == len(refs)
+    assert sorted(each["ref"] for each in bill["dependencies"]) == sorted(refs)
+    assert {ref for each in bill["dependencies"] for ref in each["dependsOn"]} == {*refs} - {main["purl"]}
+    assert bill == release.bill_of_materials(built.folder, "9.0.0", 1_700_000_000)
+
+
+def test_workflow_that_publishes_is_the_only_one_with_a_token_and_runs_what_exists() -> None:
+    text = (REPOSITORY / ".github" / "workflows" / "release.yml").read_text()
+    workflow = yaml.safe_load(text)
+    assert workflow[True] == {"push": {"tags": ["v*"]}}  # YAML reads `on` as a boolean
+    assert workflow["permissions"] == {"contents": "read"}
+    assert {name for name, job in workflow["jobs"].items() if "permissions" in job} == {"publish"}
+    assert workflow["jobs"]["publish"]["permissions"] == {"id-token": "write"}
+    assert workflow["jobs"]["publish"]["needs"] == "build"
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v1|[0-9a-f]{40})", use) for use in re.findall(r"uses: (\S+)", text))
+    assert "secrets." not in text
+    named = re.findall(r"(?<!\S)(?:\.ci|tests)/[\w/.]+", text)
+    assert {".ci/release.py", "tests/distribution/test_wheel.py"} <= {*named}
+    assert [name for name in named if not (REPOSITORY / name).exists()] == []
+    assert [
+        target for target in re.findall(r"run: make (\w+)", text) if f"\n{target}:" not in (REPOSITORY / "Makefile").read_text()
+    ] == []
+
+
+CFF = {"cff-version", "message", "title", "type", "abstract", "authors", "license", "keywords", "references"}
+"""Fields of the Citation File Format 1.2.0 that are in use; its own checker accepts the file."""
+
+
+def test_citation_has_the_fields_of_its_format_and_names_the_project() -> None:
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys() <= CFF
+    assert (citation["cff-version"], citation["title"], citation["license"]) == ("1.2.0", project["name"], project["license"])
+    assert citation["authors"] == project["authors"]
+    assert all({"type", "title", "authors"} <= each.keys() for each in citation["references"])
 
 
 @pytest.mark.on_demand

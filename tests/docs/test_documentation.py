@@ -37,10 +37,10 @@ else:
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = REPOSITORY / "README.md"
 PAGES = [README, *sorted((REPOSITORY / "docs").rglob("*.md"))]
-OTHER_PAGES = [REPOSITORY / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")]
+OTHER_PAGES = [REPOSITORY / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md")]
 
 LANGUAGES = {"bash", "python", "yaml", "json", "toml", "text"}
-DIRECTIVES = {"{toctree}", "{eval-rst}"}
+DIRECTIVES = {"{toctree}", "{eval-rst}", "{include}"}
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,12 @@ def test_site_is_built_without_a_warning(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "--workers-per-node" in (tmp_path / "site" / "reference" / "cli.html").read_text()
+    assert "The first release." in (tmp_path / "site" / "reference" / "changelog.html").read_text()
+    for folder in (REPOSITORY / "docs", tmp_path / "site"):
+        text = (folder / "llms.txt").read_text()
+        links = re.findall(r"^- \[.+?\]\((.+?)\)(?:: .+)?$", text, flags=re.M)
+        assert len(links) == text.count("\n- ") > 20
+        assert [link for link in links if not (folder / link).is_file()] == []
 
 
 @functools.cache

@@ -109,7 +109,7 @@ def test_announced_time_reaches_the_worker_that_will_be_taken_away(make_job: Mak
     job = make_job(SETTINGS, script=train_with_hooks)
     job.grow_to(2)
     keys, chosen = Keys(job.run_id), job.members[1]
-    record = DrainRecord(chosen, "spot", once_replaced=True, source="test", taken_at=4e9, noticed_at=time.time())
+    record = DrainRecord(chosen, "spot", once_replaced=True, source="test", taken_at=4e9)
     client.put(keys.drains + chosen, encode(record))
     leaver = job.workers[1]
     job.wait_until(lambda: len(leaver.records("notice")) == 2, "the notice")

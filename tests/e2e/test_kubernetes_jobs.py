@@ -66,6 +66,7 @@ def test_kubernetes_job_survives_loss_of_controller_and_pods(
     run = dlrover.start(*arguments, run_id=run_id)
     run.wait_for_output(rf"job {run_id}: 1 to 3 workers")  # once the former controller's lease has expired
     three = wait_for_workers(run, 3)
+    assert [budget["spec"]["minAvailable"] for budget in cluster.objects["poddisruptionbudgets"].values()] == [1]
     assert cluster.nodes() == ["node1", "node2", "node3"]  # the controller has taken over the existing nodes
     target = f"kubernetes/{cluster.namespace}{'/volcano' if has_volcano else ''}"
     assert {job["apiVersion"] for job in cluster.objects["jobs"].values()} == {VOLCANO_JOBS if has_volcano else PLAIN_JOBS}
@@ -87,12 +88,38 @@ def test_kubernetes_job_survives_loss_of_controller_and_pods(
     dlrover.wait_for_end()
 
     assert f"{nodes[killed]} has failed: OOMKilled, exit code 137" in run.output
+    assert cluster.objects["poddisruptionbudgets"] == {}
+    history = {event["reason"]: event["type"] for event in cluster.objects["events"].values()}
+    assert history.items() >= {"RoundFormed": "Normal", "NodeEnded": "Warning"}.items()
     elsewhere = dlrover("logs", run_id, "--endpoint", etcd.endpoint, "--run-dir", tmp_path / "elsewhere")
     for output in (dlrover("logs", run_id).stdout, elsewhere.stdout):
         assert re.search(r"^\[node\d\] trained for \d+ steps$", output, re.MULTILINE), (output, elsewhere.stderr)
     # Only the killed worker had no time to hand over.
     losses = [event for event in run.events if event.kind == "loss"]
     assert len(losses) == 1, [event.text for event in losses]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_worker_on_a_host_that_is_tainted_is_replaced_before_it_is_lost(
+    dlrover: Dlrover, cluster: KubernetesCluster, etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
+) -> None:
+    until = tmp_path / "enough"
+    options = ("--target", "kubernetes", "--workers", "2:2", "--image", "trainer:1", "--endpoint", etcd.endpoint)
+    run = dlrover.start(*options, SCRIPT, "--until", until, run_id=run_id)
+    run.wait_for_output(r"\[round\] round 1: 2 workers,", timeout_s=90)
+    doomed = wait_for_workers(run, 2)[1]
+    node = node_of(doomed["pid"])
+    cluster.taint(node, "aws-node-termination-handler/spot-itn")
+    wait_for_workers(run, 2, without=(doomed["worker_id"],))
+    with contextlib.suppress(StopIteration):  # its pod has ended by itself
+        cluster.kill_pod(node)
+    run.finish(until)
+    dlrover.wait_for_end()
+    assert [event.text for event in run.events if event.kind == "loss"] == []
+    [notice] = [event for event in run.events if event.kind == "notice"]
+    assert notice.data["worker_id"] == doomed["worker_id"]
+    assert "(kubernetes taint aws-node-termination-handler/spot-itn)" in notice.text
 
 
 @pytest.mark.long

@@ -378,7 +378,7 @@ def test_changes_of_a_pool_are_notified_by_whichever_brain_decides(jobs: PooledJ
         jobs.end("a")
         until("the end of a", lambda: "-a was stopped: it was stopped" in texts(receiver))
         found = [
-            (each["job"].rpartition("-")[2], each["event"], each.get("workers_before"), each.get("workers"))
+            (each["job"].rpartition("-")[2], each["event"], each["workers_before"], each["workers"])
             for each in receiver.documents
         ]
     assert sorted(found[:2]) == [("a", "started", 0, 4), ("huge", "refused", 0, 0)]

@@ -9,9 +9,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -23,30 +22,30 @@ from lightning_dlrover.rdzv.job.records import EventRecord, Keys
 from lightning_dlrover.report import notify
 from lightning_dlrover.report.notify import (
     END_S,
-    EtcdCursor,
+    EtcdCursors,
     EtcdNotifications,
-    FileCursor,
+    FileCursors,
     JobEvents,
     Notification,
     Notifier,
     destination,
     ended,
 )
-from tests.support.http_receiver import Receiver
+from tests.support.http_receiver import Answer, Receiver
 from tests.support.waiting import eventually
 
 SECRET = "T0P-S3CR3T"
 
 
-class NoCursor:
+class NoCursors:
     def __init__(self) -> None:
-        self.position: int | None = None
+        self.positions: dict[str, int] | None = None
 
-    def read(self) -> int | None:
-        return self.position
+    def read(self) -> dict[str, int] | None:
+        return self.positions
 
-    def write(self, position: int) -> None:
-        self.position = position
+    def write(self, positions: Mapping[str, int]) -> None:
+        self.positions = {**positions}
 
 
 def notification(number: int = 1) -> Notification:
@@ -68,7 +67,7 @@ def receiver() -> Iterator[Receiver]:
 
 def test_document_has_the_documented_fields_and_no_empty_ones(receiver: Receiver) -> None:
     url = receiver.url.replace("://", f"://us%40er:{SECRET}@")
-    with Notifier([destination(f"{url}/hook?key={SECRET}")], NoCursor()) as notifier:
+    with Notifier([destination(f"{url}/hook?key={SECRET}")], NoCursors()) as notifier:
         notifier.put(1, notification())
         delivered(receiver)
     headers, path, document = receiver.requests[0]
@@ -93,7 +92,7 @@ def test_document_has_the_documented_fields_and_no_empty_ones(receiver: Receiver
 @pytest.mark.parametrize("failure", [500, 503, 429])
 def test_server_that_fails_once_gets_the_same_document_again(failure: int) -> None:
     with Receiver(failure) as receiver:
-        with Notifier([destination(receiver.url)], NoCursor()) as notifier:
+        with Notifier([destination(receiver.url)], NoCursors()) as notifier:
             notifier.put(1, notification())
             notifier.put(2, notification(2))
         assert [document["id"] for _, _, document in receiver.requests] == ["ctr/1", "ctr/1", "ctr/2"]
@@ -103,7 +102,7 @@ def test_server_that_fails_once_gets_the_same_document_again(failure: int) -> No
 @pytest.mark.parametrize("answer", [302, 400, 404, 410])
 def test_final_answer_is_not_followed_by_another_attempt(answer: int, caplog: pytest.LogCaptureFixture) -> None:
     with Receiver(answer) as receiver:
-        with Notifier([destination(f"{receiver.url}/{SECRET}")], NoCursor()) as notifier:
+        with Notifier([destination(f"{receiver.url}/{SECRET}")], NoCursors()) as notifier:
             notifier.put(1, notification())
             notifier.put(2, notification(2))
         assert [path for _, path, _ in receiver.requests] == [f"/{SECRET}"] * 2  # also not at the place of the redirection
@@ -116,9 +115,9 @@ def test_end_waits_for_an_unreachable_destination_only_for_a_while(trouble: str,
     with Receiver(then="drip" if trouble == "drip" else "hang") as receiver, socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         urls = {"refuse": f"http://127.0.0.1:{unused.getsockname()[1]}", "unknown": "http://nowhere.invalid"}
-        notifier = Notifier([destination(f"{urls.get(trouble, receiver.url)}/{SECRET}")], NoCursor())
+        notifier = Notifier([destination(f"{urls.get(trouble, receiver.url)}/{SECRET}")], NoCursors())
         began = time.monotonic()
-        for number in range(100):
+        for number in range(1, 101):
             notifier.put(number, notification(number))
         assert time.monotonic() - began < 0.5
         notifier.close()
@@ -130,7 +129,7 @@ def test_end_waits_for_an_unreachable_destination_only_for_a_while(trouble: str,
 def test_hurried_end_waits_for_nothing() -> None:
     hurry = threading.Event()
     with Receiver(then="hang") as receiver:
-        notifier = Notifier([destination(receiver.url)], NoCursor(), hurry)
+        notifier = Notifier([destination(receiver.url)], NoCursors(), hurry=hurry)
         notifier.put(1, notification())
         eventually(lambda: receiver.requests, "the request")
         hurry.set()
@@ -146,7 +145,7 @@ def test_destination_that_comes_back_gets_later_notifications(
     monkeypatch.setattr(notify, "ATTEMPT_S", 0.3)
     monkeypatch.setattr(notify, "TOTAL_S", 0.5)
     with Receiver("drip" if trouble == "drip" else "hang", 500) as receiver:
-        with Notifier([destination(f"{receiver.url}/{SECRET}")], NoCursor()) as notifier:
+        with Notifier([destination(f"{receiver.url}/{SECRET}")], NoCursors()) as notifier:
             notifier.put(1, notification())
             eventually(lambda: "was given up" in caplog.text, "the end of the attempts")
             receiver.answers.clear()
@@ -160,13 +159,13 @@ def test_queue_of_a_hanging_destination_is_bounded_and_keeps_the_newest(monkeypa
     monkeypatch.setattr(notify, "MAX_QUEUED", 5)
     monkeypatch.setattr(notify, "ATTEMPT_S", 1.0)
     with Receiver("hang") as receiver:
-        with Notifier([destination(receiver.url)], NoCursor()) as notifier:
-            notifier.put(0, notification(0))
+        with Notifier([destination(receiver.url)], NoCursors()) as notifier:
+            notifier.put(1, notification())
             eventually(lambda: receiver.requests, "the first request")
-            for number in range(1, 50):
+            for number in range(2, 50):
                 notifier.put(number, notification(number))
             delivered(receiver, 5)
-        assert [document["id"] for document in receiver.documents] == [f"ctr/{n}" for n in (0, 46, 47, 48, 49)]
+        assert [document["id"] for document in receiver.documents] == [f"ctr/{n}" for n in (1, 46, 47, 48, 49)]
 
 
 # --- commands ---
@@ -174,7 +173,7 @@ def test_queue_of_a_hanging_destination_is_bounded_and_keeps_the_newest(monkeypa
 
 def test_command_gets_the_document_and_no_shell(tmp_path: Path) -> None:
     file = tmp_path / "got it; touch oops"
-    with Notifier([destination(f"tee -a '{file}'")], NoCursor()) as notifier:
+    with Notifier([destination(f"tee -a '{file}'")], NoCursors()) as notifier:
         notifier.put(1, notification())
         notifier.put(2, notification(2))
     assert [json.loads(line)["id"] for line in file.read_text().splitlines()] == ["ctr/1", "ctr/2"]
@@ -184,7 +183,7 @@ def test_command_gets_the_document_and_no_shell(tmp_path: Path) -> None:
 def test_failing_command_is_repeated_and_its_words_are_not_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     count = tmp_path / "count"
     script = f"cat > /dev/null; echo {SECRET} >&2; echo x >> {count}; [ $(wc -l < {count}) -ge 2 ]"
-    with Notifier([destination(f"sh -c '{script}'"), destination(f"false {SECRET}")], NoCursor()) as notifier:
+    with Notifier([destination(f"sh -c '{script}'"), destination(f"false {SECRET}")], NoCursors()) as notifier:
         notifier.put(1, notification())
     assert count.read_text() == "x\nx\n"
     assert "1 notification to command false not delivered: exit code 1" in caplog.text
@@ -194,7 +193,7 @@ def test_failing_command_is_repeated_and_its_words_are_not_shown(tmp_path: Path,
 
 def test_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    notifier = Notifier([destination(f"sh -c 'sleep 600 & echo $$ $! > {pids}; wait'")], NoCursor())
+    notifier = Notifier([destination(f"sh -c 'sleep 600 & echo $$ $! > {pids}; wait'")], NoCursors())
     notifier.put(1, notification())
     eventually(lambda: pids.exists() and len(pids.read_text().split()) == 2, "the command's processes")
     began = time.monotonic()
@@ -252,16 +251,35 @@ def test_destination_shows_its_host_or_program_alone(tmp_path: Path) -> None:
 # --- cursor ---
 
 
-def test_cursor_waits_for_the_slowest_destination(tmp_path: Path) -> None:
-    cursor = FileCursor(tmp_path / "notified")
-    assert cursor.read() is None
-    with Receiver() as quick, Receiver("hang") as slow:
-        notifier = Notifier([destination(quick.url), destination(slow.url)], cursor)
-        for number in (3, 4):
+def test_each_destination_has_a_cursor_of_its_own(tmp_path: Path) -> None:
+    cursors = FileCursors(tmp_path / "notified")
+    assert cursors.read() is None
+    with Receiver() as quick, Receiver(200, then="hang") as slow:
+        to = [destination(quick.url), destination(slow.url)]
+        first = Notifier(to, cursors, newest=2)
+        for number in (3, 4, 7):
+            first.put(number, notification(number))
+        delivered(quick, 3)
+        at = {f"1 {quick.url}": 7, f"2 {slow.url}": 3}
+        eventually(lambda: cursors.read() == at, "the cursor of the slow one before the pending one")
+        slow.then = 200
+        with Notifier(to, cursors, newest=9) as second:  # the first was killed
+            for number in (3, 4, 7, 9):
+                second.put(number, notification(number))
+            delivered(slow, 4)
+        assert [document["id"] for document in quick.documents] == ["ctr/3", "ctr/4", "ctr/7", "ctr/9"]
+        assert [document["id"] for document in slow.documents] == ["ctr/3", "ctr/4", "ctr/7", "ctr/9"]
+        first.close()
+
+
+def test_new_destination_gets_later_events_only(tmp_path: Path) -> None:
+    cursors = FileCursors(tmp_path / "notified")
+    cursors.write({"1 command true": 5})
+    with Receiver() as receiver, Notifier([destination("true"), destination(receiver.url)], cursors, newest=8) as notifier:
+        for number in (5, 6):
             notifier.put(number, notification(number))
-        delivered(quick, 2)
-        eventually(lambda: cursor.read() == 2, "the cursor before the pending one")
-        notifier.close()
+        delivered(receiver)
+    assert [document["id"] for document in receiver.documents] == ["ctr/6"]
 
 
 def write(client: EtcdClient, keys: Keys, *events: tuple[kinds.Event, str]) -> None:
@@ -281,7 +299,7 @@ LOST = (kinds.WorkerLost("w9"), "worker w9 is gone: its lease ended")
 def test_successor_of_a_killed_process_repeats_only_what_was_not_settled(client: EtcdClient, keys: Keys, cut: int) -> None:
     """The first process handles `cut` events, the last of which hangs at its destination when the process is killed."""
     lines = [round_(1, "start", 1), round_(2, "grow", 2), round_(3, "shrink", 1), round_(4, "grow", 3), round_(5, "grow", 4)]
-    answers: list[int | Literal["hang", "drip"]] = [*[200] * (cut - 1), "hang"] if cut else []
+    answers: list[Answer] = [*[200] * (cut - 1), "hang"] if cut else []
     with Receiver(*answers) as receiver:
         to = [destination(receiver.url)]
         first = EtcdNotifications(client, keys.events, keys.notified, to, JobEvents("ctr"))
@@ -289,16 +307,17 @@ def test_successor_of_a_killed_process_repeats_only_what_was_not_settled(client:
             write(client, keys, line)
         first.look_once_more()
         eventually(lambda: len(receiver.requests) == cut, "all requests")
-        passed = eventually(lambda: EtcdCursor(client, keys.notified).read(), "the cursor") if cut > 1 else 0
+        if cut > 1:
+            eventually(lambda: max((EtcdCursors(client, keys.notified).read() or {"": 0}).values()) > 0, "the cursor")
         for line in lines[cut:]:
             write(client, keys, line)
         with EtcdNotifications(client, keys.events, keys.notified, to, JobEvents("ctr")):  # `first` is never closed
             delivered(receiver, 5)
         found = [document["event"] for document in receiver.documents]
-        assert found == ["started", "grown", "shrunk", "grown", "grown"], passed
+        assert found == ["started", "grown", "shrunk", "grown", "grown"]
         ids = [document["id"] for _, _, document in receiver.requests]
         assert len(ids) - len({*ids}) == (1 if cut else 0)  # the one that hung, with the same id
-        first.notifier._lines[0].end(0.0)
+        first.close()
 
 
 def test_history_that_began_without_notifications_is_not_sent(client: EtcdClient, keys: Keys, receiver: Receiver) -> None:

@@ -32,7 +32,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import psutil
 
-from tests.support import kubernetes_models, kubernetes_volcano
+from tests.support import kubernetes_models, kubernetes_resizes, kubernetes_volcano
+from tests.support.pod_limits import PodLimits
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
@@ -86,6 +87,7 @@ class _Process:
     lines: list[tuple[str, bytes]] = field(default_factory=list)  # output with the time at which each line was written
     reader: threading.Thread | None = None
     has_ended: bool = False  # true once it and all its children have ended
+    limits: PodLimits | None = None
 
 
 class KubernetesCluster:
@@ -97,6 +99,7 @@ class KubernetesCluster:
         environment: environment of pods, in addition to their own variables.
         tls: serve HTTPS.
         has_volcano: include Volcano with one queue, `default`.
+        limits_pods: limit the processes of each pod to its resources by control groups.
     """
 
     namespace = "training"
@@ -108,6 +111,7 @@ class KubernetesCluster:
         environment: Mapping[str, str] | None = None,
         tls: ssl.SSLContext | None = None,
         has_volcano: bool = False,
+        limits_pods: bool = False,
     ) -> None:
         self.folder = folder
         self.runs_pods = runs_pods
@@ -129,6 +133,10 @@ class KubernetesCluster:
         self.killing: tuple[str, Callable[[], None]] | None = None  # action before or after the creation of the next Job
         self.has_kueue = False  # Jobs with its label are suspended until `admit`
         self.version = "v1.36.1"
+        self.limits_pods = limits_pods
+        self.host = kubernetes_resizes.Host()
+        self.has_resize = True  # whether the server has the subresource, as from Kubernetes 1.33 on
+        self.hosts: dict[str, Object] = {}  # the cluster's nodes; each pod has its own
         self.pod_security = ""  # level that pods must meet: "" or "restricted"; of Jobs it only warns
         self.bookmark_s = 60.0  # time between two bookmarks of a watch
         self.has_buffering_proxy = False  # a proxy holds watches back until they end
@@ -168,6 +176,8 @@ class KubernetesCluster:
         for name, entry in list(self._processes.items()):
             _kill_all(name)
             entry.process.wait(10)
+            if entry.limits is not None:
+                entry.limits.remove()
         self._server.shutdown()
         self._server.server_close()
 
@@ -230,6 +240,26 @@ class KubernetesCluster:
         with self.lock:
             return sorted(node for job in self.objects["jobs"].values() if not _has_ended(job) and (node := _node_of(job)))
 
+    def taint(self, node: str, key: str, value: str = "", effect: str = "NoSchedule") -> None:
+        """Taint the host of a node's pod. A pod that does not tolerate a taint NoExecute is deleted at once."""
+        with self.lock:
+            host = self.pod_of(node)["spec"]["nodeName"]
+            taint = {"key": key, "effect": effect, **({"value": value} if value else {})}
+            if effect == "NoExecute":
+                taint["timeAdded"] = _now()
+            self.hosts[host]["spec"].setdefault("taints", []).append(taint)
+            on_host = [p for p in self.objects["pods"].values() if p["spec"]["nodeName"] == host]
+            for pod in on_host if effect == "NoExecute" else ():
+                self.disrupt(_node_of(pod), "DeletionByTaintManager")
+
+    def disrupt(self, node: str, reason: str = "EvictionByEvictionAPI") -> None:
+        """Delete a pod with its own grace period and the reason, as all controllers do that end pods of others."""
+        with self.lock:
+            pod = self.pod_of(node)
+            condition = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": ""}
+            pod["status"].setdefault("conditions", []).append(condition)
+            self.delete("pods", pod["metadata"]["name"])
+
     def set_pod(self, node: str, phase: str, **status: Any) -> None:
         """Update a pod's status, as a kubelet or a controller of hosts does."""
         with self.lock:
@@ -268,13 +298,12 @@ class KubernetesCluster:
                 num_healthy = sum(is_healthy(each) and matched(budget, each) for each in self.objects["pods"].values())
                 if is_healthy(pod) and num_healthy <= budget["spec"]["minAvailable"]:
                     return "Cannot evict pod as it would violate the pod's disruption budget."
-            self.evict(node)
+            self.disrupt(node)
             return ""
 
     def evict(self, node: str) -> None:
-        """Delete a pod with its grace, as a taint of its host or a preemption does, whatever its PodDisruptionBudget says."""
-        pod = self.pod_of(node)
-        self.delete("pods", pod["metadata"]["name"], pod["spec"]["terminationGracePeriodSeconds"])
+        """Delete a pod with its grace, as a preemption does, whatever its PodDisruptionBudget says."""
+        self.disrupt(node, "PreemptionByScheduler")
 
     # --- the API --------------------------------------------------------------------------------------------------------
 
@@ -283,6 +312,8 @@ class KubernetesCluster:
         if url.path == "/version":
             return _json(200, {"gitVersion": self.version})
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
+        if url.path == "/api/v1/nodes":
+            return self._list_hosts(method, path, query)
         match = re.fullmatch(
             r"/(?:api/v1|apis/([^/]+/[^/]+))(?:/namespaces/([^/]+)/([a-z]+)(?:/([^/]+)(?:/([a-z]+))?)?)?", url.path
         )
@@ -290,7 +321,8 @@ class KubernetesCluster:
             self.requests.append((method, path))
             method = _method(method, path)
             offered = self._resources(match[1] or "") if match else []
-            if match is None or not offered or match[3] not in (None, *offered):
+            is_known = match is not None and match[3] in (None, *offered) and (match[5] != "resize" or self.has_resize)
+            if match is None or not offered or not is_known:
                 return _status(404, "NotFound", "the server could not find the requested resource")
             group, namespace, kind, name, part = match.groups(default="")
             override = next((a for a in self._answers if a[0] == method and a[1] == _joined(kind or "apis", part)), None)
@@ -303,10 +335,11 @@ class KubernetesCluster:
         if override is not None and not override[2].is_carried_out:
             return override[2]
         if not kind:
+            offered += ["pods/resize"] * ("pods" in offered and self.has_resize)
             return _json(200, {"kind": "APIResourceList", "groupVersion": group, "resources": [{"name": n} for n in offered]})
         try:
             with self.lock:
-                verbs = {"POST": "create", "DELETE": "delete", "PUT": "update", "WATCH": "watch"}
+                verbs = {"POST": "create", "DELETE": "delete", "PUT": "update", "WATCH": "watch", "PATCH": "patch"}
                 verb = verbs.get(method, "get" if name else "list")
                 own_group = group.partition("/")[0] if group != _PLAIN else ""
                 resource = _joined(f"{kind}.{own_group}" if own_group else kind, part)
@@ -320,6 +353,20 @@ class KubernetesCluster:
         if killing is not None:
             killing[1]()
         return override[2] if override is not None else answer
+
+    def _list_hosts(self, method: str, path: str, query: Mapping[str, str]) -> Answer:
+        with self.lock:
+            self.requests.append((method, path))
+            if override := next((a for a in self._answers if a[:2] == (method, "nodes")), None):
+                self._answers.remove(override)
+                return override[2]
+            if ("list", "nodes") in self.forbidden:
+                words = 'User "system:serviceaccount:training:controller" cannot list resource "nodes" in API group ""'
+                return _status(403, "Forbidden", f"nodes is forbidden: {words} at the cluster scope")
+            match = re.fullmatch(r"kubernetes\.io/hostname in \(([^()]*)\)", query["labelSelector"])
+            assert match is not None
+            found = [host for name, host in self.hosts.items() if name in match[1].split(",")]
+            return _json(200, {"kind": "NodeList", "metadata": {"resourceVersion": "1"}, "items": found})
 
     def _resources(self, group: str) -> list[str]:
         of_volcano = {_VOLCANO: ["jobs"], _SCHEDULING: ["podgroups"]} if self.has_volcano else {}
@@ -351,6 +398,10 @@ class KubernetesCluster:
             return self._page(kind, [o for _, o in sorted(objects.items()) if _is_selected(o, query)], query)
         if name not in objects:
             raise _Refused(404, "NotFound", f'{kind} "{name}" of {group or "v1"} not found')
+        if verb == "patch":
+            if wrong := kubernetes_resizes.request(objects[name], body):
+                raise _Refused(422, "Invalid", f'Pod "{name}" is invalid: {wrong}')
+            return _json(200, objects[name])
         if is_log and query.get("follow") == "true":
             self._log(name, query)  # an error has no stream
             return Answer(200, headers={"Content-Type": "text/plain"}, stream=self._followed_log(name, query))
@@ -564,7 +615,8 @@ class KubernetesCluster:
         job["status"] = kubernetes_volcano.with_status(job, [p for p in self.objects["pods"].values() if _job_of(p) == name])
 
     def _create_pod(self, pod: Object) -> None:
-        name = pod["metadata"]["name"]
+        name, host = pod["metadata"]["name"], f"host-{len(self.hosts) + 1}"
+        self.hosts[host] = {"metadata": {"name": host, "labels": {"kubernetes.io/hostname": host}}, "spec": {}}
         self.objects["pods"][name] = {
             "metadata": {
                 **pod["metadata"],
@@ -572,9 +624,10 @@ class KubernetesCluster:
                 "uid": str(uuid.uuid4()),
                 "creationTimestamp": _now(),
             },
-            "spec": {**pod["spec"], "nodeName": "host-1"},
+            "spec": {**pod["spec"], "nodeName": host},
             "status": {"phase": "Pending"},
         }
+        kubernetes_resizes.admit(self.objects["pods"][name], self.host)
         if self.runs_pods and not pod["spec"].get("schedulingGates"):
             self._run(self.objects["pods"][name])
 
@@ -595,8 +648,9 @@ class KubernetesCluster:
             grace_s = found["spec"].get("terminationGracePeriodSeconds", 30) if grace_s is None else grace_s
             meta = found["metadata"]
             is_first = "deletionTimestamp" not in meta
-            meta["deletionTimestamp"] = meta.get("deletionTimestamp", _now())
-            meta["deletionGracePeriodSeconds"] = min(grace_s, meta.get("deletionGracePeriodSeconds", grace_s))
+            shorter_s = meta.get("deletionGracePeriodSeconds", grace_s + 1.0)
+            if grace_s < shorter_s:  # the time at which it shall be gone
+                meta["deletionTimestamp"], meta["deletionGracePeriodSeconds"] = _now(grace_s), grace_s
             job = self.objects["jobs"].get(_job_of(found), {})
             if is_first and job.get("apiVersion") == _VOLCANO:
                 kubernetes_volcano.evicted(job)
@@ -651,8 +705,12 @@ class KubernetesCluster:
                 command = [word.replace(mount["mountPath"], str(folder)) for word in command]
         # All pods use this machine as their image, with our interpreter first in PATH.
         path = f"{Path(sys.executable).parent}:{self.environment.get('PATH', '')}"
+        limits = PodLimits(pod["metadata"]["name"]) if self.limits_pods else None
+        if limits is not None:
+            kubernetes_resizes.limit(limits, kubernetes_resizes.resources_of(pod))
         process = subprocess.Popen(
             command,
+            preexec_fn=limits.enter if limits is not None else None,
             cwd=container.get("workingDir"),
             env={
                 **self.environment,
@@ -666,7 +724,7 @@ class KubernetesCluster:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        entry = _Process(process)
+        entry = _Process(process, limits=limits)
         entry.reader = threading.Thread(target=_read_lines, args=(entry,), daemon=True)
         entry.reader.start()
         self._processes[pod["metadata"]["name"]] = entry
@@ -684,6 +742,8 @@ class KubernetesCluster:
 
     def _watch_processes(self) -> None:
         while not self._stopped.wait(0.05):
+            with self.lock:
+                self._settle_resizes()
             for name, entry in list(self._processes.items()):
                 code = entry.process.poll()
                 if code is None:
@@ -692,6 +752,8 @@ class KubernetesCluster:
                     _kill_all(name)  # a container ends with its first process
                     if entry.reader is not None:
                         entry.reader.join(5)
+                    if entry.limits is not None:
+                        entry.limits.remove()
                     entry.has_ended = True
                 with self.lock:
                     pod = self.objects["pods"].get(name)
@@ -709,6 +771,13 @@ class KubernetesCluster:
                     if pod is not None and "deletionTimestamp" in pod["metadata"]:
                         del self._processes[name]  # a newer pod may have the same name
                         self._remove(pod)
+
+    def _settle_resizes(self) -> None:
+        """Give running pods the resources that were requested for them, as far as there is room."""
+        running = [pod for pod in self.objects["pods"].values() if pod["status"]["phase"] == "Running"]
+        for pod in running:
+            entry = self._processes.get(pod["metadata"]["name"])
+            kubernetes_resizes.settle(pod, running, self.host, entry.limits if entry is not None else None)
 
     def _signal(self, name: str, number: signal.Signals) -> None:
         """Send SIGKILL to all of a pod's processes, any other signal to the first."""
@@ -804,7 +873,7 @@ def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHand
                     self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
                 self.wfile.write(b"0\r\n\r\n")
 
-        do_GET = do_POST = do_PUT = do_DELETE = _serve
+        do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = _serve
 
         def log_message(self, format: str, *arguments: Any) -> None:
             pass
@@ -900,8 +969,8 @@ def _joined(*parts: str) -> str:
     return "/".join(filter(None, parts))
 
 
-def _now() -> str:
-    now = datetime.datetime.now(datetime.timezone.utc)
+def _now(plus_s: float = 0.0) -> str:
+    now = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=plus_s)
     return f"{now:%Y-%m-%dT%H:%M:%S}.{now.microsecond:06d}000Z"
 
 

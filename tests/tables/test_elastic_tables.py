@@ -142,7 +142,7 @@ def test_loss_in_a_later_fit_does_not_lead_back_into_the_earlier(tmp_path: Path)
     world.num_fits = 1
     assert vote(100)
     assert vote(200)
-    last_vote = [2, 1, 1]  # its result arrives in the next fit
+    last_vote = [2, 1, 1, 0, 0]  # its result arrives in the next fit
     elastic._snapshots._work.result(10)  # type: ignore[union-attr]
     assert batches() == {100, 200}
     world.num_fits, world.wishes = 2, last_vote

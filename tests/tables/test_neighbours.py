@@ -31,3 +31,11 @@ def test_copies_are_balanced_over_equal_hosts(num_hosts: int, per_host: int, cou
 
 def test_on_one_host_the_next_ones_round_the_ring_keep_the_copies() -> None:
     assert [others(rank, ["a"] * 3, 2) for rank in range(3)] == [[1, 2], [2, 0], [0, 1]]
+
+
+def test_leaving_workers_keep_copies_only_where_no_others_are_left() -> None:
+    hosts = ["a", "b", "c"]
+    assert [others(rank, hosts, 1, {2}) for rank in range(3)] == [[1], [0], [0]]
+    assert others(0, hosts, 2, {1}) == [2, 1]
+    assert others(0, ["a", "a", "b"], 1, {2}) == [1]  # on its own host, which stays
+    assert [others(rank, hosts, 1, {0, 1, 2}) for rank in range(3)] == [others(rank, hosts, 1) for rank in range(3)]

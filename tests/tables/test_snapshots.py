@@ -22,7 +22,8 @@ from torch.distributed import ProcessGroupGloo
 
 from lightning_dlrover.rdzv.job.events import Event, SnapshotCompleted, SnapshotFailed
 from lightning_dlrover.rdzv.job.folders import short
-from lightning_dlrover.rdzv.job.records import SnapshotRecord
+from lightning_dlrover.rdzv.job.records import Notice, SnapshotRecord
+from lightning_dlrover.rdzv.membership.rounds import WorkerView
 from lightning_dlrover.tables import snapshot_store as snapshot_module
 from lightning_dlrover.tables import snapshot_store as store_module
 from lightning_dlrover.tables import snapshots as module
@@ -145,9 +146,11 @@ def test_memory_of_waiting_workers_stays_and_of_departed_ones_goes(snapshots: Sn
     assert holders == {short(name) for name in ("w0", "spare")}
 
 
-def pair_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Snapshots], Any, list[Event]]:
-    """Two workers of one round, with a table each and real connections; and what they report."""
-    monkeypatch.setattr(module, "all_gather", lambda formation, host: ["a", "b"])
+def workers_of_a_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int = 2, interval_s: float = 0.01
+) -> tuple[list[Snapshots], Any, list[Event]]:
+    """Workers of one round, each on its own host, with a table each and real connections; and what they report."""
+    monkeypatch.setattr(module, "all_gather", lambda formation, host: [f"host{rank}" for rank in range(size)])
     events: list[Event] = []
     connections = HashStore()
     block = Block("t", "weight", Region(0, 100, 0, 8), torch.ones(100, 8))
@@ -168,20 +171,21 @@ def pair_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[li
         plan={},
     )
     workers = []
-    for rank in (0, 1):
+    for rank in range(size):
+        membership = SimpleNamespace(on_this_host=dict, shared=SimpleNamespace(put_snapshot=events.append), view=WorkerView())
         world: Any = SimpleNamespace(
             worker_id=f"w{rank}",
             event=lambda event, text: events.append(event),
-            membership=SimpleNamespace(on_this_host=dict, shared=SimpleNamespace(put_snapshot=events.append)),
-            connect=lambda round_, name, members, rank=rank: ProcessGroupGloo(connections, rank, 2, timedelta(seconds=10)),
+            membership=membership,
+            connect=lambda round_, name, members, rank=rank: ProcessGroupGloo(connections, rank, size, timedelta(seconds=10)),
         )
         root = tmp_path / f"host{rank}"
         root.mkdir()
-        config = SnapshotConfig(interval_s=0.01, memory=root)
+        config = SnapshotConfig(interval_s=interval_s, memory=root)
         workers.append(Snapshots(world, SnapshotStore("job", f"w{rank}", 1 << 28, root=root), config))
-    record = SimpleNamespace(members=["w0", "w1"], number=1)
-    formations: list[Any] = [SimpleNamespace(round=record, size=2, rank=rank) for rank in (0, 1)]
-    with ThreadPoolExecutor(2) as pool:
+    record = SimpleNamespace(members=[f"w{rank}" for rank in range(size)], number=1)
+    formations: list[Any] = [SimpleNamespace(round=record, size=size, rank=rank) for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
         list(pool.map(lambda worker, formation: worker.enter(formation, tables), workers, formations))
     return workers, tables, events
 
@@ -191,7 +195,7 @@ def vote_until(workers: Sequence[Snapshots], tables: Any, is_done: Callable[[], 
     for batch in itertools.count(1):
         wishes = [min(each) for each in zip(*(worker.wishes() for worker in workers), strict=True)]
         for worker in workers:
-            worker.voted(wishes[0], bool(wishes[1]), False, batch, tables, lambda: b"state")
+            worker.voted(wishes[0], bool(wishes[1]), False, batch, tables, lambda: b"state", wishes[3] == -wishes[4])
         if is_done():
             return
         assert batch < 3000, [vars(worker) for worker in workers]
@@ -199,7 +203,7 @@ def vote_until(workers: Sequence[Snapshots], tables: Any, is_done: Callable[[], 
 
 
 def test_snapshots_are_tried_again_after_memory_was_full_on_one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers, tables, events = pair_of_workers(tmp_path, monkeypatch)
+    workers, tables, events = workers_of_a_round(tmp_path, monkeypatch)
     vote_until(workers, tables, lambda: all(worker._counted >= 2 for worker in workers))
     counted, taken = workers[0]._counted, workers[1].store.max_bytes
     workers[1].store.max_bytes = 1000
@@ -217,6 +221,60 @@ def test_snapshots_are_tried_again_after_memory_was_full_on_one_worker(tmp_path:
     for worker in workers:  # every part has a copy on the other host
         assert {p.header.owner for p in worker.store.parts() if p.header.name == worker._keep} == {"w0", "w1"}
         worker.stop()
+
+
+def owners_of_parts(worker: Snapshots) -> set[str]:
+    """Owners of the parts of the newest snapshot that counts which a worker holds."""
+    return {part.header.owner for part in worker.store.parts() if part.header.name == worker._keep}
+
+
+def test_parts_are_copied_to_workers_that_stay_before_another_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers, tables, _ = workers_of_a_round(tmp_path, monkeypatch, size=3, interval_s=1000.0)
+    vote_until(workers, tables, lambda: all(worker._counted == 1 for worker in workers))
+    assert [owners_of_parts(worker) for worker in workers] == [{"w0", "w2"}, {"w1", "w0"}, {"w2", "w1"}]
+    see_leave(workers[:2], replacements=["w2"])
+    assert [worker.wishes()[1] for worker in workers] == [1, 1, 0]  # the third has not seen it yet
+    see_leave(workers, replacements=["w2"])
+    vote_until(workers, tables, lambda: all(worker._counted == 2 for worker in workers))
+    assert [owners_of_parts(worker) for worker in workers] == [{"w0", "w1", "w2"}, {"w1", "w0"}, {"w2"}]
+    assert [worker.wishes()[1] for worker in workers] == [0, 0, 0]
+    see_leave(workers)  # it does not leave after all
+    vote_until(workers, tables, lambda: all(worker._counted == 3 for worker in workers))
+    assert [owners_of_parts(worker) for worker in workers] == [{"w0", "w2"}, {"w1", "w0"}, {"w2", "w1"}]
+    for worker in workers:
+        worker.stop()
+
+
+def test_workers_that_see_different_leaves_keep_their_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers, tables, _ = workers_of_a_round(tmp_path, monkeypatch, size=3, interval_s=1000.0)
+    vote_until(workers, tables, lambda: all(worker._counted == 1 for worker in workers))
+    for worker, name in zip(workers, ("w0", "w1", "w2"), strict=True):
+        see_leave([worker], drains=[name])
+    vote_until(workers, tables, lambda: all(worker._counted == 2 for worker in workers))
+    assert [owners_of_parts(worker) for worker in workers] == [{"w0", "w2"}, {"w1", "w0"}, {"w2", "w1"}]
+    for worker in workers:
+        worker.stop()
+
+
+def test_one_more_snapshot_is_taken_right_before_a_node_is_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LAST_S", 0.6)
+    workers, tables, _ = workers_of_a_round(tmp_path, monkeypatch, interval_s=1000.0)
+    vote_until(workers, tables, lambda: all(worker._counted == 1 for worker in workers))
+    at = time.time() + 1.2
+    see_leave(workers, taken_at={"w1": at})
+    vote_until(workers, tables, lambda: all(worker._counted == 2 for worker in workers))  # at the notice
+    assert time.time() < at - 0.6
+    vote_until(workers, tables, lambda: all(worker._counted == 3 for worker in workers))
+    assert at - 0.6 <= time.time() < at
+    assert [worker.wishes()[1] for worker in workers] == [0, 0]
+    for worker in workers:
+        worker.stop()
+
+
+def see_leave(workers: Sequence[Snapshots], **seen: Any) -> None:
+    for worker in workers:
+        membership: Any = worker._world.membership
+        membership.view = WorkerView(notice=Notice(1, **seen))
 
 
 def test_wait_before_the_next_try_doubles_up_to_a_limit(snapshots: Snapshots) -> None:

@@ -32,18 +32,21 @@ from lightning_dlrover.components.targets.kubernetes_manifests import (
     secret_manifest,
     secret_name,
 )
+from lightning_dlrover.components.targets.kubernetes_notices import Hosts, pod_notice
 from lightning_dlrover.components.targets.kubernetes_offer import check_version, offered, target_name
 from lightning_dlrover.components.targets.kubernetes_state import (
     Seen,
     State,
     created,
     end_of_worker,
+    has_requested,
     is_suspended,
     job_state,
     messages_of,
     node_of,
     phase_of,
     pod_state,
+    resize_state,
     unschedulable,
     waits_for,
     waits_in_queue,
@@ -58,6 +61,7 @@ from lightning_dlrover.components.targets.target import (
     NodeSpec,
     NotTakenError,
     Polling,
+    Resize,
     TargetError,
     existing_logs,
     set_aside,
@@ -72,7 +76,7 @@ from lightning_dlrover.rdzv.job.events import (
     WorkerLost,
     content_of,
 )
-from lightning_dlrover.rdzv.job.records import EventRecord
+from lightning_dlrover.rdzv.job.records import EndNotice, EventRecord
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +94,12 @@ _DISMISS_S = 30.0
 
 _MAX_PAUSE_S = 60.0
 """Maximum seconds between two requests to delete ended Jobs while the cluster refuses."""
+
+_RESIZE_AGAIN_S = 30.0
+"""Seconds between two requests to resize a pod while a quota has no room for it."""
+
+_CONDITIONS_S = 5.0
+"""Seconds from a request until a pod shows it, and until conditions without a generation do not concern an earlier one."""
 
 _MAX_BUDGET_PAUSE_S = 600.0
 """Maximum seconds between two requests to create the PodDisruptionBudget."""
@@ -173,8 +183,12 @@ class KubernetesTarget:
         self._logged_waits: dict[str, str] = {}  # key: node; kind of the last logged reason for waiting
         self._asked_why_at: dict[str, float] = {}  # key: node
         self._dismissed_at: dict[str, float] = {}  # key: node; last request to delete a pod that has outlived its worker
+        self._offers_resize: bool | None = None  # None: not looked up yet
+        self._resized: dict[str, tuple[Mapping[str, str], float]] = {}  # key: node; newest accepted request and its time
+        self._resize_at: dict[str, tuple[float, str]] = {}  # key: node; time of the next request, and why it is not made now
         self._release_at = -float("inf")  # time of the next request to delete an ended Job
         self._release_pause_s = 0.0  # after a refused one
+        self._hosts = Hosts(self._api, spec.run_id, clock)
         self._needs_budget = options.keeps_budget
         self._budget_at = -float("inf")  # time of the next request to create the PodDisruptionBudget
         self._budget_pause_s = 0.0  # after a failed one
@@ -285,10 +299,74 @@ class KubernetesTarget:
         self._release_pause_s = 0.0
         return True
 
+    @property
+    def resizes_in_place(self) -> bool:
+        if self._offers_resize is None:
+            try:
+                self._offers_resize = self._api.offers_resize()
+            except ApiError as error:
+                log.debug("whether the cluster resizes pods is unknown: %s", error)
+                self._offers_resize = True  # the answer to the first request shows it
+        return self._offers_resize
+
+    def resize(self, handle: str, size: NodeSize) -> Resize:
+        node = handle.split("/")[1]
+        self._refresh()
+        self._polling.raise_trouble()
+        seen = self._polling.newest.get(node)
+        pod = seen.pod if seen is not None else None
+        if pod is None:
+            return Resize("asked")  # its end is noticed elsewhere
+        wanted, now = self._options.resources(size), self._clock()
+        asked, asked_at = self._resized.get(node, (wanted, -float("inf")))
+        # After a request for another size, what is known of the pod may be older than that request.
+        if asked == wanted and has_requested(pod, wanted):
+            return resize_state(pod, wanted, now - asked_at > _CONDITIONS_S)
+        if asked == wanted and now - asked_at <= _CONDITIONS_S:
+            return Resize("asked")
+        next_at, why = self._resize_at.get(node, (-float("inf"), ""))
+        if now < next_at:
+            return Resize("waiting", why)
+        try:
+            self._api.resize_pod(self._namespace, pod["metadata"]["name"], CONTAINER, wanted)
+        except ApiError as error:
+            return self._unresized(node, pod["metadata"]["name"], error)
+        self._resized[node] = wanted, self._clock()
+        self._resize_at.pop(node, None)
+        self._polling.hasten()
+        return Resize("asked")
+
+    def _unresized(self, node: str, pod: str, error: ApiError) -> Resize:
+        """Return the progress after a request that was not accepted. Raise the error if it may be accepted soon."""
+        if error.may_pass:
+            raise error
+        if "exceeded quota" in str(error):
+            self._resize_at[node] = self._clock() + _RESIZE_AGAIN_S, str(error)
+            return Resize("waiting", str(error))
+        if error.status == 404 and pod in str(error):
+            return Resize("asked")  # the pod is gone
+        if error.status in (404, 405):
+            self._offers_resize = False
+            return Resize("refused", f"this cluster cannot resize pods, Kubernetes 1.33 and newer can: {error}")
+        if "pods/resize" in str(error):
+            self._offers_resize = False
+            return Resize("refused", f"{error}; allow it as in examples/kubernetes/rbac.yaml")
+        return Resize("refused", str(error))
+
     def ran_out_of_memory(self, handle: str) -> bool:
         seen = self._polling.newest.get(handle.split("/")[1])
         pod = seen.pod if seen is not None else None
         return pod is not None and "OOMKilled" in why_it_failed(pod.get("status", {}))
+
+    def notice(self, handle: str) -> EndNotice | None:
+        node = handle.split("/")[1]
+        seen = self._polling.newest.get(node)
+        if node in self._cancelled or seen is None or seen.pod is None:
+            return None
+        if self._hosts.is_due:
+            pods = [each.pod for each in self._polling.newest.values() if each.pod is not None]
+            self._hosts.look({name for pod in pods if (name := pod["spec"].get("nodeName"))})
+        return pod_notice(seen.pod) or self._hosts.notice(seen.pod["spec"].get("nodeName", ""))
 
     def publish(self, event: EventRecord) -> None:
         """Show an event of the job on the Job of its oldest node."""
@@ -301,9 +379,6 @@ class KubernetesTarget:
         if self._events is None:
             self._events = JobEvents(self._api, self._namespace, labelled(self._spec.run_id, self._mark))
         self._events.add(job, reason, note, is_warning)
-
-    def wants_back(self, handle: str) -> bool:
-        return False  # SIGTERM notifies the pod directly, and the node leaves on its own
 
     def logs(self, handle: str) -> list[Path]:
         return existing_logs(self._log_dir / handle.split("/")[1]) if self._log_dir is not None else []

@@ -23,10 +23,11 @@ from torchx.specs import AppDef
 from lightning_dlrover import variables
 from lightning_dlrover.components import elastic
 from lightning_dlrover.components.targets.machine import Claims, MachineShares
-from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NodeSpec
+from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NodeSpec, Resize
 from lightning_dlrover.host import PR_SET_CHILD_SUBREAPER
 from lightning_dlrover.output import say
 from lightning_dlrover.rdzv.etcd.server import OwnedFolder
+from lightning_dlrover.rdzv.job.records import EndNotice
 from lightning_dlrover.rdzv.job.sizes import WorldSizes
 from lightning_dlrover.spares import Spares
 
@@ -142,6 +143,7 @@ def node_app(spec: NodeSpec, node: str, dollar: str) -> AppDef:
         node=node,
         max_restarts=spec.max_restarts,
         spares=int(spec.has_spares),
+        notices=spec.notices,
         agents=spec.workers_per_node,
         sizes=WorldSizes(spec.sizes).conf,
         key_prefix=spec.prefix,
@@ -166,6 +168,7 @@ class LocalTarget:
 
     name = "local"
     outlives_controller = False
+    resizes_in_place = True
 
     def __init__(
         self,
@@ -262,14 +265,23 @@ class LocalTarget:
                 self._shares.end(node)
         self._settle()
 
+    def resize(self, handle: str, size: NodeSize) -> Resize:
+        node = self._nodes[handle]
+        cores, why = self._shares.resize(node, size)
+        if why:
+            return Resize("refused", why)
+        if cores and handle in self._agents:
+            _move(self._agents[handle], cores)
+        return Resize("done")
+
     def ran_out_of_memory(self, handle: str) -> bool:
         return handle in self._out_of_memory
 
     def release(self, handle: str) -> bool:
         return True
 
-    def wants_back(self, handle: str) -> bool:
-        return False
+    def notice(self, handle: str) -> EndNotice | None:
+        return None
 
     def logs(self, handle: str) -> list[Path]:
         if (known := self._logs.get(handle)) is not None:

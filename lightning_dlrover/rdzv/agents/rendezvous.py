@@ -37,6 +37,7 @@ from lightning_dlrover import variables
 from lightning_dlrover.codec import RecordError
 from lightning_dlrover.files import give_home
 from lightning_dlrover.host import free_port, route_address
+from lightning_dlrover.rdzv.agents.notices import Cloud, NoticeWatch, cloud_named
 from lightning_dlrover.rdzv.agents.rounds import AgentCoordinator, Limits, RecordReader, why_over
 from lightning_dlrover.rdzv.agents.store import LiveAgentStore, RoundStore, is_in_use
 from lightning_dlrover.rdzv.etcd.client import EtcdClient, Lease
@@ -103,6 +104,7 @@ class HandlerConfig:
     sizes: str = ""  # numbers of workers that may be requested, such as 1+2+4 or pow2; empty: any
     spares: bool = False  # start workers by forking a process that has imported their modules
     spares_folder: str = ""  # the controller's folder of records, if it keeps such a process for its nodes
+    cloud: Cloud | None = None  # reads notices of this machine's end
 
     @staticmethod
     def from_parameters(params: RendezvousParameters) -> HandlerConfig:
@@ -134,6 +136,7 @@ class HandlerConfig:
         defaults = Timeouts()
         timeouts = Timeouts(**{f"{key}_s": take_seconds(key, getattr(defaults, f"{key}_s")) for key in Timeouts.names()})
         user = take("user", str, None)
+        url = os.environ.get(variables.METADATA_URL, "")
         files = {key: take(key, _readable_file, None) for key in ("password_file", "ca_cert", "cert", "cert_key")}
         config = HandlerConfig(
             etcd=EtcdConfig(params.endpoint, user, timeout_s=timeouts.etcd_timeout_s, **files),
@@ -152,6 +155,7 @@ class HandlerConfig:
             sizes=take("sizes", _sizes, ""),
             spares=take("spares", _flag, False),
             spares_folder=os.environ.get(variables.SPARES, ""),
+            cloud=take("notices", functools.partial(cloud_named, url=url, node=os.environ.get(variables.NODE, "")), None),
         )
         if conf:
             raise ValueError(f"--rdzv-conf has unknown keys {sorted(conf)}; known are {' '.join(sorted(known))}")
@@ -527,6 +531,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._left_state: OwnedFolder | None = None  # state left by workers that this agent ends together
         self._spares_folder: OwnedFolder | None = None
         self._spares = self._own_spares()
+        place = (self._client, self._keys, self._agent_id, host)
+        self._notices = NoticeWatch(*place, cloud, self) if (cloud := config.cloud) is not None else None
         self._num_members = 0  # members of the round that this agent takes part in
         self._num_agents = 0  # approximate number of living agents
         self._is_live = False
@@ -613,6 +619,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         atexit.unregister(self._shutdown_at_exit)
         if self._left_state is not None:
             self._left_state.cleanup()
+        if self._notices is not None:
+            self._notices.stop()
         if self._spares is not None:
             self._spares.close()
         if self._spares_folder is not None:

@@ -7,6 +7,7 @@ untrusted input: `decode` either returns a valid record or raises `RecordError` 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -83,7 +84,7 @@ class Keys:
     snapshot = _Key("snapshot")  # only displayed
     progress = _Key("progress")  # only displayed
     places = _Key("places")  # read by joiners only
-    notified = _Key("notified")  # the event up to which notifications were sent; read by controllers only
+    notified = _Key("notified")  # up to where each destination got notifications; read by controllers only
     windows = _Key("windows/")  # one key per window of a stream, by stream, fit and epoch
     store = _Key("store/")  # keys of the c10d store that the elastic agents share, one sub-folder per agent round
 
@@ -230,6 +231,10 @@ class Notice:
     # Workers on nodes that will be taken away, and when, in seconds since the epoch. Without those of an unknown time.
     taken_at: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for at in self.taken_at.values():
+            _check_time(at)
+
 
 @dataclass(frozen=True)
 class JobRecord:
@@ -319,7 +324,8 @@ class PlanRecord:
     loader_workers: int | None = None  # loader workers per worker; 0: the worker prepares its batches itself
     intra_op_threads: int | None = None  # threads per worker; 0: one for each of its cores
     prefetch_factor: int | None = None  # batches that each loader worker prepares ahead; 0 without loader workers
-    # Minimum resources of a node, within the limits of `NodesRecord`; smaller nodes are replaced. None: as the job was started.
+    # Resources of a node, within the limits of `NodesRecord`. None: as the job was started. Nodes get them in place where that
+    # is possible; elsewhere, smaller nodes are replaced, and larger ones stay.
     node_cpus: int | None = None
     node_memory_mb: int | None = None  # MiB
 
@@ -343,6 +349,38 @@ class PlanRecord:
         return self.reason if self.owner == "pool" else f"{self.source}: {self.reason}"
 
 
+MAX_TIME = 1e11  # latest time of a record, seconds since the epoch: a few thousand years from now
+
+
+def _check_time(at: float) -> None:
+    if not 0.0 <= at <= MAX_TIME:
+        raise ValueError(f"taken_at is {at}; it must be from 0 to {MAX_TIME:g} seconds since the epoch")
+
+
+SAME_TIME_S = 2.0
+"""Maximum difference in seconds between two readings of one deadline."""
+
+
+@dataclass(frozen=True)
+class EndNotice:
+    """Announcement that a node will be taken away."""
+
+    source: str  # who has announced it, and how, such as "aws spot/instance-action"
+    taken_at: float = 0.0  # seconds since the epoch; 0: soon, the time is unknown
+
+    def updates(self, known: EndNotice | None) -> bool:
+        """Whether this is news. The first deadline holds until its source changes it, or another source has an earlier one."""
+        if known is None or not known.taken_at:
+            return known is None or self.taken_at > 0
+        if not self.taken_at or abs(self.taken_at - known.taken_at) <= SAME_TIME_S:
+            return False
+        return self.source == known.source or self.taken_at < known.taken_at
+
+    def __str__(self) -> str:
+        at = time.strftime("at %Y-%m-%d %H:%M:%S", time.localtime(self.taken_at)) if self.taken_at else "soon"
+        return f"will be taken away {at} ({self.source})"
+
+
 @dataclass(frozen=True)
 class DrainRecord:
     """Request that one worker leaves. Key `drains/{worker_id}`; written by anyone, deleted with the worker."""
@@ -352,9 +390,16 @@ class DrainRecord:
     once_replaced: bool = False  # True: leave only when a replacement, which the controller starts, can take the place
     failed_round: int = 0  # round in which this worker made a step fail: the next one excludes it; 0: none
     # Notices: the node of the worker will be taken away.
-    source: str = ""  # who has announced it, such as "aws: spot/instance-action"; empty: the node stays
+    source: str = ""  # who has announced it, such as "aws spot/instance-action"; empty: the node stays
     taken_at: float = 0.0  # seconds since the epoch; 0: unknown
-    noticed_at: float = 0.0  # time at which the deadline became known, seconds since the epoch
+
+    def __post_init__(self) -> None:
+        _check_time(self.taken_at)
+
+    @property
+    def notice(self) -> EndNotice | None:
+        """The notice that this request follows; None if there is none."""
+        return EndNotice(self.source, self.taken_at) if self.source else None
 
 
 @dataclass(frozen=True)
@@ -402,6 +447,7 @@ class ControllerRecord:
     apps: dict[str, str] = field(default_factory=dict)  # node name -> TorchX app handle
     run_dir: str = ""
     held_up: str = ""  # readable reason why planned nodes are not added
+    resizes: dict[str, str] = field(default_factory=dict)  # by node: readable state of its change of size in place
     spare: str = ""  # state of the process that nodes on this machine are forked from; empty: it keeps none
     spare_bytes: int = 0  # memory of that process
 
@@ -420,6 +466,7 @@ class NodesRecord:
     max_cpus: int = 0
     min_memory_mb: int = 0
     max_memory_mb: int = 0
+    in_place: bool = False  # True: running nodes get another size without a new process
 
 
 @dataclass(frozen=True)
@@ -439,8 +486,16 @@ class NodeRecord:
     left_too_few: bool = False  # True if the members without this node were fewer than the job's minimum
     after_training: bool = False  # True if the script failed in its code after `fit`
     had_worker: bool = False  # its training process was registered once; if it has none now, it is about to end, or hangs
-    cpus: int = 0  # cores requested for the node; 0: the scheduler's default
+    cpus: int = 0  # cores that the node has; 0: the scheduler's default
     memory_mb: int = 0
+    # A change of size in place, written before its request. asked: the request is sent, or about to be. waiting: the scheduler
+    # has no room for it now. Only one of cores and memory differs from the above.
+    resize: Literal["", "asked", "waiting"] = ""
+    wanted_cpus: int = 0
+    wanted_memory_mb: int = 0
+    # Values that it could not get in place. A smaller node is replaced, a larger one stays, until the plan asks for others.
+    refused_cpus: int = 0
+    refused_memory_mb: int = 0
     trained_s: float = 0.0  # ended: seconds as a member of rounds, as observed by its last controller
     checkpoint_step: int = 0  # ended: step of the job's newest checkpoint at that time; 0: there was none
 

@@ -34,6 +34,20 @@ from lightning_dlrover.rdzv.membership.member import EvictedError, MembershipErr
 from lightning_dlrover.rdzv.membership.rounds import Decoder, JobView, RoundTimeouts, WorkerView, awaited, read_view
 from lightning_dlrover.rdzv.membership.worker_records import BATCH, OwnRecord, SharedRecords
 
+MAX_LEAVE_S = 30.0
+"""Maximum seconds between a planned leave and the end of the node."""
+
+
+def leaves_at(taken_at: float, now: float) -> float:
+    """Return the time at which a worker leaves even if it is not replaced, because its node is taken away at `taken_at`.
+
+    A third of the notice is reserved for the step in flight and the hand-over. Until then a replacement may come.
+
+    Args:
+        now: time at which the deadline becomes known.
+    """
+    return taken_at - min(MAX_LEAVE_S, max(0.0, taken_at - now) / 3)
+
 
 class JobClosedError(MembershipError):
     """The job has finished or failed; there is nothing to join.
@@ -191,6 +205,7 @@ class Membership:
         self._evicted: set[str] = set()  # workers that this one has evicted
         self._journal = Journal(client, self.keys)
         self._closing = False
+        self._taken_at = self._leaves_at = 0.0  # end of this worker's node, and when it leaves; seconds since the epoch
         self.own = OwnRecord(
             client, self.keys, config.run_id, self.worker_id, config.lease_ttl_s, lambda lease: self._office.came_back(lease)
         )
@@ -474,6 +489,7 @@ class Membership:
             try:
                 # Run even when nothing has changed: timeouts expire without an event.
                 self._refresh()
+                self._leave_in_time()
                 if self._on_tick is not None:
                     self._on_tick()
                 self._coordinate()
@@ -483,6 +499,16 @@ class Membership:
             except Exception:
                 # Without its membership thread a worker would never detect another round.
                 log.error("run %s: membership thread: %s", self._config.run_id, traceback.format_exc())
+
+    def _leave_in_time(self) -> None:
+        """Ask to leave before this worker's node is taken away, if no other worker has taken its place by then."""
+        taken_at, now = self._view.taken_at.get(self.worker_id, 0.0), time.time()
+        if taken_at != self._taken_at:
+            self._taken_at, self._leaves_at = taken_at, leaves_at(taken_at, now)
+        if taken_at and now >= self._leaves_at and not self.own.has_asked_to_leave and self.own.is_in_force:
+            at = time.strftime("%H:%M:%S", time.localtime(taken_at))
+            log.info("run %s: worker %s leaves, its node is taken away at %s", self._config.run_id, self.worker_id, at)
+            self.own.drain(f"its node is taken away at {at}, and no other worker has come")
 
     def _coordinate(self) -> None:
         if self.own.is_in_force:

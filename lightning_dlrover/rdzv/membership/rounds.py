@@ -29,6 +29,7 @@ from lightning_dlrover.rdzv.job.records import (
     AddressRecord,
     AgentRecord,
     DrainRecord,
+    EndNotice,
     JobRecord,
     Keys,
     Notice,
@@ -141,7 +142,7 @@ class JobView:
     # Members of `drains` that made a step fail, and the round of that step: no further round includes them.
     dismissals: Mapping[str, int] = field(default_factory=dict)
     addresses: Mapping[str, AddressRecord] = field(default_factory=dict)  # also of workers with an expired lease
-    notices: Mapping[str, DrainRecord] = field(default_factory=dict)  # workers on nodes that will be taken away
+    notices: Mapping[str, EndNotice] = field(default_factory=dict)  # workers on nodes that will be taken away
 
     # In a job of a thousand workers the coordinator reads these after each change, so they are computed once.
 
@@ -402,9 +403,12 @@ def _wait_of(view: JobView, worker: str, is_about_to: bool) -> str:
     if is_member and forming:
         return f"waits for {', '.join(forming)} to enter round {round_.number}"
     if is_member:
+        notice = f", its node {view.notices[worker]}" if worker in view.notices else ""
         if worker in view.drains:
-            return "asked to leave: leaves at one of the next steps"
-        return "to be replaced: leaves when another worker is ready" if worker in view.replacements else ""
+            stays = notice and not is_about_to and not view.handing_over
+            when = f"stays until it is replaced, as the job needs {limits.min_workers} workers" if stays else ""
+            return f"asked to leave{notice}: {when or 'leaves at one of the next steps'}"
+        return f"to be replaced{notice}: leaves when another worker is ready" if worker in view.replacements else ""
     if worker in view.drains:
         return "asked to leave"
     if forming:
@@ -659,13 +663,38 @@ def _leaving(view: JobView, num_joiners: int) -> set[str]:
     too_many = len(others) - view.cap  # happens after the only worker's replacement has joined to receive the state
     can_go = len(others) + num_joiners - view.job.min_workers
     most = max(0, min(can_go, max(num_joiners, too_many)))
-    leaving = {*view.drains}
-    for group in view.by_node(w for w in others if w in view.replacements):
+    leaving = {*view.drains} - _staying_for_now(view, -can_go)
+    replaced = view.by_node(w for w in others if w in view.replacements)
+    for group in sorted(replaced, key=lambda group: _deadline(view, group[0])):
         if len(group) > most:
             break
         leaving.update(group)
         most -= len(group)
     return leaving
+
+
+def _deadline(view: JobView, worker: str) -> tuple[bool, float]:
+    """Return a key that sorts workers by the end of their nodes: known times, unknown ones, nodes that stay."""
+    notice = view.notices.get(worker)
+    return notice is None, (notice.taken_at if notice is not None else 0.0) or float("inf")
+
+
+def _staying_for_now(view: JobView, too_few: int) -> set[str]:
+    """Return the members that train on although their nodes will be taken away, because `too_few` others would remain.
+
+    Those with the latest deadlines. If all members leave, none does: they keep the state for their successors.
+    """
+    assert view.round is not None
+    asked = [w for w in view.round.members if w in view.drains]
+    staying: set[str] = set()
+    if len(asked) == len(view.round.members):
+        return staying
+    noticed = view.by_node(w for w in asked if w in view.notices and w not in view.dismissals)
+    for group in sorted(noticed, key=lambda group: _deadline(view, group[0]), reverse=True):
+        if len(staying) >= too_few:
+            break
+        staying.update(group)
+    return staying if len(staying) >= too_few else set()
 
 
 def _arranged(view: JobView, staying: list[str], joiners: list[str], cap: int) -> list[str]:
@@ -866,7 +895,7 @@ class Decoder:
             dismissals={worker: record.failed_round for worker, record in drains.items() if record.failed_round},
             # A request by others outlasts the worker's lease. After its expiry the worker's place is free already.
             replacements=frozenset(w for w, record in drains.items() if record.once_replaced and w in workers),
-            notices={worker: record for worker, record in drains.items() if record.source and worker in workers},
+            notices={w: notice for w, record in drains.items() if w in workers and (notice := record.notice) is not None},
         )
         return view.with_requests_to_nodes()
 

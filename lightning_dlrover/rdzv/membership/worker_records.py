@@ -33,7 +33,7 @@ from lightning_dlrover.rdzv.etcd.types import (
     exists,
     modified,
 )
-from lightning_dlrover.rdzv.job.events import Event, record_of
+from lightning_dlrover.rdzv.job.events import Event, NodeNoticed, record_of
 from lightning_dlrover.rdzv.job.journal import MAX_EVENTS, FenceLostError, Journal, read, readable, readable_folder
 from lightning_dlrover.rdzv.job.records import (
     MAX_UNREACHABLE,
@@ -41,6 +41,7 @@ from lightning_dlrover.rdzv.job.records import (
     CheckpointRecord,
     CheckpointRequest,
     DrainRecord,
+    EndNotice,
     EventRecord,
     JobRecord,
     Keys,
@@ -67,6 +68,32 @@ def ask_for_replacement(journal: Journal, worker_id: str, reason: str, *guard: C
     # A worker that must leave at once, because its host is taken away, cannot wait for its replacement.
     may_ask = (*guard, exists(journal.keys.workers + worker_id), absent(drain))
     return journal.fenced_write({drain: DrainRecord(worker_id, reason, once_replaced=True)}, may_ask)
+
+
+def note_end(journal: Journal, worker_id: str, notice: EndNotice, *guard: Compare) -> bool:
+    """Record that a worker's node will be taken away: it leaves once replaced, and in time in any case.
+
+    A request to leave at once remains one.
+
+    Returns:
+        False if that is known, if the worker is gone, or if a guard fails.
+    """
+    key, seen = journal.keys.drains + worker_id, -1
+    while True:
+        entry = journal.client.get(key)
+        revision = entry.mod_revision if entry is not None else 0
+        known = readable(DrainRecord, entry) or DrainRecord(worker_id, f"its node {notice}", once_replaced=True)
+        if not notice.updates(known.notice) or revision == seen:
+            return False
+        record = dataclasses.replace(known, source=notice.source[:200], taken_at=notice.taken_at)
+        if known.once_replaced:
+            record = dataclasses.replace(record, reason=f"its node {notice}"[:500])
+        line = record_of(NodeNoticed(worker_id, notice.source[:200], notice.taken_at), f"{worker_id}: its node {notice}"[:500])
+        may_write = (*guard, exists(journal.keys.workers + worker_id), modified(key) == revision)
+        put = Put(key, encode(record), entry.lease_id if entry is not None else 0)
+        if journal.client.txn(may_write, [put, *journal.puts([line], worker_id)]).succeeded:
+            return True
+        seen = revision  # another request came first, if it differs
 
 
 def dismiss(journal: Journal, worker_id: str, failed_round: int, reason: str) -> bool:

@@ -548,6 +548,22 @@ def test_a_finished_job_waits_for_its_workers_and_ends_with_zero(make_job: MakeJ
     assert job.run_to_its_end().exit_code == 0
 
 
+@pytest.mark.parametrize("has_left", [True, False])
+def test_node_that_is_killed_after_its_worker_has_left_does_not_fail_a_finished_job(make_job: MakeJob, has_left: bool) -> None:
+    job = make_job(low=2).training(2)
+    job.stays(lambda: True, steps=2)
+    if has_left:
+        job.round(2, "node1")
+        job.stays(lambda: True, steps=2)
+    job.phase("finished")
+    job.stays(lambda: True, steps=2)
+    job.fail("node2", FAILED)
+    job.stays(lambda: True, steps=2)
+    job.leave("node1")
+    job.target.nodes["node1"] = "succeeded"
+    assert job.run_to_its_end().exit_code == (0 if has_left else 1)
+
+
 @pytest.mark.parametrize("refusal", [NotTakenError, RuntimeError])  # TorchX may raise anything
 def test_a_target_that_cannot_start_nodes_ends_the_job_with_its_reason(make_job: MakeJob, refusal: type[Exception]) -> None:
     job = make_job()
@@ -778,3 +794,21 @@ def test_node_is_in_etcd_from_before_its_start_until_after_its_end(make_job: Mak
     job.run_until("another node", lambda: job.target.living == ["node2"])
     ended = record("node1")
     assert (ended.state, ended.outcome, ended.error, ended.stopped_job) == ("ended", "failed", "ValueError: bad", True)
+
+
+def test_node_that_its_scheduler_starts_again_is_awaited_under_its_name(make_job: MakeJob) -> None:
+    job = make_job().training(1)
+    [node] = job.target.living
+    job.stays(lambda: True, steps=3)
+    job.target.nodes[node] = "pending"  # its host has failed, and it is requeued
+    job.leave(node)
+    job.client.delete(f"{job.keys.agents}agent-{node}")
+    waited_until = time.monotonic() + 4 * QUICK.exit_s
+    job.run_until("a while without the node", lambda: time.monotonic() > waited_until)
+    assert job.target.cancelled == []
+    assert job.target.submissions == [node]
+    job.target.nodes[node] = "running"
+    job.train_with(node, number=2)
+    job.stays(lambda: job.target.living == [node])
+    job.leave(node)  # and hangs then
+    job.run_until("its end", lambda: node in job.target.cancelled)

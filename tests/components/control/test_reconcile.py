@@ -27,11 +27,12 @@ from lightning_dlrover.components.control.reconcile import (
     why_none_is_added,
 )
 from lightning_dlrover.components.targets.target import NodeSize
-from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
+from lightning_dlrover.rdzv.job.records import AgentRecord, EndNotice, JobRecord, PlanRecord, RoundRecord, WorkerRecord
 from lightning_dlrover.rdzv.membership.rounds import JobView
 
 POLICY = FailurePolicy()
 LATE_S = 10_000.0
+SOON = EndNotice("slurm")
 
 
 def member(name: str = "a") -> Node:
@@ -452,10 +453,20 @@ def test_small_node_stays_while_the_job_changes() -> None:
 
 
 def test_member_on_a_reclaimed_node_is_replaced_once() -> None:
-    node = replace(sized(member("a"), SMALL), wanted_back=True)
-    view = replace(planned(SMALL, 1, node), target="slurm")
-    assert reconcile(view) == [ReplaceWorker("worker-a", "slurm wants a back")]
-    assert reconcile(replace(view, leaving={"worker-a"})) == []
+    node = replace(sized(member("a"), SMALL), notice=SOON)
+    view = planned(SMALL, 1, node)
+    asked = ReplaceWorker("worker-a", "a will be taken away soon (slurm)", SOON)
+    assert reconcile(view) == [asked]
+    assert reconcile(replace(view, leaving={"worker-a"}, notices={"worker-a": SOON})) == []
+    assert reconcile(replace(view, leaving={"worker-a"})) == [asked]  # asked to leave for another reason
+
+
+def test_deadline_of_a_node_follows_its_first_notice() -> None:
+    later = EndNotice("slurm", 5e9)
+    view = planned(SMALL, 1, replace(sized(member("a"), SMALL), notice=later))
+    known = replace(view, leaving={"worker-a"}, notices={"worker-a": SOON})
+    assert [(action.worker, action.notice) for action in reconcile(known)] == [("worker-a", later)]  # type: ignore[union-attr]
+    assert reconcile(replace(known, notices={"worker-a": later})) == []
 
 
 def test_node_killed_for_want_of_memory_asks_for_more() -> None:
@@ -484,6 +495,9 @@ def test_worker_to_be_replaced_is_counted_until_it_leaves() -> None:
     )
     found = ControllerView.of(view, Limits(2, 2), [])
     assert found.wanted == 3
+    # It has asked to leave because its node's end is near, and the job still needs it.
+    noticed = replace(view, drains={"worker-a"}, replacements=frozenset(), notices={"worker-a": SOON})
+    assert ControllerView.of(noticed, Limits(2, 2), []).wanted == 3
     assert list(found.members.items()) == [("worker-b", "b"), ("worker-a", "a")]
     assert found.leaving == {"worker-a"}
 
@@ -496,8 +510,8 @@ def test_no_node_is_ended_twice_and_at_most_one_is_too_small(
     view: ControllerView, facts: list[tuple[NodeSize, bool, bool]], size: NodeSize
 ) -> None:
     nodes_ = [
-        replace(sized(node, own), is_accepted=taken, wanted_back=bool(node.is_member and node.workers and wanted_back))
-        for node, (own, taken, wanted_back) in zip(view.nodes, facts, strict=False)
+        replace(sized(node, own), is_accepted=taken, notice=SOON if node.workers and is_noticed else None)
+        for node, (own, taken, is_noticed) in zip(view.nodes, facts, strict=False)
     ]
     members = {worker: node.name for node in nodes_ if node.is_member for worker in node.workers}
     view = replace(view, nodes=nodes_, size=size, members=members, may_act=True)
@@ -571,10 +585,11 @@ def test_successor_of_a_node_that_is_given_back_is_started_before_its_end() -> N
 
 
 def test_all_workers_of_a_reclaimed_node_are_replaced() -> None:
-    view = training(2, pair("a"), pair("b", wanted_back=True))
-    assert reconcile(view) == [ReplaceWorker(f"b-{i}", "its scheduler wants b back") for i in (0, 1)]
-    assert reconcile(replace(view, leaving={"b-0"})) == [ReplaceWorker("b-1", "its scheduler wants b back")]
-    assert reconcile(replace(view, leaving={"b-0", "b-1"})) == []
+    view = training(2, pair("a"), pair("b", notice=SOON))
+    asked = [ReplaceWorker(f"b-{i}", "b will be taken away soon (slurm)", SOON) for i in (0, 1)]
+    assert reconcile(view) == asked
+    assert reconcile(replace(view, leaving={"b-0"}, notices={"b-0": SOON})) == asked[1:]
+    assert reconcile(replace(view, leaving={"b-0", "b-1"}, notices={"b-0": SOON, "b-1": SOON})) == []
 
 
 def test_death_of_a_worker_replaces_no_node_while_its_agent_restarts_it() -> None:

@@ -54,6 +54,7 @@ ALL_RECORDS: list[Any] = [
     records.PlanRecord(2, "planner", "faster", True, 1, 2.5),
     records.PlanRecord(2, "planner", "faster", True, 1, 2.5, loader_workers=1, intra_op_threads=2, prefetch_factor=4),
     records.DrainRecord("w", "asked for"),
+    records.DrainRecord("w", "asked for", once_replaced=True, source="aws", taken_at=2e9),
     records.ControllerRecord("host", 7, "local", {"n0": "app"}, "/runs/job"),
     records.CheckpointRecord("/a/b.ckpt", 7),
     records.ProgressRecord(7, 0, 7, 2, 100.5, 10, 100, 93.0, "nan", 1.5),
@@ -67,6 +68,14 @@ def test_impossible_plan_is_refused_by_the_settings_name(setting: str, value: An
     document = json.loads(encode(records.PlanRecord(2, "user", "", True))) | {setting: value}
     with pytest.raises(RecordError, match=f"^key 'the/key'.*{setting}"):
         decode(records.PlanRecord, json.dumps(document).encode(), "the/key")
+
+
+@pytest.mark.parametrize("at", ["-1", "1e300", "NaN", "Infinity"])
+def test_end_of_a_node_at_an_impossible_time_is_refused(at: str) -> None:
+    with pytest.raises(RecordError, match="taken_at"):
+        decode(records.DrainRecord, f'{{"v":1,"worker_id":"w","reason":"","source":"s","taken_at":{at}}}'.encode(), "k")
+    with pytest.raises(RecordError, match="taken_at"):
+        decode(records.Notice, f'{{"v":1,"term":1,"taken_at":{{"w":{at}}}}}'.encode(), "k")
 
 
 def test_a_plan_from_before_there_were_settings_leaves_them_as_they_are() -> None:

@@ -19,6 +19,8 @@ from lightning_dlrover.rdzv.job import journal
 from lightning_dlrover.rdzv.job.events import UnknownEvent
 from lightning_dlrover.rdzv.job.records import (
     CheckpointRecord,
+    DrainRecord,
+    EndNotice,
     EventRecord,
     JobRecord,
     Keys,
@@ -30,8 +32,9 @@ from lightning_dlrover.rdzv.job.records import (
 )
 from lightning_dlrover.rdzv.membership import coordinator
 from lightning_dlrover.rdzv.membership.member import EvictedError, MembershipError
-from lightning_dlrover.rdzv.membership.membership import JobClosedError, Membership, MembershipConfig
+from lightning_dlrover.rdzv.membership.membership import JobClosedError, Membership, MembershipConfig, leaves_at
 from lightning_dlrover.rdzv.membership.rounds import JobView, RoundTimeouts, WorkerView, dead_workers, read_view
+from lightning_dlrover.rdzv.membership.worker_records import note_end
 from tests.rdzv.present import present
 from tests.support.full_etcd import fill, full, small_etcd
 from tests.support.waiting import eventually
@@ -309,6 +312,90 @@ def test_worker_that_must_leave_at_once_does_not_wait_for_a_replacement(is_repla
         assert not first.membership.shared.replace(second.worker_id, "slow")
     assert first.wait_for(lambda view: view.drains or None) == {second.worker_id}
     assert first.membership.view.replacements == frozenset()
+
+
+@pytest.mark.parametrize(
+    "notice_s, reserved_s", [(3600.0, 30.0), (90.0, 30.0), (30.0, 10.0), (3.0, 1.0), (0.0, 0.0), (-5.0, 0.0)]
+)
+def test_part_of_a_notice_is_reserved_for_leaving(notice_s: float, reserved_s: float) -> None:
+    assert leaves_at(1000.0 + notice_s, 1000.0) == 1000.0 + notice_s - reserved_s
+
+
+def test_worker_leaves_in_time_before_its_node_is_taken_away(start: StartWorker) -> None:
+    first, second = job_of(start, 2)
+    first.membership.shared.update_job(lambda job: dataclasses.replace(job, min_workers=1))
+    journal, notice = first.membership.shared.journal, EndNotice("spot", time.time() + 3.0)
+    assert note_end(journal, second.worker_id, notice)
+    assert second.wait_for(lambda view: view.taken_at or None) == {second.worker_id: notice.taken_at}
+    assert second.membership.view.replacements == {second.worker_id}
+    round_ = first.wait_for_round(2)
+    assert (round_.members, round_.kind, round_.planned) == ([first.worker_id], "shrink", True)
+    assert notice.taken_at - 1.1 < time.time() < notice.taken_at
+
+
+def test_last_worker_of_the_minimum_stays_when_its_node_is_taken_away(start: StartWorker) -> None:
+    first, second = job_of(start, 2)
+    assert note_end(first.membership.shared.journal, second.worker_id, EndNotice("spot", time.time() + 0.1))
+    first.wait_for(lambda view: True if view.drains == {second.worker_id} else None)
+    second.membership.own.leave()  # it is killed at its deadline
+    first.wait_for(lambda view: True if view.lacks_workers else None)
+    assert first.membership.view.round is not None
+    assert first.membership.view.round.number == 1
+
+
+SOON, LATE, EARLY = EndNotice("spot"), EndNotice("spot", 4e9), EndNotice("taint", 3e9)
+
+
+@pytest.mark.parametrize(
+    "notices, kept",
+    [
+        ((SOON, SOON), SOON),
+        ((SOON, LATE, SOON), LATE),
+        ((LATE, EndNotice("spot", 4e9 + 1.0)), LATE),
+        ((LATE, EndNotice("spot", 5e9)), EndNotice("spot", 5e9)),
+        ((LATE, EARLY), EARLY),
+        ((EARLY, LATE), EARLY),
+    ],
+)
+def test_notice_with_news_replaces_the_last_one(notices: Sequence[EndNotice], kept: EndNotice, start: StartWorker) -> None:
+    (first,) = job_of(start, 1)
+    journal, drain = first.membership.shared.journal, first.membership.keys.drains + first.worker_id
+    known: EndNotice | None = None
+    for notice in notices:
+        is_written = note_end(journal, first.worker_id, notice)
+        record = present(journal.get(DrainRecord, drain).record)
+        assert is_written == (record.notice != known)
+        known = record.notice
+    assert known == kept
+    texts = [event.text for event in journal.events() if event.kind == "notice"]
+    assert f"{first.worker_id}: its node {kept}" in texts
+
+
+def test_notice_is_recorded_although_another_request_comes_first(start: StartWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first,) = job_of(start, 1)
+    journal, drain = first.membership.shared.journal, first.membership.keys.drains + first.worker_id
+    get, requests = journal.client.get, [DrainRecord(first.worker_id, "slow", once_replaced=True)]
+
+    def get_too_early(key: str) -> Any:
+        entry = get(key)
+        if key == drain and requests:
+            journal.client.put(drain, encode(requests.pop()))
+        return entry
+
+    monkeypatch.setattr(journal.client, "get", get_too_early)
+    assert note_end(journal, first.worker_id, LATE)
+    assert present(journal.get(DrainRecord, drain).record).notice == LATE
+    assert not note_end(journal, "gone", LATE)
+
+
+def test_notice_never_delays_a_worker_that_leaves_at_once(start: StartWorker) -> None:
+    (first,) = job_of(start, 1)
+    journal, drain = first.membership.shared.journal, first.membership.keys.drains + first.worker_id
+    first.membership.own.drain("the worker received SIGTERM")
+    assert note_end(journal, first.worker_id, LATE)
+    record = present(journal.get(DrainRecord, drain).record)
+    assert (record.once_replaced, record.notice, record.reason) == (False, LATE, "the worker received SIGTERM")
+    assert present(journal.client.get(drain)).lease_id == first.membership.own.lease.id
 
 
 def test_ended_worker_does_not_block_other_replacements(start: StartWorker) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlrover.rdzv.job.records import AgentRecord, JobRecord, PlanRecord, RoundRecord, WorkerRecord
+from lightning_dlrover.rdzv.job.records import AgentRecord, EndNotice, JobRecord, PlanRecord, RoundRecord, WorkerRecord
 from lightning_dlrover.rdzv.membership.rounds import (
     JobView,
     RoundTimeouts,
@@ -74,6 +74,40 @@ def test_joiners_wait_until_a_left_out_member_has_handed_over() -> None:
     assert next_round(view("01", "2", gone="1", workers={"w0": worker("w0"), **leaver}), 0.0) is not None
 
 
+def noticed(**deadlines: float) -> dict[str, EndNotice]:
+    return {worker: EndNotice("spot", taken_at) for worker, taken_at in deadlines.items()}
+
+
+@pytest.mark.parametrize(
+    "seen, expected",
+    [
+        (view("012", drains=named("1"), notices=noticed(w1=9.0), job=TWO), ("02", "shrink")),
+        (view("01", drains=named("1"), notices=noticed(w1=9.0), job=TWO), None),
+        (view("01", "2", drains=named("1"), notices=noticed(w1=9.0), job=TWO), ("02", "replace")),
+        # As many as may leave do: those that are taken away first.
+        (view("012", drains=named("12"), notices=noticed(w1=9.0, w2=5.0), job=TWO), ("01", "shrink")),
+        (view("012", drains=named("12"), notices=noticed(w1=9.0, w2=0.0), job=TWO), ("02", "shrink")),
+        (view("012", drains=named("12"), notices=noticed(w1=9.0), job=TWO), ("01", "shrink")),
+        (view("012", drains=named("012"), notices=noticed(w0=9.0, w1=9.0, w2=5.0), job=TWO), ("", "stop")),
+        # Replaced ones go in the same order.
+        (view("012", "3", replacements=named("012"), notices=noticed(w2=5.0, w1=0.0)), ("013", "replace")),
+        (view("012", "3", replacements=named("01"), notices=noticed(w1=0.0)), ("032", "replace")),
+    ],
+)
+def test_workers_leave_in_the_order_of_their_deadlines_and_not_below_the_minimum(
+    seen: JobView, expected: tuple[str, str] | None
+) -> None:
+    assert after(seen) == expected
+
+
+def test_wait_names_the_end_of_the_node() -> None:
+    seen = view("01", drains=named("1"), replacements=named("0"), notices=noticed(w0=0.0, w1=0.0), job=TWO)
+    assert waits(seen) == {
+        "w0": "to be replaced, its node will be taken away soon (spot): leaves when another worker is ready",
+        "w1": "asked to leave, its node will be taken away soon (spot): stays until it is replaced, as the job needs 2 workers",
+    }
+
+
 LATER = replace(JOB, phase="finished", fits_begun=2, fits_finished=1)
 
 
@@ -116,7 +150,9 @@ def views(draw: st.DrawFn) -> JobView:
     replacements = frozenset(draw(ASKED))
     agents = {name: AgentRecord(f"agent-{name}", "host", 1, 1, "running") for name in workers}
     dismissals = dict.fromkeys(drains, number) if draw(st.booleans()) else {}
-    return JobView(job, round_, plan, workers, agents, drains, replacements - drains, dismissals)
+    deadlines = draw(st.dictionaries(NAMED, st.sampled_from([0.0, 5.0, 9.0]), max_size=3))
+    notices = {name: EndNotice("spot", deadlines[name]) for name in {*drains, *replacements} & {*deadlines}}
+    return JobView(job, round_, plan, workers, agents, drains, replacements - drains, dismissals, notices=notices)
 
 
 @settings(max_examples=800)
