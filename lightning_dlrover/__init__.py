@@ -1,15 +1,9 @@
 """Elastic training for PyTorch Lightning: profile a job, plan its size, and resize it while it runs.
 
-<<<<<<< HEAD
 `DLRoverStrategy` and `DLRoverCallback` make a Lightning script elastic. `SnapshotConfig` sets how often its sharded tables are
-copied, and `GrowingEmbeddingBagCollection` has tables with a row for each id that occurs. `show` draws a job in a notebook.
-Names are loaded on first use: agents, controllers and the command line import this package too, and must not pay for importing
-torch and Lightning.
-=======
-`DLRoverStrategy` and `DLRoverCallback` make a Lightning script elastic, and `SnapshotConfig` sets how often its sharded tables
-are copied. `WorldInfo` is what hooks of a changing job receive, and `show` draws a job in a notebook. Names are loaded on
-first use: agents, controllers and the command line import this package too, and must not pay for importing torch and Lightning.
->>>>>>> main
+copied, `WorldInfo` is what hooks of a changing job receive, `show` draws a job in a notebook, and
+`GrowingEmbeddingBagCollection` has tables with a row for each id that occurs. Names are loaded on first use: agents,
+controllers and the command line import this package too, and must not pay for importing torch and Lightning.
 """
 
 from __future__ import annotations
@@ -29,7 +23,6 @@ if TYPE_CHECKING:
     from lightning_dlrover.tables.growing_rows import Growth
     from lightning_dlrover.tables.snapshots import SnapshotConfig
 
-<<<<<<< HEAD
 __all__ = [
     "DLRoverCallback",
     "DLRoverStrategy",
@@ -37,12 +30,10 @@ __all__ = [
     "GrowingEmbeddingCollection",
     "Growth",
     "SnapshotConfig",
+    "WorldInfo",
     "__version__",
     "show",
 ]
-=======
-__all__ = ["DLRoverCallback", "DLRoverStrategy", "SnapshotConfig", "WorldInfo", "__version__", "show"]
->>>>>>> main
 
 _HOMES = {
     "DLRoverCallback": "callback",
