@@ -59,7 +59,7 @@ class TorchrecMissingError(ImportError):
 
 def has_tables(module: nn.Module) -> bool:
     """Return whether `module` has embedding collections to shard, torchrec's or growing ones. Imports torchrec only if so."""
-    rooms = ("torchrec.", "lightning_dlrover.tables.growing")
+    rooms = ("torchrec.", "lightning_dlrover.")
     names = {base.__name__ for m in module.modules() for base in type(m).__mro__ if base.__module__.startswith(rooms)}
     return bool(names & {"EmbeddingBagCollection", "EmbeddingCollection", "ShardedEmbeddingModule", "GrowingCollection"})
 

@@ -17,6 +17,7 @@ from lightning_dlrover.rdzv.job.events import Event, SnapshotLost
 from lightning_dlrover.tables import elastic as module
 from lightning_dlrover.tables.elastic import ElasticTables
 from lightning_dlrover.tables.exchange import Block
+from lightning_dlrover.tables.growing import GrowingTables
 from lightning_dlrover.tables.layout import Region
 from lightning_dlrover.tables.snapshot_store import PartHeader, SnapshotStore, part_header
 from lightning_dlrover.tables.snapshots import SnapshotConfig
@@ -87,7 +88,7 @@ def tables_of(rows: torch.Tensor) -> Any:
     block = Block("t", "weight", Region(0, len(rows), 0, rows.shape[1]), rows)
     touched = SimpleNamespace(
         is_tracked=lambda block: False,
-        begin_copy=lambda: None,
+        begin_copy=lambda blocks: None,
         end_copy=list,
         since=lambda *_: None,
         mark=lambda moment: None,
@@ -96,6 +97,7 @@ def tables_of(rows: torch.Tensor) -> Any:
     return SimpleNamespace(
         track=lambda: touched,
         blocks=lambda: [block],
+        growing=GrowingTables(torch.nn.Module()),
         counters=dict,
         forget_given=lambda: None,
         parameter_names=set,

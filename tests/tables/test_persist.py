@@ -20,6 +20,7 @@ from lightning_dlrover.tables import elastic as elastic_module
 from lightning_dlrover.tables import persist as module
 from lightning_dlrover.tables.elastic import ElasticTables
 from lightning_dlrover.tables.exchange import Block
+from lightning_dlrover.tables.growing import GrowingTables
 from lightning_dlrover.tables.layout import Region
 from lightning_dlrover.tables.persist import NUM_KEPT, Persister, keep_newest, persist
 from lightning_dlrover.tables.snapshot_store import SnapshotStore, newest_complete, part_header
@@ -76,7 +77,7 @@ def test_a_rollback_reads_nothing_from_disk_that_is_in_memory(tmp_path: Path, mo
     elastic._fit = 1
     elastic._first_round = 0
     elastic._snapshots = SimpleNamespace(store=SimpleNamespace(parts=lambda: parts), stop=lambda: None)  # type: ignore[assignment]
-    elastic.tables = SimpleNamespace(build=lambda *_: None, blocks=list)  # type: ignore[assignment]
+    elastic.tables = SimpleNamespace(build=lambda *_: None, blocks=list, growing=GrowingTables(torch.nn.Module()))  # type: ignore[assignment]
     elastic._wrap_dense = lambda module, ignored: module
     formation: Any = SimpleNamespace(round=SimpleNamespace(members=["c"], number=2), size=1, rank=0)
     with pytest.raises(RuntimeError, match="far enough"):

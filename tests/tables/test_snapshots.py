@@ -27,6 +27,7 @@ from lightning_dlrover.rdzv.membership.rounds import WorkerView
 from lightning_dlrover.tables import snapshot_store as snapshot_module
 from lightning_dlrover.tables import snapshot_store as store_module
 from lightning_dlrover.tables import snapshots as module
+from lightning_dlrover.tables.growing import GrowingTables
 from lightning_dlrover.tables.exchange import Block
 from lightning_dlrover.tables.layout import Region
 from lightning_dlrover.tables.snapshot_store import SnapshotError, SnapshotStore, part_header
@@ -156,7 +157,7 @@ def workers_of_a_round(
     block = Block("t", "weight", Region(0, 100, 0, 8), torch.ones(100, 8))
     untracked = SimpleNamespace(
         is_tracked=lambda block: False,
-        begin_copy=lambda: None,
+        begin_copy=lambda blocks: None,
         end_copy=list,
         mark=lambda moment: None,
         since=lambda *_: None,
@@ -165,6 +166,7 @@ def workers_of_a_round(
     tables: Any = SimpleNamespace(
         track=lambda: untracked,
         blocks=lambda: [block],
+        growing=GrowingTables(torch.nn.Module()),
         counters=dict,
         parameter_names=set,
         module=torch.nn.Linear(1, 1),
