@@ -27,8 +27,8 @@ from lightning_dlrover.rdzv.membership.rounds import WorkerView
 from lightning_dlrover.tables import snapshot_store as snapshot_module
 from lightning_dlrover.tables import snapshot_store as store_module
 from lightning_dlrover.tables import snapshots as module
-from lightning_dlrover.tables.growing import GrowingTables
 from lightning_dlrover.tables.exchange import Block
+from lightning_dlrover.tables.growing import GrowingTables
 from lightning_dlrover.tables.layout import Region
 from lightning_dlrover.tables.snapshot_store import SnapshotError, SnapshotStore, part_header
 from lightning_dlrover.tables.snapshots import SnapshotConfig, Snapshots
