@@ -2,6 +2,7 @@
 
     python benchmarks/deploy.py [--rounds N] [--workers N] [--spares 1] [--quick]
     python benchmarks/deploy.py --api [--quick]
+    python benchmarks/deploy.py --in-place [--quick]
 
 A job of `dlrover run` trains the model of `live_resize.py` with one worker. It runs in turn on this machine and on a real
 Slurm started for it (one slurmctld, a slurmd per host, all here). Then its plan asks for two, as `dlrover scale` writes it:
@@ -25,8 +26,13 @@ then a worker gets SIGKILL. `spare_s` is the time from the decision to the end o
 the controller's request for another node, or SIGKILL where the worker's agent restarts it. The time from SIGKILL is printed,
 too. `spare_mb` is the memory of one such process, where a page that n processes share counts as 1 / n (PSS).
 
-`--api` counts the requests that `KubernetesTarget` makes for 100 nodes from their start on: lists, and requests for output.
+`--api` counts the requests that `KubernetesTarget` makes for 100 nodes from their start on: lists, watches, and output.
 Each node prints a line per second. The API server is that of the tests.
+
+`--in-place` gives a training node 2 cores instead of 1 and more memory, on this machine and on the tests' cluster, whose pods
+are processes in control groups. `in_place_stall_s` is the longest time between two steps around the change, less a usual step.
+Then a job leaks more memory than its node has, on each of them. The run fails if a process is started, if the median stall is
+longer than a step, or if a leaking job is killed.
 """
 
 from __future__ import annotations
@@ -45,6 +51,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+import in_place
 import psutil
 from jobs import ControlledJob, Workspace, describe_machine, result_line
 from live_resize import FULL, QUICK, LiveResize, Size, Stall
@@ -262,6 +269,19 @@ def table(growths: Sequence[Growth], targets: Sequence[str]) -> str:
     )
 
 
+def run_in_place(options: argparse.Namespace) -> int:
+    """Change sizes of nodes in place; see `in_place.py`."""
+    print(describe_machine(), flush=True)
+    if why := in_place.why_not():
+        print(f"nodes of this machine cannot be limited: {why}", flush=True)
+        return 1
+    with Workspace("deploy", options.keep) as space:
+        # Steps of the small model are so short that a busy machine's own pauses are longer.
+        found = in_place.measure(space, FULL, 1 if options.quick else options.rounds)
+    print(result_line(found))
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="jobs on each target")
@@ -271,7 +291,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep logs and records")
     parser.add_argument("--api", action="store_true", help="only the requests to a Kubernetes API server")
+    parser.add_argument("--in-place", action="store_true", help="only sizes of nodes that change in place, and leaks")
     options = parser.parse_args()
+    if options.in_place:
+        return run_in_place(options)
     if options.api:
         print(result_line({"api_rps_100": api_requests_per_s(30.0 if options.quick else 120.0)}))
         return 0
@@ -318,6 +341,7 @@ def main() -> int:
         "spare_s": median(s.seconds for s in successors) if successors else math.nan,
         "spare_mb": median(s.spare_mb for s in successors) if successors else math.nan,
     }
+    spares = {"in_place_stall_s": math.nan, **spares}
     requests = {"api_rps_100": api_requests_per_s(30.0 if options.quick else 120.0)}
     print(result_line({**stalls, **times, **spares, **requests}))
     return 0

@@ -1,8 +1,8 @@
 """Elastic training for PyTorch Lightning: profile a job, plan its size, and resize it while it runs.
 
 `DLRoverStrategy` and `DLRoverCallback` make a Lightning script elastic, and `SnapshotConfig` sets how often its sharded tables
-are copied. `show` draws a job in a notebook. Names are loaded on first use: agents, controllers and the command line import
-this package too, and must not pay for importing torch and Lightning.
+are copied. `WorldInfo` is what hooks of a changing job receive, and `show` draws a job in a notebook. Names are loaded on
+first use: agents, controllers and the command line import this package too, and must not pay for importing torch and Lightning.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from lightning_dlrover.lightning_compat import on_import, submodule, watch_impor
 
 if TYPE_CHECKING:
     from lightning_dlrover.callback import DLRoverCallback
+    from lightning_dlrover.live.hooks import WorldInfo
     from lightning_dlrover.report.notebook import show
     from lightning_dlrover.strategy import DLRoverStrategy
     from lightning_dlrover.tables.snapshots import SnapshotConfig
 
-__all__ = ["DLRoverCallback", "DLRoverStrategy", "SnapshotConfig", "__version__", "show"]
+__all__ = ["DLRoverCallback", "DLRoverStrategy", "SnapshotConfig", "WorldInfo", "__version__", "show"]
 
 _HOMES = {
     "DLRoverCallback": "callback",
     "DLRoverStrategy": "strategy",
     "SnapshotConfig": "tables.snapshots",
+    "WorldInfo": "live.hooks",
     "show": "report.notebook",
 }
 

@@ -434,7 +434,8 @@ def _num_watched_samples(strategy: DLRoverStrategy, loader: object) -> int:
 def _new_place(strategy: DLRoverStrategy, loader: object, settings: dict[str, int]) -> ProfileKey:
     live = strategy.live
     if live is not None and live.formation is not None and isinstance(loader, ElasticLoader):
-        formation, by_host = live.formation, live.progress.workers_by_host
+        formation = live.formation
+        by_host = formation.workers_by_host
         return ProfileKey(
             round_number=formation.round.number,
             global_rank=formation.rank,
@@ -444,7 +445,7 @@ def _new_place(strategy: DLRoverStrategy, loader: object, settings: dict[str, in
             local_batch=math.ceil(loader.global_batch_size / formation.size),
             fullest_node=max(by_host.values()),
             emptiest_node=min(by_host.values()),
-            workers_here=by_host[live.progress.own_host],
+            workers_here=formation.num_workers_here,
             pass_limit=0 if live.steps.parts.refusal else live.steps.parts.room or loader.global_batch_size,
             **settings,
         )

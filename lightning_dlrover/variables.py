@@ -49,6 +49,7 @@ NODE = "DLROVER_NODE"  # name of the node, set by `dlrover run` on every target
 STARTED_BY = "DLROVER_STARTED_BY"  # mark of all processes that a controller on this machine has started
 PARENT_PID = "DLROVER_DIE_WITH_PID"  # process id of the parent. The node ends with it; unset where nodes run independently
 WORKERS_PER_NODE = "DLROVER_WORKERS_PER_NODE"  # workers of each node, with an agent each; unset: one
+THREADS_PER_CORE = "DLROVER_THREADS_PER_CORE"  # set where OMP_NUM_THREADS follows the node's cores; unset: the user's choice
 MEMORY_GROUP = "DLROVER_MEMORY_GROUP"  # folder of the control group that limits the node's memory, if there is one
 EXIT_FILE = "DLROVER_EXIT_FILE"
 """File for the agent's exit code. If set, SIGUSR1 is a notice that the scheduler will take the node back."""

@@ -61,6 +61,9 @@ log = logging.getLogger(__name__)
 POLL_S = 0.5  # seconds between two checks of this worker; each takes time from its training thread
 STOPPED_S = 5.0  # interval of two checks above which the process counts as stopped, or its host as asleep, in between
 DEFAULT_RESIZE_COST_S = 0.5  # seconds assumed until the job has measured a change of the world of its own
+RAISE_S = 15.0
+"""Seconds for a node to get more memory in place, before a worker on another node takes its place."""
+
 REMEDIES: tuple[Act, ...] = ("replace", "enlarge", "add_workers")  # acts that end in another worker
 DEFAULT_LEAD_S = 30.0  # seconds from a request for a worker to the round with it, assumed until the job has measured it
 SEARCH_SHARE = 0.005  # maximum share of a core for the search for stragglers, which takes 5 ms of the cores that train
@@ -381,6 +384,8 @@ class _Memory:
         self._checked_at = 0.0  # end of the newest window examined
         self._acted: tuple[int, Act] = (0, "none")  # round, and the act of this worker in it
         self._acted_at = 0.0
+        self._raised_bytes = 0  # memory limit at the newest request for more memory in place
+        self._stuck_bytes = 0  # memory limit that was not raised in time; 0: each request was granted
         self._awaited: tuple[Set[str], float] = (frozenset(), 0.0)  # workers to be replaced, and the time of the request
 
     def check(self, now: float) -> None:
@@ -410,6 +415,13 @@ class _Memory:
             return
         can_replace = shared.has_controller() and not awaits_worker
         nodes = shared.nodes
+        limit_bytes = windows[-1].memory_limit_bytes
+        if act == "raise" and limit_bytes <= self._raised_bytes:
+            if now - self._acted_at < RAISE_S:
+                return
+            self._stuck_bytes = limit_bytes  # there is no room for it: a larger node may be elsewhere
+        elif act == "raise":
+            act = "none"  # granted; it may be needed again
         remedy = choose_remedy(
             forecast,
             GrowthSituation(
@@ -420,10 +432,11 @@ class _Memory:
                 can_add=can_replace and (view.plan is None or view.plan.owner != "user"),
                 can_replace=can_replace,
                 has_sharded_tables=windows[-1].embedding_bytes > 0,
-                max_memory_bytes=nodes.max_memory_mb * 2**20 if nodes is not None else 0,
+                max_memory_bytes=nodes.max_memory_mb * 2**20 // self._workers_per_node if nodes is not None else 0,
                 tried=self._tried(past, windows),
                 sizes=view.job.world_sizes if view.job is not None else ANY_NUMBER,
                 spare_bytes=windows[-1].spare_bytes,
+                can_raise=can_replace and nodes is not None and nodes.in_place and limit_bytes > self._stuck_bytes,
             ),
         )
         if remedy.act == act or not self._carry_out(remedy):
@@ -436,6 +449,11 @@ class _Memory:
         )
         shared.event(event, f"{membership.worker_id}: {remedy.reason}")
         log.warning("memory of this worker: %s", remedy.reason)
+
+    @property
+    def _workers_per_node(self) -> int:
+        job = self._membership.view.job
+        return job.workers_per_node if job is not None else 1
 
     def _of_replaced(self, past: list[EventRecord]) -> MemoryForecast | None:
         """Return the forecast for the worker that this one replaced because of its memory; None if it replaced none.
@@ -466,8 +484,8 @@ class _Memory:
         membership, shared = self._membership, self._membership.shared
         if remedy.act == "checkpoint":
             shared.ask_for_checkpoint(remedy.reason)
-        if remedy.act == "enlarge":
-            memory_mb = math.ceil(remedy.node_memory_bytes / 2**20)
+        if remedy.act in ("raise", "enlarge"):
+            memory_mb = math.ceil(remedy.node_memory_bytes * self._workers_per_node / 2**20)
 
             def larger(now: PlanRecord | None) -> PlanRecord | None:
                 if now is None or (now.node_memory_mb or 0) >= memory_mb:
@@ -475,6 +493,7 @@ class _Memory:
                 return replace(now, node_memory_mb=memory_mb)
 
             shared.update_plan(larger)
+            self._raised_bytes = self.windows[-1].memory_limit_bytes
         if remedy.act in ("replace", "enlarge"):
             return shared.replace(membership.worker_id, f"memory: {remedy.reason}")  # False: another one is replaced first
         if remedy.act == "add_workers":

@@ -21,7 +21,7 @@ from lightning_dlrover.rdzv.job.events import Event, MemoryShort, RoundFormed, S
 from lightning_dlrover.rdzv.job.records import EventRecord, JobRecord, NodesRecord, Notice, PlanRecord, WorkerRecord
 from lightning_dlrover.rdzv.membership.rounds import WorkerView
 from lightning_dlrover.tuning.samples import OwnTimes
-from lightning_dlrover.watchdog import DEFAULT_LEAD_S, REPORT_AGAIN_S, _GilWatch, _Memory, _Stragglers
+from lightning_dlrover.watchdog import DEFAULT_LEAD_S, RAISE_S, REPORT_AGAIN_S, _GilWatch, _Memory, _Stragglers
 from tests.support.windows import MIB
 from tests.support.windows import memory_window as window
 
@@ -83,6 +83,7 @@ class Growing:
             world=SimpleNamespace(membership=membership), remaining_steps=100_000.0, now=SimpleNamespace(counts=(0,))
         )
         self.watch = _Memory(live)
+        self._membership = membership
         self.window = replace(WINDOW, round_number=round_number)
         self.now = 1000.0
         self.mib = 400.0
@@ -94,6 +95,14 @@ class Growing:
             steps = round(10 * (self.now - 1002.0))
             self.watch.windows.append(replace(self.window, first_step=steps, memory_bytes=round(self.mib * MIB), at=self.now))
             self.watch.check(self.now)
+
+    def train_until(self, act: str) -> None:
+        """Train until this act, for at most 3000 s."""
+        for _ in range(1500):
+            self.train(2.0)
+            if self._membership.acts[-1:] == [act]:
+                return
+        raise AssertionError(f"no {act} within 3000 s: {self._membership.acts}")
 
 
 def test_checkpoint_saves_the_job_if_the_requested_worker_is_missing() -> None:
@@ -146,6 +155,46 @@ def test_larger_node_is_requested_after_a_new_worker_did_not_help() -> None:
     assert membership.acts[-1] == "enlarge"
     assert membership.view.plan == replace(plan, node_memory_mb=3000)
     assert membership.view.replacements == {"w"}
+
+
+IN_PLACE = NodesRecord("local", "mark", min_memory_mb=1000, max_memory_mb=4000, in_place=True)
+
+
+def test_memory_is_raised_in_place_again_and_again_until_the_largest_size() -> None:
+    plan = PlanRecord(1, "user", "", binding=True)
+    membership = FakeMembership(view=WorkerView(job=JOB, plan=plan), nodes=IN_PLACE)
+    worker = Growing(membership)
+    worker.watch._fit.remaining_steps = None  # type: ignore[misc]
+    given = []
+    for _ in range(3):
+        worker.train_until("raise")
+        assert membership.view.plan is not None
+        memory_mb = membership.view.plan.node_memory_mb
+        assert memory_mb is not None
+        given.append(memory_mb)
+        if memory_mb == IN_PLACE.max_memory_mb:
+            break
+        worker.window = replace(worker.window, memory_limit_bytes=(memory_mb - 200) * MIB)
+        worker.train_until("wait")
+    assert given == sorted(given)
+    assert len(given) > 1
+    assert given[-1] == 4000
+    assert membership.view.replacements == set()
+    worker.window = replace(worker.window, memory_limit_bytes=3900 * MIB)
+    worker.train_until("replace")  # a new worker starts without the leak
+    assert worker.mib < 3900
+
+
+def test_worker_is_replaced_if_its_node_does_not_get_more_memory_in_time() -> None:
+    plan = PlanRecord(1, "planner", "", binding=True)
+    membership = FakeMembership(view=WorkerView(job=JOB, plan=plan), nodes=IN_PLACE)
+    worker = Growing(membership)
+    worker.train_until("raise")
+    worker.train(RAISE_S - 4.0)
+    assert membership.view.replacements == set()
+    worker.train(6.0)
+    assert membership.view.replacements == {"w"}
+    assert worker.mib < 950
 
 
 @pytest.mark.parametrize("skew_s", [-86_400.0, 0.0, 86_400.0])

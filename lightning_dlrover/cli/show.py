@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_dlrover.cli.errors import EXIT_FAILED, EXIT_OK, UsageError
 from lightning_dlrover.cli.lookup import connected_job, etcd_access, find_place, report_problems
 from lightning_dlrover.cli.options import COUNTED, counted_field
-from lightning_dlrover.components.control.nodes import ShownLog, SignalFilter
+from lightning_dlrover.components.control.post_mortem import ShownLog, SignalFilter
 from lightning_dlrover.components.targets.target import LogFile, NodeSpec, TargetError, log_files
 from lightning_dlrover.output import complain, counted, has_terminal, show, text_table
 from lightning_dlrover.rdzv.etcd.connection import full_text
@@ -159,6 +159,7 @@ def _status_text(status: dict[str, Any]) -> str:
         nodes = ", ".join(controller["awaited_nodes"])
         lines.append(line + (f"; waits for {nodes}" if nodes else ""))
         lines += [f"nodes: {controller['held_up']}"] if controller["held_up"] else []
+        lines += [f"size of {node}: {state}" for node, state in controller["resizes"].items()]
     elif status["target"] not in (None, "local") and (status["phase"] in ("starting", "training") or status["agents"]):
         lines.append(
             f"controller: none; nodes on {status['target']} train on, the same `dlrover run` adopts them, "

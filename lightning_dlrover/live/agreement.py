@@ -386,8 +386,7 @@ class SpeedShares:
             free += max(0, torch.cuda.memory_reserved(device) - taken)
         else:
             free, taken = available_bytes(), status_bytes("VmHWM")["VmHWM"]
-            hosts = formation.round.hosts if formation is not None else []
-            free //= max(1, hosts.count(hosts[formation.rank])) if formation is not None and hosts else 1
+            free //= formation.num_workers_here if formation is not None else 1
         return max(0.0, free / max(1, taken))
 
     def ballot(self) -> list[int]:

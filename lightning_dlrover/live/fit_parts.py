@@ -332,17 +332,6 @@ class FitProgress:
         return remaining_batches(self._trainer.lightning)
 
     @property
-    def workers_by_host(self) -> dict[int, int]:
-        """Number of the current round's workers on each host, by a number of the host."""
-        return Counter((self.formation.round.hosts if self.formation is not None else []) or [0])
-
-    @property
-    def own_host(self) -> int:
-        """Number of this worker's host in the current round."""
-        formation = self.formation
-        return formation.round.hosts[formation.rank] if formation is not None and formation.round.hosts else 0
-
-    @property
     def untunable(self) -> dict[str, str]:
         """Settings of a plan that this worker cannot carry out, each with the reason."""
         return {"loader_workers": refusal} if (refusal := self._batches.refusal) else {}

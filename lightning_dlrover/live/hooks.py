@@ -6,7 +6,7 @@ There the hooks run, one world at a time and in the order of rounds. docs/guide/
 | state | set by | read by |
 | --- | --- | --- |
 | worlds that wait | `entered`, when a round has formed | `deliver` |
-| the newest world that the hooks have seen | `deliver`, `begin`, `continue_from` | `deliver` |
+| the newest world that the hooks have seen | `deliver`, `continue_from` | `deliver` |
 | the newest notice that the hooks have seen | `deliver` | `deliver` |
 """
 
@@ -50,13 +50,15 @@ class ScriptHooks:
     _world: World
     _trainer: TrainerOfFit
     _position: FitPosition
-    _seen: WorldInfo | None = None  # None on a worker that has not been admitted
-    _waiting: deque[WorldInfo] = field(default_factory=deque)
+    _first: Formation | None = field(init=False)  # the first round of a worker that did not join later
+    _seen: WorldInfo | None = None  # None until the first call
+    _newest: int = 0  # number of the newest round that waits, or that the hooks have seen
+    _waiting: deque[Formation] = field(default_factory=deque)
     _noticed: float | None = None
 
     def __post_init__(self) -> None:
-        if self._position.formation is not None:
-            self._seen = self._of(self._position.formation)
+        self._first = self._position.formation
+        self._newest = self._position.round_number
 
     @property
     def world(self) -> WorldInfo:
@@ -69,17 +71,18 @@ class ScriptHooks:
 
     def continue_from(self, former: ScriptHooks) -> None:
         """Continue after an earlier Trainer of the script. Changes since its end are still to be delivered."""
-        self._seen, self._waiting, self._noticed = former._seen, former._waiting, former._noticed
+        self._first, self._seen, self._newest = former._first, former._seen, former._newest
+        self._waiting, self._noticed = former._waiting, former._noticed
 
     def entered(self, formation: Formation) -> None:
         """Note a round that has formed. A round that broke before all workers had a common state counts, too."""
-        newest = self._waiting[-1] if self._waiting else self._seen
-        if newest is None or formation.round.number > newest.round:
-            self._waiting.append(self._of(formation))
+        if formation.round.number > self._newest:
+            self._newest = formation.round.number
+            self._waiting.append(formation)
 
     def admitted(self, formation: Formation) -> None:
         """Note that this worker has the job's state. Rounds in which it did not receive it do not count."""
-        self._seen, self._waiting = None, deque([self._of(formation)])
+        self._waiting = deque([formation])
 
     def deliver(self) -> None:
         """Run the hooks for a notice, and for all worlds that wait.
@@ -94,7 +97,8 @@ class ScriptHooks:
             self._noticed = notice
             self._call("on_notice", notice)
         while self._waiting:
-            former, self._seen = self._seen, self._waiting.popleft()
+            former = self._seen or (self._of(self._first) if self._first is not None else None)
+            self._seen = self._of(self._waiting.popleft())
             self._call("on_world_change", former, self._seen)
 
     def deliver_then(self, end: Callable[[], None]) -> None:

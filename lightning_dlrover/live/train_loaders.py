@@ -48,13 +48,30 @@ class SettingsInForce:
     Args:
         cores: cores that this worker may use. It never computes with more threads. It has more loader workers only if the
             user's loader or a manual plan requests them, because other plans may be made for larger nodes.
+        threads_per_core: threads for each core where no plan sets their number; 0: as many as the user has chosen.
     """
 
-    def __init__(self, cores: float) -> None:
+    def __init__(self, cores: float, threads_per_core: float = 0.0) -> None:
         self._cores = max(1, int(cores))
+        self._threads_per_core = threads_per_core
+        self._threads: int | None = None  # threads for a new number of cores, unless the plan sets them; None: as now
         self._plan: PlanRecord | None = None  # the plan that was last carried out
         self._loaders: Sequence[ElasticLoader] = ()  # loaders of that plan; a Trainer may make new ones for each epoch
         self._begun: tuple[PlanRecord, _Settings] | None = None  # plan under way, and the settings before it
+
+    def set_cores(self, cores: float) -> None:
+        """Note how many cores this worker may use now; `follow` applies it."""
+        if (number := max(1, int(cores))) == self._cores:
+            return
+        own, threads = self._own_threads, torch.get_num_threads()
+        self._cores, self._plan = number, None
+        # Threads that the script or a plan has set stay, as far as there are cores for them.
+        self._threads = self._own_threads if threads == own else min(threads, number)
+
+    @property
+    def _own_threads(self) -> int:
+        """Threads of this worker where no plan sets their number; 0: as the user has chosen."""
+        return max(1, int(self._cores * self._threads_per_core)) if self._threads_per_core else 0
 
     def follow(
         self, plan: PlanRecord | None, loaders: Sequence[ElasticLoader], may_add_workers: bool
@@ -73,10 +90,12 @@ class SettingsInForce:
             self._begun = plan, _in_force(loaders)
             for loader in loaders:
                 loader.workers.handover_s = 0.0
+        threads = self._threads
         if plan.intra_op_threads is not None:
             threads = min(plan.intra_op_threads or self._cores, self._cores)
-            if threads != torch.get_num_threads():
-                torch.set_num_threads(threads)
+        if threads is not None and threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
+        self._threads = None
         refusals = {loader.workers.refusal for loader in loaders}
         wanted = [self._loader_workers(plan, loader, may_add_workers) for loader in loaders]
         under_way = [x for x, number in zip(loaders, wanted, strict=True) if not x.workers.retune(number, plan.prefetch_factor)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -55,7 +56,7 @@ from lightning_dlrover.rdzv.membership.membership import JobClosedError
 from lightning_dlrover.rdzv.transport import transfer, waits
 from lightning_dlrover.tables.snapshot_store import SnapshotStore
 from lightning_dlrover.tuning.health import OwnTime, Pulse
-from lightning_dlrover.tuning.resources import available_cores
+from lightning_dlrover.tuning.resources import OwnCores
 
 if TYPE_CHECKING:
     import lightning as L
@@ -180,7 +181,8 @@ class LiveTraining:
         self._successors = RestartHandoff(world, collectives, port, position, self._state, self.checkpoints)
         self.tables = TableRounds(world, collectives, batches, port, position, self.steps, self._state, self.checkpoints)
         self._pace = Pace(world, check_interval_s, self.votes.wishes)
-        self._settings = SettingsInForce(available_cores())
+        self._cores = OwnCores(os.environ)
+        self._settings = SettingsInForce(self._cores.number, self._cores.threads_per_core)
         self.progress = FitProgress(world, batches, port, position, self._pace, self.pulse)
         self._was_at_boundary = strategy.clock.read()
         self._former_runs = state.FormerRuns(trainer)
@@ -282,6 +284,12 @@ class LiveTraining:
 
     def _follow_plan(self) -> None:
         """Apply the plan's settings for each worker. Other workers may do so a few steps earlier or later."""
+        if self._cores.is_due:
+            plan, nodes = self.world.view.plan, self.world.membership.shared.nodes
+            # Of a node that is about to shrink in place, the workers use less first.
+            planned = plan.node_cpus if plan is not None and nodes is not None and nodes.in_place else None
+            if (cores := self._cores.look(planned)) is not None:
+                self._settings.set_cores(cores)
         done = self._settings.follow(self.world.view.plan, self.loaders.all, self.loaders.may_add_workers)
         if done is not None and self.position.rank == 0 and not self.position.is_standby:
             self.world.event(*done)

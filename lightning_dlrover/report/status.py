@@ -738,4 +738,5 @@ def _show_controller(found: FoundJob, nodes: Mapping[str, NodeRecord]) -> dict[s
         "target": found.controller.target,
         "awaited_nodes": [node for node in found.controller.apps if node not in {*come, *_leaving(nodes)}],
         "held_up": found.controller.held_up,
+        "resizes": dict(found.controller.resizes),
     }

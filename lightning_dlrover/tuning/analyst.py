@@ -466,6 +466,9 @@ class Analyst:
     def _foreign_cores(self, profile: StepProfile) -> float | None:
         if self._load is None:
             return None
+        if self._load.is_outdated:  # its node has another size
+            self._load = MachineLoad()
+            return None
         workers_here = profile.fullest_node or math.ceil(profile.num_workers / profile.num_nodes)
         return self._load.foreign_cores(profile.cpu_percent / 100, workers_here)
 

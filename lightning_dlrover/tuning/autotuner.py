@@ -163,6 +163,7 @@ class Autotuner:
             remaining_samples=None if facts.job is None else remaining_samples,
             resize_cost_s=_cost_s(facts.events, TrainingStalled, DEFAULT_RESIZE_COST_S),
             retune_cost_s=_cost_s(facts.events, SettingsApplied, DEFAULT_RETUNE_COST_S),
+            resizes_in_place=facts.nodes is not None and facts.nodes.in_place,
             age_s=max(0.0, facts.age_s),
             spent=self.memory.spent(self._config.objective, self._node_cores),
             past=self.memory.decisions,

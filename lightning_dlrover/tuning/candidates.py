@@ -216,6 +216,7 @@ class PlanRequest:
     remaining_samples: float | None = None  # samples that the whole job has still to train on; None: unknown
     resize_cost_s: float = 0.5  # seconds that the whole job pauses when workers change, as measured
     retune_cost_s: float = 0.1  # seconds that it pauses when the other settings change, as measured
+    resizes_in_place: bool = False  # nodes get more cores and memory without new workers
     age_s: float = 0.0  # seconds since the job's start
     spent: float | None = None  # money spent so far; None: unknown
     past: Sequence[Decision] = ()  # earlier decisions of this job, in any order: they prevent oscillation
@@ -375,7 +376,9 @@ class CandidateTable:
     def change_cost_s(self, here: int, there: int) -> float:
         if here == there:
             return 0.0
-        if self.node_cores[there] > self.node_cores[here] or self.node_memory_bytes[there] > self.node_memory_bytes[here]:
+        more_cores = self.node_cores[there] > self.node_cores[here]
+        more_memory = self.node_memory_bytes[there] > self.node_memory_bytes[here]
+        if (more_cores or more_memory) and not self.request.resizes_in_place:
             return self.request.resize_cost_s * self.settings[there].num_workers  # nodes are replaced one at a time
         resized = self.settings[here].num_workers != self.settings[there].num_workers
         return self.request.resize_cost_s if resized else self.request.retune_cost_s

@@ -413,7 +413,7 @@ def _fit(amounts: Floats, peaks: Floats, terms: Sequence[MemoryTerm]) -> Floats:
 # The right remedy depends on the part that grows, and only a trial shows which it is. A leak ends with its process, so a
 # replacement starts small. State that is handed over keeps its size and needs a larger node, if the job may request one. If
 # that state is split over the workers, more of them need less each. Where none of these helps, or nothing starts workers, a
-# checkpoint saves the progress.
+# checkpoint saves the progress. Where nodes get more memory in place, that comes before all of them.
 
 NUM_SETTLING = 2  # first windows of a round to leave out, because buffers are allocated then
 MIN_WINDOWS = 5
@@ -427,7 +427,7 @@ MARGIN = 1.2  # memory of a larger node relative to the forecast, which extrapol
 NODE_MEMORY_STEP = 256 * 2**20  # node sizes are multiples of it: a smaller difference is not worth a replacement
 UNKNOWN_END_FACTOR = 2.0  # memory of a larger node relative to the present one, if the remaining steps are unknown
 
-Act = Literal["none", "wait", "replace", "enlarge", "add_workers", "checkpoint"]
+Act = Literal["none", "wait", "raise", "replace", "enlarge", "add_workers", "checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -474,6 +474,7 @@ class GrowthSituation:
     tried: Sequence[Act] = ()  # remedies that this job tried without success
     sizes: WorldSizes = ANY_NUMBER  # numbers of workers that may be requested
     spare_bytes: int = 0  # memory of the process that a node's workers are forked from
+    can_raise: bool = False  # the node may get more memory in place, without a new worker
 
 
 @dataclass(frozen=True)
@@ -483,7 +484,7 @@ class Remedy:
     act: Act
     reason: str
     num_workers: int = 0  # only for `add_workers`
-    node_memory_bytes: int = 0  # only for `enlarge`
+    node_memory_bytes: int = 0  # only for `raise` and `enlarge`
 
 
 def forecast_memory(windows: Sequence[StepProfile]) -> MemoryForecast | None:
@@ -579,16 +580,23 @@ def choose_remedy(forecast: MemoryForecast, situation: GrowthSituation) -> Remed
     order: tuple[Act, ...] = ("enlarge", "add_workers", "replace")
     if not situation.has_sharded_tables:
         order = ("replace", "enlarge", "add_workers")
+    # More memory in place costs nothing, not even where a leak would end with its process.
+    order = ("raise", *order)
     larger = _enough_memory(forecast, situation)
+    is_larger = larger > forecast.limit_bytes + AGENT_BYTES + situation.spare_bytes
     possible = {
+        "raise": situation.can_raise and is_larger,
         "replace": situation.can_replace,
-        "enlarge": situation.can_replace and larger > forecast.limit_bytes + AGENT_BYTES + situation.spare_bytes,
+        "enlarge": situation.can_replace and is_larger,
         "add_workers": situation.can_add and situation.num_workers < situation.max_workers,
     }
     failed = f"; {' and '.join(_NAMES[act] for act in situation.tried)} did not help" if situation.tried else ""
     for act in order:
         if act in situation.tried or not possible[act]:
             continue
+        if act == "raise":
+            size = f"{larger / 2**20:.0f} instead of {forecast.limit_bytes / 2**20:.0f} MiB"
+            return Remedy(act, f"{forecast.text}{failed}; its node gets {size} in place", node_memory_bytes=larger)
         if act == "replace":
             return Remedy(act, f"{forecast.text}{failed}; a new worker takes its place, without the leaked memory")
         if act == "enlarge":

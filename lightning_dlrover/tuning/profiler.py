@@ -436,8 +436,6 @@ class StepProfiler:
         self._paused_at: float | None = None
         self._memory = MemoryWatch()
         self._gpu_peak, self._busy_time = GpuPeak(device), BusyTime(device)
-        self._memory_limit_bytes = memory_limit_bytes(os.environ)
-        self._own_memory_limit_bytes = own_memory_limit_bytes(os.environ) or self._memory_limit_bytes
         self._num_local_workers = max(1, variables.local_world_size(os.environ))
 
     def close(self) -> None:
@@ -505,7 +503,9 @@ class StepProfiler:
         gpu_memory, gpu_percent = self._gpu_peak.take(), self._busy_time.take()
         self._window = _Window(place, step, time.perf_counter(), use)
         of_node, of_all = spares.memory_bytes(os.environ)
-        shared_bytes, own_bytes = self._memory_limit_bytes - of_all, self._own_memory_limit_bytes
+        # Limits change where a node gets another size in place.
+        limit_bytes = memory_limit_bytes(os.environ)
+        shared_bytes, own_bytes = limit_bytes - of_all, own_memory_limit_bytes(os.environ) or limit_bytes
         own_bytes -= of_node // self._num_local_workers
         figures: dict[str, Any] = {**vars(place), **vars(model.descriptors), **_mean_parts(kept, step_time_s)}
         del figures["workers_here"]

@@ -76,13 +76,19 @@ class MachineLoad:
         num_local_workers: int | None = None,
     ) -> None:
         bound_to = os.sched_getaffinity(0)
+        self._seen = bound_to, available_cores()
         self._busy_s = busy_s or _BusyTimes(bound_to)
         self._clock = clock
         self._num_cores = len(bound_to) if num_cores is None else num_cores
-        self._cores = available_cores() if cores is None else cores
+        self._cores = self._seen[1] if cores is None else cores
         self._is_bound = len(bound_to) < (os.cpu_count() or 1) if is_bound is None else is_bound
         self._num_local_workers = num_local_workers or variables.workers_here(os.environ)
         self._before = clock(), self._busy_s()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether this process may use other cores since this object was made. Make another one in its place."""
+        return self._seen != (os.sched_getaffinity(0), available_cores())
 
     def foreign_cores(self, own_cores: float, num_workers: int = 1) -> float:
         """Return the cores that other programs take away from this job.
@@ -129,6 +135,50 @@ def available_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
     """Return the cores that this process may use: those it is bound to, or fewer under a quota of CPU time."""
     quotas = (quota for quota, _ in _quotas(proc, cgroups))
     return max(min([float(len(os.sched_getaffinity(0))), *quotas]), 0.01)
+
+
+CORES_S = 0.5
+"""Minimum seconds between two looks at the cores of this worker."""
+
+
+class OwnCores:
+    """The cores that this worker may use. They change where its node gets another size in place.
+
+    Attributes:
+        number: cores at the last look.
+        threads_per_core: threads for each of them where no plan sets their number; 0: as many as the user has chosen.
+    """
+
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        read: Callable[[], float] = available_cores,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read = read
+        self._clock = clock
+        self._next_at = clock() + CORES_S
+        self.number = read()
+        follows = variables.THREADS_PER_CORE in environ
+        self.threads_per_core = 1 / variables.workers_here(environ) if follows else 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for another look. Costs nothing, unlike the look."""
+        return self._clock() >= self._next_at
+
+    def look(self, planned: int | None = None) -> float | None:
+        """Return the number of cores if it has changed.
+
+        Args:
+            planned: cores that the node will soon be limited to; None or 0: it keeps those that it has.
+        """
+        self._next_at = self._clock() + CORES_S
+        number = min(self._read(), planned or math.inf)
+        if number == self.number:
+            return None
+        self.number = number
+        return number
 
 
 def _quotas(proc: Path, cgroups: Path) -> list[tuple[float, Path]]:

@@ -306,12 +306,14 @@ class ShareBalancer:
 
         Args:
             num_observations: number of observations ever made, of which `observations` are the newest of the round.
+            observations: oldest first.
+            hosts: host of each worker, by rank; empty: each has its own.
         """
         if round_number != self._round:
             self._round, self._before, self._rest_until, self._num_failed = round_number, None, 0, 0
         if any(largest <= 0 for largest in largest_shares):
             return () if observations and observations[-1].speeds else None
-        own_s = _own_times_of_present_shares(observations, hosts)
+        own_s = own_times_of_present_shares(observations, hosts)
         if own_s is None:
             return None
         slowest_s = float(np.median(own_s.max(axis=1)))
@@ -322,17 +324,14 @@ class ShareBalancer:
             return before[0]
         if num_observations < self._rest_until:
             return None
-        found = better_speeds(observations, global_batch_size, hosts, largest_shares)
+        found = better_speeds(own_s, observations[-1].speeds, global_batch_size, largest_shares)
         if found is not None:
             self._before = observations[-1].speeds, slowest_s
         return found
 
 
 def better_speeds(
-    observations: Sequence[OwnTimes],
-    global_batch_size: int,
-    hosts: Sequence[object] = (),
-    largest_shares: Sequence[float] = (),
+    own_s: Floats, speeds: Sequence[int], global_batch_size: int, largest_shares: Sequence[float] = ()
 ) -> tuple[int, ...] | None:
     """Return speeds to which the shares should be proportional from now on; None if the present shares should stay.
 
@@ -340,19 +339,15 @@ def better_speeds(
     rather than too much, and the next one corrects the rest.
 
     Args:
-        observations: those of one round, oldest first. Only the newest ones with the same shares count.
-        hosts: host of each worker, by rank; empty: each has its own. Workers of one host wait for the same cores, so that time
-            in which they were ready but had no core counts only where a worker is alone.
+        own_s: see `own_times_of_present_shares`.
+        speeds: by which the present shares are split; empty: they are equal.
         largest_shares: largest share that each worker may take, in equal shares; empty: no limit.
 
     Returns:
         One speed per rank, of which `SPEED_UNIT` is the mean; empty for equal shares.
     """
-    own_s = _own_times_of_present_shares(observations, hosts)
-    if own_s is None:
-        return None
     size = own_s.shape[1]
-    present = np.array(observations[-1].speeds or (SPEED_UNIT,) * size) / SPEED_UNIT
+    present = np.array(speeds or (SPEED_UNIT,) * size) / SPEED_UNIT
     speed = present / np.maximum(np.median(own_s, axis=0), 1e-9)
     least_samples = max(1, min(LEAST_SAMPLES, global_batch_size // size))
     least_share = max(LEAST_SHARE, least_samples * size / global_batch_size * ROUNDING)
@@ -369,10 +364,13 @@ def better_speeds(
     return new if is_clear and gain >= math.log(MIN_GAIN) else None
 
 
-def _own_times_of_present_shares(observations: Sequence[OwnTimes], hosts: Sequence[object]) -> Floats | None:
-    """Return each worker's own seconds per step, shape ``(observations, workers)``; None if too few were made with its share.
+def own_times_of_present_shares(observations: Sequence[OwnTimes], hosts: Sequence[object] = ()) -> Floats | None:
+    """Return each worker's own seconds per step, shape ``(num_observations, num_workers)``; None if there are too few.
 
-    These are the newest observations, with the same shares.
+    Args:
+        observations: those of one round, oldest first. Only the newest ones with the same shares count.
+        hosts: host of each worker, by rank; empty: each has its own. Workers of one host wait for the same cores, so that time
+            in which they were ready but had no core counts only where a worker is alone.
     """
     if not observations or (size := len(observations[-1].compute_s)) < 2:
         return None

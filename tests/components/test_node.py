@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from lightning_dlrover import variables as names
-from lightning_dlrover.components.control.nodes import PostMortem, examine
+from lightning_dlrover.components.control.post_mortem import PostMortem, examine
 from lightning_dlrover.components.node import AGENTS_OPTION, notice_file
 from tests.support.waiting import eventually
 

@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra `web`")
 
+from lightning_dlrover import dashboard
 from lightning_dlrover.cli.errors import UsageError
 from lightning_dlrover.dashboard import serve
 from tests.support.dlrover_process import Dlrover, Run
@@ -77,7 +78,8 @@ def test_page_follows_a_job_through_a_loss_a_change_by_hand_and_its_end(dlrover:
     assert "2 workers requested" in change(url, "scale", token, num_workers=2)
     job = wait_for(url, lambda job: job["num_workers"] == 2, "the second worker")
     os.kill(next(worker["pid"] for worker in job["workers"] if worker["rank"] == 1), signal.SIGKILL)
-    wait_for(url, lambda job: job["num_losses"] == 1, "the loss")
+    # Training must not end before the lost worker's node is replaced: the job would have failed with it.
+    wait_for(url, lambda job: job["num_losses"] == 1 and job["num_workers"] == 2, "the loss, and a replacement")
     run.finish(until)
     job = wait_for(url, lambda job: job["state"] not in ("training", "starting"), "the end")
     assert job["num_losses"] == 1
@@ -99,7 +101,8 @@ def test_server_ends_at_once_while_pages_are_open(dlrover: Dlrover) -> None:
         page.close()
 
 
-def test_missing_packages_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_packages_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lightning_dlrover.dashboard.server", None)
+    monkeypatch.delattr(dashboard, "server", raising=False)
     with pytest.raises(UsageError, match=r"lightning-dlrover\[web\]"):
         serve.serve(None)  # type: ignore[arg-type]

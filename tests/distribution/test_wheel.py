@@ -44,7 +44,7 @@ for found in pkgutil.walk_packages(lightning_dlrover.__path__, "lightning_dlrove
 """
 """Prints the modules that need a package which is not installed."""
 
-NEED_AN_EXTRA = {"torchrec", "fbgemm_gpu", "tensordict", "kubernetes"}
+NEED_AN_EXTRA = {"torchrec", "fbgemm_gpu", "tensordict", "kubernetes", "textual", "uvicorn"}
 """Packages of the extras."""
 
 

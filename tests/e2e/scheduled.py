@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from tests.e2e.harness import Job, Worker
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,16 @@ class Action:
             victim.arm(self.moment)
         elif self.kind == "kill":
             victim.kill()
+
+
+@dataclass(frozen=True)
+class Schedule(Generic[S]):
+    """A training run and its changes and faults, all from one seed."""
+
+    seed: int
+    settings: S
+    start_workers: int
+    actions: tuple[Action, ...]
 
 
 def standing(job: Job) -> list[Worker]:

@@ -66,6 +66,7 @@ def test_kubernetes_job_survives_loss_of_controller_and_pods(
     run = dlrover.start(*arguments, run_id=run_id)
     run.wait_for_output(rf"job {run_id}: 1 to 3 workers")  # once the former controller's lease has expired
     three = wait_for_workers(run, 3)
+    assert [budget["spec"]["minAvailable"] for budget in cluster.objects["poddisruptionbudgets"].values()] == [1]
     assert cluster.nodes() == ["node1", "node2", "node3"]  # the controller has taken over the existing nodes
     target = f"kubernetes/{cluster.namespace}{'/volcano' if has_volcano else ''}"
     assert {job["apiVersion"] for job in cluster.objects["jobs"].values()} == {VOLCANO_JOBS if has_volcano else PLAIN_JOBS}
@@ -87,6 +88,9 @@ def test_kubernetes_job_survives_loss_of_controller_and_pods(
     dlrover.wait_for_end()
 
     assert f"{nodes[killed]} has failed: OOMKilled, exit code 137" in run.output
+    assert cluster.objects["poddisruptionbudgets"] == {}
+    history = {event["reason"]: event["type"] for event in cluster.objects["events"].values()}
+    assert history.items() >= {"RoundFormed": "Normal", "NodeEnded": "Warning"}.items()
     elsewhere = dlrover("logs", run_id, "--endpoint", etcd.endpoint, "--run-dir", tmp_path / "elsewhere")
     for output in (dlrover("logs", run_id).stdout, elsewhere.stdout):
         assert re.search(r"^\[node\d\] trained for \d+ steps$", output, re.MULTILINE), (output, elsewhere.stderr)

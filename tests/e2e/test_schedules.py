@@ -10,12 +10,12 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from tests.e2e.harness import Job, violations
-from tests.e2e.scheduled import Action, bad_ends, has_ended, standing
+from tests.e2e.scheduled import Action, Schedule, bad_ends, has_ended, standing
 from tests.e2e.toy_job import ToySettings
 
 SCHEDULES = 208 if os.environ.get("DLROVER_ALL_FAULTS") else 24
@@ -25,17 +25,7 @@ AT_ONCE = 3  # jobs at once, which mostly sleep
 MOMENTS = ("forward", "backward", "reduced", "zero_grad", "batch_end", "validation", "validation_end")
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """A training run and its changes and faults, all from one seed."""
-
-    seed: int
-    settings: ToySettings
-    start_workers: int
-    actions: tuple[Action, ...]
-
-
-def random_schedule(seed: int) -> Schedule:
+def random_schedule(seed: int) -> Schedule[ToySettings]:
     rng = random.Random(seed)
     accumulate = rng.choice([1, 1, 1, 1, 2, 3])
     epochs = rng.choice([1, 2, 2, 3])
@@ -68,7 +58,7 @@ def random_schedule(seed: int) -> Schedule:
     return Schedule(seed, settings, rng.choice([1, 1, 2, 3]), tuple(actions))
 
 
-def carry_out(schedule: Schedule, job: Job) -> list[str]:
+def carry_out(schedule: Schedule[ToySettings], job: Job) -> list[str]:
     """Run a schedule to its end; return the violations."""
     if schedule.settings.streams:
         schedule.settings.write_streams(job.folder)

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import stat
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 from slurm_cluster import SlurmCluster, missing_packages, slurm_cluster
 
+from lightning_dlrover.components.targets.slurm import SlurmFeatures, SlurmOptions, SlurmTarget, release_of
+from lightning_dlrover.components.targets.target import NodeSpec
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from tests.e2e.test_dlrover_run import (
     LIGHTNING_SCRIPT,
@@ -529,3 +532,20 @@ def test_failing_or_hanging_commands_duplicate_no_node(
     assert losses(run) == []
     calls = {name: int((tmp_path / f"{name}.count").read_text()) for name in ("sbatch", "squeue")}
     assert min(calls.values()) > 5, calls
+
+
+def test_release_of_the_tests_slurm_expedites_no_node(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Debian's Slurm is older than 25.11. Newer ones are played in tests/components/targets/test_slurm.py."""
+    client, config = (subprocess.check_output(["scontrol", *words], text=True) for words in (["--version"], ["show", "config"]))
+    assert release_of(client) == release_of(re.search("SLURM_VERSION.*", config)[0])  # type: ignore[index]
+    if release_of(client) >= (25, 11):
+        pytest.skip(f"{client.strip()} may expedite requeued jobs")
+    assert SlurmFeatures.of(client, config) == SlurmFeatures()
+    spec = NodeSpec("/bin/true", (), "127.0.0.1:1", "gate", "/dlrover", 1, 1)
+    target = SlurmTarget(spec, SlurmOptions(partition="main"), tmp_path / "logs")
+    target.open("0123456789")
+    handle = target.start("node1")
+    assert target.features == SlurmFeatures()
+    shown = subprocess.check_output(["scontrol", "show", "job", handle.split("/")[0]], text=True)
+    assert "Requeue=0" in shown
+    target.cancel([handle])

@@ -10,12 +10,12 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from tests.e2e.harness import Job
-from tests.e2e.scheduled import Action, bad_ends, has_ended, standing
+from tests.e2e.scheduled import Action, Schedule, bad_ends, has_ended, standing
 
 pytest.importorskip("torchrec", reason="sharded tables need torchrec")
 from tests.e2e.table_job import KINDS, TableSettings, train_tables
@@ -50,17 +50,7 @@ MODELS = (
 """Few models, each compared with one undisturbed run. Their last batches have a sample for each of four workers."""
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """A training run and its changes and faults, all from one seed."""
-
-    seed: int
-    settings: TableSettings
-    start_workers: int
-    actions: tuple[Action, ...]
-
-
-def random_schedule(seed: int) -> Schedule:
+def random_schedule(seed: int) -> Schedule[TableSettings]:
     rng = random.Random(seed)
     settings = rng.choice(MODELS)
     actions = []
@@ -73,7 +63,7 @@ def random_schedule(seed: int) -> Schedule:
     return Schedule(seed, replace(settings, apart=rng.random() < 0.7), start_workers, tuple(actions))
 
 
-def carry_out(schedule: Schedule, job: Job, reference: Job) -> list[str]:
+def carry_out(schedule: Schedule[TableSettings], job: Job, reference: Job) -> list[str]:
     """Run a schedule to its end; return the violations."""
     for _ in range(schedule.start_workers):
         job.start()

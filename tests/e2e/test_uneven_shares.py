@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dlrover import DLRoverStrategy
+from lightning_dlrover.rdzv.job.records import EventRecord
 from tests.e2e.forked_jobs import MakeJob
 from tests.e2e.harness import Job, Worker, violations
 from tests.e2e.toy_job import Recorder, Rows, ToyModel, ToySettings, make_trainer, train_toy
@@ -35,21 +36,26 @@ def losses(job: Job) -> list[float]:
     return [sum(loss * n for loss, n in found[at]) / sum(n for _, n in found[at]) for at in sorted(found)]
 
 
+def first_uneven_shares(job: Job, num_workers: int = 2) -> EventRecord:
+    """Start workers, and wait until the slow one gets fewer samples. Return the event of that change."""
+    for _ in range(num_workers):
+        job.start()
+    job.wait_for_world(num_workers)
+    return job.wait_until(lambda: next(iter(job.events("shares")), None), "shares by speed")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_slow_worker_gets_fewer_samples_and_the_losses_stay(kind: str, make_job: MakeJob) -> None:
     settings = KINDS[kind]
     job, alone = make_job(settings), make_job(replace(settings, slow="", step_s=0.0))
     for each in (job, alone) if settings.streams else ():
         settings.write_streams(each.folder)
-    workers = [job.start() for _ in range(2)]
-    job.wait_for_world(2)
-    event = job.wait_until(lambda: next(iter(job.events("shares")), None), "shares by speed")
-    slow, fast = sorted(event.data["samples"])
+    slow, fast = sorted(first_uneven_shares(job).data["samples"])
     assert slow + fast == 24
     assert 5 <= slow <= 8
     changed = job.step
     job.wait_for_step(changed + 20)
-    taken = workers[1].records("share")[-10:]
+    taken = job.workers[1].records("share")[-10:]
     assert all(5 <= len(r["ids"]) <= slow for r in taken)  # a second change may have corrected the first one
     assert job.finish() == [0, 0]
     assert violations(job, settings) == []
@@ -61,10 +67,8 @@ def test_slow_worker_gets_fewer_samples_and_the_losses_stay(kind: str, make_job:
 def test_shares_are_equal_in_a_new_round_and_follow_the_speeds_again(make_job: MakeJob) -> None:
     settings = replace(SLOW, max_epochs=8)
     job = make_job(settings)
-    workers = [job.start() for _ in range(3)]
-    job.wait_for_world(3)
-    first = job.wait_until(lambda: next(iter(job.events("shares")), None), "shares by speed")
-    workers[2].kill()
+    first = first_uneven_shares(job, 3)
+    job.workers[2].kill()
     job.wait_for_world(2)
     number = job.round_number
     later = job.wait_until(
@@ -118,10 +122,7 @@ class Tight(ToyModel):
 def test_worker_without_memory_for_its_larger_share_takes_the_same_samples_again(accumulate: int, make_job: MakeJob) -> None:
     settings = replace(SLOW, accumulate=accumulate)
     job = make_job(settings, script=partial(train_toy, model=Tight))
-    for _ in range(2):
-        job.start()
-    job.wait_for_world(2)
-    job.wait_until(lambda: next(iter(job.events("shares")), None), "shares by speed")
+    first_uneven_shares(job)
     job.wait_for_step(job.step + 10)
     assert job.finish() == [0, 0]
     assert "computes its shares in parts" in job.workers[0].output
@@ -155,10 +156,7 @@ def test_step_that_fails_with_other_shares_is_repeated_with_equal_ones(
 ) -> None:
     settings = replace(SLOW, accumulate=accumulate)
     job = make_job(settings, script=partial(train_toy, model=model))
-    for _ in range(2):
-        job.start()
-    job.wait_for_world(2)
-    job.wait_until(lambda: next(iter(job.events("shares")), None), "shares by speed")
+    first_uneven_shares(job)
     job.wait_until(lambda: job.round_number > 1, "the workers to meet again")
     assert job.finish() == [0, 0]
     assert violations(job, settings) == []
@@ -177,8 +175,7 @@ class GathersAfterSteps(ToyModel):
 def test_script_with_collectives_in_its_hooks_keeps_equal_shares(make_job: MakeJob) -> None:
     settings = replace(SLOW, max_epochs=1)
     job = make_job(settings, script=partial(train_toy, model=GathersAfterSteps))
-    for _ in range(2):
-        job.start()
+    job.start_all(2)
     job.wait_for_world(2)
     job.wait_for_step(60)
     assert job.finish() == [0, 0]

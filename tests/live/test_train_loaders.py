@@ -241,3 +241,38 @@ def test_loader_that_is_made_again_has_the_layout_of_rank_0() -> None:
     loaders.before_set_up()
     loaders.agree_on_layout(second := made(128), peers)
     assert second.order.layout == of_rank_zero
+
+
+NO_SETTINGS = PlanRecord(1, "user", "", True)
+
+
+@pytest.mark.parametrize(
+    ("threads_per_core", "before", "cores", "expected"),
+    [
+        (1.0, 2, 4, 4),  # as many as cores: they follow the cores
+        (0.5, 1, 4, 2),  # two workers share the node
+        (1.0, 1, 4, 1),  # the script has chosen one
+        (0.0, 2, 4, 2),  # the user has chosen two
+        (0.0, 2, 1, 1),
+        (1.0, 2, 1, 1),
+    ],
+)
+def test_threads_follow_the_cores_of_the_node_unless_they_were_chosen(
+    threads_per_core: float, before: int, cores: int, expected: int
+) -> None:
+    torch.set_num_threads(before)
+    settings, loader = SettingsInForce(2, threads_per_core), make_loader()
+    assert follow(settings, NO_SETTINGS, loader) == []
+    settings.set_cores(cores)
+    changes = follow(settings, NO_SETTINGS, loader)
+    assert torch.get_num_threads() == expected
+    assert [change.intra_op_threads for change in changes] == ([expected] if expected != before else [])
+
+
+def test_plan_for_a_larger_node_takes_effect_once_it_has_its_cores() -> None:
+    torch.set_num_threads(1)
+    settings, loader = SettingsInForce(1), make_loader()
+    plan = replace(NO_SETTINGS, intra_op_threads=3)
+    assert follow(settings, plan, loader) == []
+    settings.set_cores(4.0)
+    assert [change.intra_op_threads for change in follow(settings, plan, loader)] == [3]

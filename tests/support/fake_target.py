@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NotTakenError, TargetError
+from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NotTakenError, Resize, TargetError
 from lightning_dlrover.rdzv.job.records import EndNotice
 from lightning_dlrover.spares import Spares
 
@@ -40,6 +40,10 @@ class FakeTarget:
     num_cancels: int = 0  # requests
     is_closed: bool = False
     mark: str = ""
+    resizes_in_place: bool = False
+    no_room: dict[str, str] = field(default_factory=dict)  # reason why a node waits for another size
+    rigid: dict[str, str] = field(default_factory=dict)  # reason why a node cannot have another size
+    resizes: list[tuple[str, NodeSize]] = field(default_factory=list)  # requests, in their order
 
     def successor(self) -> FakeTarget:
         """Return another controller's interface to the same nodes."""
@@ -94,6 +98,19 @@ class FakeTarget:
             if self.nodes[node] in ("pending", "running") and self.ends_at_once:
                 # Slurm and Kubernetes report a cancelled node as failed, TorchX does not.
                 self.nodes[node] = "failed" if self.outlives_controller else "cancelled"
+
+    def resize(self, handle: str, size: NodeSize) -> Resize:
+        node = self._node(handle)
+        self.resizes.append((node, size))
+        self._answer()
+        if size == self.sizes[node]:
+            return Resize("done")
+        if node in self.rigid:
+            return Resize("refused", self.rigid[node])
+        if node in self.no_room:
+            return Resize("waiting", self.no_room[node])
+        self.sizes[node] = size
+        return Resize("done")
 
     def ran_out_of_memory(self, handle: str) -> bool:
         return self._node(handle) in self.out_of_memory

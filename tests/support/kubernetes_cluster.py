@@ -32,7 +32,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import psutil
 
-from tests.support import kubernetes_models, kubernetes_volcano
+from tests.support import kubernetes_models, kubernetes_resizes, kubernetes_volcano
+from tests.support.pod_limits import PodLimits
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
@@ -86,6 +87,7 @@ class _Process:
     lines: list[tuple[str, bytes]] = field(default_factory=list)  # output with the time at which each line was written
     reader: threading.Thread | None = None
     has_ended: bool = False  # true once it and all its children have ended
+    limits: PodLimits | None = None
 
 
 class KubernetesCluster:
@@ -97,6 +99,7 @@ class KubernetesCluster:
         environment: environment of pods, in addition to their own variables.
         tls: serve HTTPS.
         has_volcano: include Volcano with one queue, `default`.
+        limits_pods: limit the processes of each pod to its resources by control groups.
     """
 
     namespace = "training"
@@ -108,6 +111,7 @@ class KubernetesCluster:
         environment: Mapping[str, str] | None = None,
         tls: ssl.SSLContext | None = None,
         has_volcano: bool = False,
+        limits_pods: bool = False,
     ) -> None:
         self.folder = folder
         self.runs_pods = runs_pods
@@ -130,6 +134,9 @@ class KubernetesCluster:
         self.has_kueue = False  # Jobs with its label are suspended until `admit`
         self.version = "v1.36.1"
         self.hosts: dict[str, Object] = {}  # the cluster's nodes; each pod has its own
+        self.limits_pods = limits_pods
+        self.host = kubernetes_resizes.Host()
+        self.has_resize = True  # whether the server has the subresource, as from Kubernetes 1.33 on
         self.pod_security = ""  # level that pods must meet: "" or "restricted"; of Jobs it only warns
         self.bookmark_s = 60.0  # time between two bookmarks of a watch
         self.has_buffering_proxy = False  # a proxy holds watches back until they end
@@ -169,6 +176,8 @@ class KubernetesCluster:
         for name, entry in list(self._processes.items()):
             _kill_all(name)
             entry.process.wait(10)
+            if entry.limits is not None:
+                entry.limits.remove()
         self._server.shutdown()
         self._server.server_close()
 
@@ -312,7 +321,8 @@ class KubernetesCluster:
             self.requests.append((method, path))
             method = _method(method, path)
             offered = self._resources(match[1] or "") if match else []
-            if match is None or not offered or match[3] not in (None, *offered):
+            is_known = match is not None and match[3] in (None, *offered) and (match[5] != "resize" or self.has_resize)
+            if match is None or not offered or not is_known:
                 return _status(404, "NotFound", "the server could not find the requested resource")
             group, namespace, kind, name, part = match.groups(default="")
             override = next((a for a in self._answers if a[0] == method and a[1] == _joined(kind or "apis", part)), None)
@@ -325,10 +335,11 @@ class KubernetesCluster:
         if override is not None and not override[2].is_carried_out:
             return override[2]
         if not kind:
+            offered += ["pods/resize"] * ("pods" in offered and self.has_resize)
             return _json(200, {"kind": "APIResourceList", "groupVersion": group, "resources": [{"name": n} for n in offered]})
         try:
             with self.lock:
-                verbs = {"POST": "create", "DELETE": "delete", "PUT": "update", "WATCH": "watch"}
+                verbs = {"POST": "create", "DELETE": "delete", "PUT": "update", "WATCH": "watch", "PATCH": "patch"}
                 verb = verbs.get(method, "get" if name else "list")
                 own_group = group.partition("/")[0] if group != _PLAIN else ""
                 resource = _joined(f"{kind}.{own_group}" if own_group else kind, part)
@@ -387,6 +398,10 @@ class KubernetesCluster:
             return self._page(kind, [o for _, o in sorted(objects.items()) if _is_selected(o, query)], query)
         if name not in objects:
             raise _Refused(404, "NotFound", f'{kind} "{name}" of {group or "v1"} not found')
+        if verb == "patch":
+            if wrong := kubernetes_resizes.request(objects[name], body):
+                raise _Refused(422, "Invalid", f'Pod "{name}" is invalid: {wrong}')
+            return _json(200, objects[name])
         if is_log and query.get("follow") == "true":
             self._log(name, query)  # an error has no stream
             return Answer(200, headers={"Content-Type": "text/plain"}, stream=self._followed_log(name, query))
@@ -612,6 +627,7 @@ class KubernetesCluster:
             "spec": {**pod["spec"], "nodeName": host},
             "status": {"phase": "Pending"},
         }
+        kubernetes_resizes.admit(self.objects["pods"][name], self.host)
         if self.runs_pods and not pod["spec"].get("schedulingGates"):
             self._run(self.objects["pods"][name])
 
@@ -689,8 +705,12 @@ class KubernetesCluster:
                 command = [word.replace(mount["mountPath"], str(folder)) for word in command]
         # All pods use this machine as their image, with our interpreter first in PATH.
         path = f"{Path(sys.executable).parent}:{self.environment.get('PATH', '')}"
+        limits = PodLimits(pod["metadata"]["name"]) if self.limits_pods else None
+        if limits is not None:
+            kubernetes_resizes.limit(limits, kubernetes_resizes.resources_of(pod))
         process = subprocess.Popen(
             command,
+            preexec_fn=limits.enter if limits is not None else None,
             cwd=container.get("workingDir"),
             env={
                 **self.environment,
@@ -704,7 +724,7 @@ class KubernetesCluster:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        entry = _Process(process)
+        entry = _Process(process, limits=limits)
         entry.reader = threading.Thread(target=_read_lines, args=(entry,), daemon=True)
         entry.reader.start()
         self._processes[pod["metadata"]["name"]] = entry
@@ -722,6 +742,8 @@ class KubernetesCluster:
 
     def _watch_processes(self) -> None:
         while not self._stopped.wait(0.05):
+            with self.lock:
+                self._settle_resizes()
             for name, entry in list(self._processes.items()):
                 code = entry.process.poll()
                 if code is None:
@@ -730,6 +752,8 @@ class KubernetesCluster:
                     _kill_all(name)  # a container ends with its first process
                     if entry.reader is not None:
                         entry.reader.join(5)
+                    if entry.limits is not None:
+                        entry.limits.remove()
                     entry.has_ended = True
                 with self.lock:
                     pod = self.objects["pods"].get(name)
@@ -747,6 +771,13 @@ class KubernetesCluster:
                     if pod is not None and "deletionTimestamp" in pod["metadata"]:
                         del self._processes[name]  # a newer pod may have the same name
                         self._remove(pod)
+
+    def _settle_resizes(self) -> None:
+        """Give running pods the resources that were requested for them, as far as there is room."""
+        running = [pod for pod in self.objects["pods"].values() if pod["status"]["phase"] == "Running"]
+        for pod in running:
+            entry = self._processes.get(pod["metadata"]["name"])
+            kubernetes_resizes.settle(pod, running, self.host, entry.limits if entry is not None else None)
 
     def _signal(self, name: str, number: signal.Signals) -> None:
         """Send SIGKILL to all of a pod's processes, any other signal to the first."""
@@ -842,7 +873,7 @@ def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHand
                     self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
                 self.wfile.write(b"0\r\n\r\n")
 
-        do_GET = do_POST = do_PUT = do_DELETE = _serve
+        do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = _serve
 
         def log_message(self, format: str, *arguments: Any) -> None:
             pass

@@ -224,7 +224,8 @@ class SlurmPlace:
 
     @property
     def num_queries(self) -> int:
-        return len(self._commands.calls("squeue")) + len(self._commands.calls("scontrol"))
+        lookups = [call for call in self._commands.calls("scontrol") if " show job " in call]  # not its release, read once
+        return len(self._commands.calls("squeue")) + len(lookups)
 
     def remove(self, node: str) -> None:
         self._commands.set_state(node, "")

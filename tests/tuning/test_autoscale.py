@@ -250,6 +250,8 @@ def test_plan_states_cores_per_node_and_the_stall_of_replacements() -> None:
     assert decision.node_cores == decision.chosen.intra_op_threads
     assert decision.change_cost_s == 2 * 3.0
     assert Decision.from_data(json.loads(json.dumps(decision.to_data()))) == decision
+    in_place = decide(replace(request, resizes_in_place=True), replace(fixed, max_cores=4.0))
+    assert (in_place.node_cores, in_place.change_cost_s) == (decision.node_cores, 0.1)
     assert decide(request, fixed).node_cores == 0
     # A worker may see more cores than its node requested, for example where hardware threads are counted.
     more = decide(request_of(truth, windows=[replace(w, cores=64.0) for w in small]), Limits(1, 4, max_cores=4.0))

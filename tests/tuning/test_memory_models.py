@@ -435,3 +435,14 @@ def test_checkpoint_is_written_where_no_controller_starts_workers() -> None:
 def test_workers_that_memory_asked_for_are_kept() -> None:
     assert least_workers([]) == 0
     assert least_workers([("add_workers", 3), ("replace", 4), ("add_workers", 2)]) == 3
+
+
+def test_memory_is_raised_in_place_before_anything_else_where_that_is_possible() -> None:
+    forecast = MemoryForecast(700 * MIB, 200 * MIB, 1000 * MIB, 0.4 * MIB, 600, 500, 0.1)
+    situation = GrowthSituation(4000, 30.0, 2, 4, True, True, False, max_memory_bytes=4000 * MIB, can_raise=True)
+    for has_tables in (False, True):
+        remedy = choose_remedy(forecast, replace(situation, has_sharded_tables=has_tables))
+        assert (remedy.act, remedy.node_memory_bytes) == ("raise", 3072 * MIB)
+        assert remedy.reason.endswith("its node gets 3072 instead of 1000 MiB in place")
+    assert choose_remedy(forecast, replace(situation, max_memory_bytes=1000 * MIB)).act == "replace"
+    assert choose_remedy(forecast, replace(situation, can_raise=False)).act == "replace"

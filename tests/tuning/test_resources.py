@@ -19,8 +19,10 @@ import pytest
 
 from lightning_dlrover.tuning import resources
 from lightning_dlrover.tuning.resources import (
+    CORES_S,
     MachineLoad,
     MemoryWatch,
+    OwnCores,
     _BusyTimes,
     available_cores,
     cpu_use,
@@ -28,6 +30,8 @@ from lightning_dlrover.tuning.resources import (
     own_memory_limit_bytes,
 )
 from lightning_dlrover.tuning.samples import AGENT_BYTES
+from lightning_dlrover.variables import THREADS_PER_CORE, WORKERS_PER_NODE
+from tests.support.manual_clock import ManualClock
 from tests.support.waiting import eventually
 
 MIB = 1 << 20
@@ -268,3 +272,28 @@ def test_machine_is_busy_while_a_child_computes() -> None:
     load = MachineLoad()
     subprocess.run([sys.executable, "-c", BUSY.partition("print")[0]], check=True, timeout=60)
     assert load.foreign_cores(0.0) > 0.05
+
+
+def test_cores_of_a_resized_node_are_seen_at_the_next_look() -> None:
+    clock, available = ManualClock(), [2.0]
+    cores = OwnCores({THREADS_PER_CORE: "1", WORKERS_PER_NODE: "2"}, lambda: available[0], clock)
+    assert (cores.number, cores.threads_per_core, cores.is_due) == (2.0, 0.5, False)
+    available[0] = 4.0
+    clock.advance_s(CORES_S)
+    assert (cores.is_due, cores.look(), cores.is_due) == (True, 4.0, False)
+    assert cores.look() is None
+    assert cores.look(planned=1) == 1.0  # before the node shrinks
+    assert cores.look(planned=8) == 4.0
+    assert OwnCores({}, lambda: 1.0).threads_per_core == 0.0
+
+
+def test_load_of_other_cores_is_measured_from_the_start() -> None:
+    before = os.sched_getaffinity(0)
+    load = MachineLoad()
+    found = [load.is_outdated]
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        found.append(load.is_outdated)
+    finally:
+        os.sched_setaffinity(0, before)
+    assert found == [False, len(before) > 1]

@@ -19,6 +19,7 @@ from lightning_dlrover.tuning.stragglers import (
     better_speeds,
     find_straggler,
     judge_replacement,
+    own_times_of_present_shares,
 )
 
 
@@ -153,6 +154,13 @@ def test_a_cost_that_is_none_is_refused() -> None:
 # --- shares by speed ----------------------------------------------------------------------------------------------------------
 
 
+def speeds_after(
+    observations: Sequence[OwnTimes], batch: int, hosts: Sequence[object] = (), largest_shares: Sequence[float] = ()
+) -> tuple[int, ...] | None:
+    own_s = own_times_of_present_shares(observations, hosts)
+    return better_speeds(own_s, observations[-1].speeds, batch, largest_shares) if own_s is not None else None
+
+
 def balanced(
     sample_s: Sequence[float],
     fixed_s: Sequence[float] = (),
@@ -202,22 +210,22 @@ def test_constant_part_of_a_step_is_corrected_by_further_changes() -> None:
 
 def test_worker_that_becomes_slow_late_in_a_round_loses_samples_as_soon() -> None:
     before, after = observed([0.05, 0.05], 100), observed([0.1, 0.05], 24)
-    found = [better_speeds([*before, *after[:number]], 64) for number in range(25)]
+    found = [speeds_after([*before, *after[:number]], 64) for number in range(25)]
     assert not any(found[:6])
     assert all(found[22:])
 
 
 def test_shares_are_equal_again_once_no_worker_is_slow() -> None:
     before, after = observed([0.1, 0.05]), observed([0.033, 0.067])
-    assert better_speeds(before, 64) == pytest.approx((667, 1333), rel=0.05)
+    assert speeds_after(before, 64) == pytest.approx((667, 1333), rel=0.05)
     evened = [OwnTimes(o.num_steps, o.step_time_s, o.compute_s, o.data_s, o.queued_s, (667, 1333)) for o in after]
-    assert better_speeds([*before, *evened], 64) == ()
+    assert speeds_after([*before, *evened], 64) == ()
 
 
 def test_no_share_exceeds_what_its_worker_may_take() -> None:
     seen = observed([0.2, 0.05, 0.05])
-    assert better_speeds(seen, 64, largest_shares=[2, 1.1, 2]) == pytest.approx((380, 1100, 1520), rel=0.05)
-    assert better_speeds(seen, 64, largest_shares=[1, 1, 1]) is None
+    assert speeds_after(seen, 64, largest_shares=[2, 1.1, 2]) == pytest.approx((380, 1100, 1520), rel=0.05)
+    assert speeds_after(seen, 64, largest_shares=[1, 1, 1]) is None
 
 
 def test_script_that_needs_equal_shares_gets_them_back() -> None:
@@ -228,7 +236,7 @@ def test_script_that_needs_equal_shares_gets_them_back() -> None:
 
 @pytest.mark.parametrize(("size", "batch", "least"), [(2, 2, None), (2, 4, None), (2, 6, 2), (3, 5, 1), (3, 8, 2), (2, 64, 8)])
 def test_slowest_worker_keeps_two_samples_or_as_many_as_of_equal_shares(size: int, batch: int, least: int | None) -> None:
-    speeds = better_speeds(observed([0.8, *[0.05] * (size - 1)]), batch)
+    speeds = speeds_after(observed([0.8, *[0.05] * (size - 1)]), batch)
     if least is None:
         assert speeds is None
         return
@@ -272,8 +280,8 @@ def test_balancer_forgets_what_it_has_tried_in_an_earlier_round() -> None:
 
 def test_waiting_for_shared_cores_moves_no_samples() -> None:
     seen = observed([0.05, 0.05], queued_s=[0.05, 0.0])
-    assert better_speeds(seen, 64, hosts=[0, 0]) is None
-    assert better_speeds(seen, 64, hosts=[0, 1]) is not None
+    assert speeds_after(seen, 64, hosts=[0, 0]) is None
+    assert speeds_after(seen, 64, hosts=[0, 1]) is not None
 
 
 def test_slow_worker_with_a_small_share_is_still_a_straggler_that_costs_less() -> None:

@@ -20,10 +20,8 @@ from lightning_dlrover.components.control.nodes import (
     NodeEntry,
     NodeRegistry,
     Observer,
-    ShownLog,
-    ShownTracebacks,
-    TracebackFilter,
 )
+from lightning_dlrover.components.control.post_mortem import ShownLog, ShownTracebacks, TracebackFilter
 from lightning_dlrover.components.control.reconcile import (
     Action,
     AddNode,
@@ -32,8 +30,10 @@ from lightning_dlrover.components.control.reconcile import (
     EnlargeNodes,
     FailurePolicy,
     FinishJob,
+    KeepSize,
     Limits,
     ReplaceWorker,
+    ResizeNode,
     Warn,
     WithdrawNode,
     enlargements,
@@ -42,11 +42,11 @@ from lightning_dlrover.components.control.reconcile import (
     reconcile,
     why_none_is_added,
 )
-from lightning_dlrover.components.targets.target import App, NodeSize, NotTakenError, Target, TargetError
+from lightning_dlrover.components.targets.target import App, NodeSize, NotTakenError, Resize, Target, TargetError
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import EtcdError, KeyValue, absent
-from lightning_dlrover.rdzv.job.events import JobFailed, NodeMemoryShort, NodesHeldUp
+from lightning_dlrover.rdzv.job.events import JobFailed, NodeMemoryShort, NodeResized, NodesHeldUp
 from lightning_dlrover.rdzv.job.journal import FenceLostError, Journal
 from lightning_dlrover.rdzv.job.records import HISTORY_TTL_S, CheckpointRecord, ControllerRecord, JobRecord, Keys, PlanRecord
 from lightning_dlrover.rdzv.membership.rounds import JobView
@@ -185,6 +185,130 @@ class Cancellations:
             self._target.cancel(due)
         except TargetError as error:
             log.warning("run %s: %s", self._run_id, error)
+
+
+class Resizes:
+    """Change the sizes of running nodes in place.
+
+    A request is written to etcd before it is made, and repeated until its scheduler has carried it out or refused it. So the
+    next controller continues it, wherever this one was killed.
+    """
+
+    def __init__(
+        self, run_id: str, tenure: ControllerTenure, target: Target, registry: NodeRegistry, policy: FailurePolicy
+    ) -> None:
+        self._run_id = run_id
+        self._tenure = tenure
+        self._target = target
+        self._registry = registry
+        self._policy = policy
+        self._next_at = -float("inf")  # time of the next request; later while the scheduler does not answer
+        self._num_failures = 0  # consecutive ones
+        self._told_waits: dict[str, str] = {}  # by node: kind of the last reason for a wait in the job's history
+
+    def ask(self, name: str, size: NodeSize) -> None:
+        """Request a size. `carry_on` makes the request."""
+        entry = self._registry.entries[name]
+        log.info("run %s: %s is to have %s in place of %s", self._run_id, name, size, entry.size)
+        entry.wanted, entry.resize, entry.resize_why, entry.resize_at = size, "asked", "", time.monotonic()
+
+    def keep(self, name: str, reason: str) -> None:
+        """Give up a change under way. The node keeps its size."""
+        self._refuse(name, self._registry.entries[name], reason)
+
+    def carry_on(self, plan: NodeSize) -> None:
+        """Make the requests that etcd holds, and note their progress. A value that was refused may be planned again later."""
+        entries = self._registry.entries
+        for entry in entries.values():
+            refused = entry.refused_size
+            entry.refused_size = NodeSize(
+                refused.cpus if refused.cpus == plan.cpus else 0,
+                refused.memory_mb if refused.memory_mb == plan.memory_mb else 0,
+            )
+        changing = {name: e for name, e in entries.items() if e.wanted and e.handle and not e.has_ended and not e.cancelled}
+        if not changing or time.monotonic() < self._next_at:
+            return
+        self._registry.save()
+        for name, entry in changing.items():
+            saved, wanted = entry.saved, entry.wanted
+            if wanted is None or entry.handle is None or saved is None:
+                continue
+            if not saved.resize or NodeSize(saved.wanted_cpus, saved.wanted_memory_mb) != wanted:
+                continue  # not written yet
+            try:
+                found = self._target.resize(entry.handle, wanted)
+            except TargetError as error:
+                self._note_failure(name, error)
+                return
+            self._num_failures = 0
+            self._take(name, entry, wanted, found)
+
+    def states(self) -> dict[str, str]:
+        """Return a readable state of each node that changes its size, or keeps one that is not the planned one."""
+        shown = {}
+        for name, entry in self._registry.entries.items():
+            if not entry.is_living:
+                continue
+            if entry.wanted is not None and entry.wanted != entry.size:
+                state = f"waits for room: {entry.resize_why}" if entry.resize == "waiting" else "is under way"
+                shown[name] = f"{entry.wanted} in place of {entry.size}: {state}"[:500]
+            elif entry.resize_why:
+                shown[name] = f"keeps {entry.size}: {entry.resize_why}"[:500]
+        return shown
+
+    def _take(self, name: str, entry: NodeEntry, wanted: NodeSize, found: Resize) -> None:
+        """Note the scheduler's answer to a request."""
+        now, before = time.monotonic(), entry.size
+        match found.state:
+            case "done":
+                entry.size, entry.wanted, entry.resize = wanted, None, ""
+                self._told_waits.pop(name, None)
+                if wanted != before:
+                    entry.resize_why = ""
+                    text = f"{name} has {wanted} in place of {before}, without a new process"
+                    self._tell(name, entry, "resized", wanted, text)
+            case "refused":
+                self._refuse(name, entry, found.why)
+            case "asked" | "waiting":
+                if found.state != entry.resize:
+                    entry.resize, entry.resize_at = found.state, now
+                entry.resize_why = found.why
+                if found.state == "waiting" and likeness(found.why) != self._told_waits.get(name):
+                    self._told_waits[name] = likeness(found.why)
+                    self._tell(name, entry, "waits", wanted, f"{name} waits for {wanted} in place of {before}: {found.why}")
+
+    def _refuse(self, name: str, entry: NodeEntry, why: str) -> None:
+        """Note that a node cannot get the wanted size in place, and withdraw the request."""
+        wanted, size = entry.wanted, entry.size
+        entry.resize_at = time.monotonic()
+        if wanted is None or wanted == size:  # the withdrawal itself
+            entry.wanted, entry.resize = None, ""
+            return
+        refused = entry.refused_size
+        cpus = wanted.cpus if wanted.cpus != size.cpus else refused.cpus
+        memory_mb = wanted.memory_mb if wanted.memory_mb != size.memory_mb else refused.memory_mb
+        entry.refused_size = NodeSize(cpus, memory_mb)
+        grows = wanted.is_at_least(size)
+        entry.resize_why = "" if grows else why
+        then = "it is replaced by a larger one" if grows else "it keeps its size"
+        self._tell(name, entry, "refused", wanted, f"{name} cannot have {wanted} in place of {size}: {why}; {then}")
+        entry.wanted, entry.resize = size, "asked"
+        self._told_waits.pop(name, None)
+
+    def _tell(self, name: str, entry: NodeEntry, act: str, wanted: NodeSize, text: str) -> None:
+        log.log(logging.INFO if act == "resized" else logging.WARNING, "run %s: %s", self._run_id, text)
+        seconds = round(time.monotonic() - entry.resize_at, 2)
+        sizes = (entry.size.cpus, entry.size.memory_mb, wanted.cpus, wanted.memory_mb)
+        with contextlib.suppress(EtcdError):  # the node's record has it in any case
+            self._tenure.add_event(NodeResized(name, act, *sizes, seconds), text)
+
+    def _note_failure(self, name: str, error: TargetError) -> None:
+        """Repeat an unanswered request later."""
+        level = logging.DEBUG if self._num_failures else logging.WARNING
+        self._num_failures += 1
+        pause_s = min(self._policy.max_refusal_s, self._policy.first_refusal_s * 2.0 ** min(20, self._num_failures - 1))
+        self._next_at = time.monotonic() + max(pause_s, error.retry_after_s)
+        log.log(level, "run %s: whether %s gets another size is unknown, trying again: %s", self._run_id, name, error)
 
 
 MIRROR_S = 5.0
@@ -330,8 +454,9 @@ class Controller:
         self._mirror = Mirror(client, keys.live)
         self._seen_revision = 0
         self._registry = NodeRegistry(client, keys, self._tenure, target, limits)
-        self._observer = Observer(keys, self._mirror, target, self._registry, limits, self._policy)
+        self._observer = Observer(client, keys, self._mirror, target, self._registry, limits, self._policy)
         self._cancellations = Cancellations(keys.run_id, self._tenure, target, self._registry, self._policy)
+        self._resizes = Resizes(keys.run_id, self._tenure, target, self._registry, self._policy)
         self._job = JobWriter(client, keys, self._tenure, self._mirror, limits)
         self._output = Output(keys.run_id, target, show, self._policy.show_s)
         try:
@@ -363,6 +488,7 @@ class Controller:
             self._observer.query_scheduler()
             if self._enlarge_nodes():
                 view = self._observer.view()
+            self._observer.look_at_shrinking(view)
         self._observer.note_plan_by_hand(view)
         job_view = self._job_view(view, may_act)
         self._held_up = why_none_is_added(job_view, self._policy) if may_act else ""
@@ -379,6 +505,9 @@ class Controller:
             else:
                 actions = [action for action in actions if not isinstance(action, AddNode | FinishJob)]
         end = self._act(actions, job_view.size)
+        if may_act and end is None:
+            self._resizes.carry_on(job_view.size)
+            self._registry.publish_limits()
         self._output.show(self._registry)
         if may_act:
             self._registry.save()
@@ -523,6 +652,10 @@ class Controller:
                     cancelled.append(action.name)
                 case ReplaceWorker():
                     self._job.ask_for_replacement(action)
+                case ResizeNode():
+                    self._resizes.ask(action.name, action.size)
+                case KeepSize():
+                    self._resizes.keep(action.name, action.reason)
                 case Warn():
                     self._registry.entries[action.name].warned = True
                     log.warning("run %s: %s", self._run_id, action.text)
@@ -586,7 +719,7 @@ class Controller:
     def _publish(self) -> None:
         """Update the controller's record. Add a new kind of obstacle to the job's history."""
         apps = {name: entry.handle or "" for name, entry in self._registry.entries.items() if entry.is_living}
-        if not self._tenure.publish_nodes(apps, self._held_up, self._target.spares):
+        if not self._tenure.publish_nodes(apps, self._held_up, self._target.spares, self._resizes.states()):
             return
         if not self._held_up:
             self._known_delays.clear()

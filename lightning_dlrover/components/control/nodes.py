@@ -1,24 +1,24 @@
-"""The controller's view of a job's nodes: their output, the causes of their failures, their records, and what is observed.
+"""The controller's view of a job's nodes: their records, and what is observed.
 
-`examine` determines why a node failed. `ControllerTenure` is the right to act, `NodeRegistry` keeps the nodes in memory and in
+`ControllerTenure` is the right to act, `NodeRegistry` keeps the nodes in memory and in
 etcd, and `Observer` brings the registry up to date.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import re
-import signal
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
 from lightning_dlrover.codec import RecordError
+from lightning_dlrover.components.control.post_mortem import PostMortem, examine
 from lightning_dlrover.components.control.reconcile import (
     ControllerView,
     FailurePolicy,
@@ -29,10 +29,9 @@ from lightning_dlrover.components.control.reconcile import (
     refusals,
 )
 from lightning_dlrover.components.targets.target import (
-    CANNOT_START,
+    ANY_SIZE,
     App,
     AppStatus,
-    LogFile,
     NodeSize,
     Target,
     TargetError,
@@ -42,7 +41,7 @@ from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.mirror import Mirror
 from lightning_dlrover.rdzv.etcd.types import Delete, EtcdError, KeyValue, absent, modified
 from lightning_dlrover.rdzv.job.events import Event, record_of
-from lightning_dlrover.rdzv.job.journal import Journal, Tenure, holder_text, readable
+from lightning_dlrover.rdzv.job.journal import Journal, Tenure, holder_text, readable, readable_folder
 from lightning_dlrover.rdzv.job.records import (
     CheckpointRecord,
     ControllerRecord,
@@ -54,291 +53,6 @@ from lightning_dlrover.rdzv.job.records import (
 )
 from lightning_dlrover.rdzv.membership.rounds import Decoder, JobView
 from lightning_dlrover.spares import Spares
-
-START = "Traceback (most recent call last):"
-RANK_PREFIX = re.compile(r"(?:\[(?:rank|default)?\d+\]:? ?)+")
-
-_FRAME = re.compile(r'\s+File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)')
-_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lightning_dlrover/|/lib/python3|^<frozen |^<string>$")
-_LOOPS = re.compile(r"/(?:lightning/(?:pytorch|fabric)|pytorch_lightning|lightning_fabric)/")
-_OWN_ERROR = re.compile(r"lightning_dlrover\.(?:\w+\.)*(?P<error>\w+: .+)", re.S)
-_SIGNAL = re.compile(r"torch\.distributed\.elastic\.multiprocessing\.api\.SignalException: .* got signal: (?P<number>\d+)")
-_MAX_REPEATED = 120
-"""Characters of an error's message when it is shown again."""
-
-_MAX_LINES = 5000
-"""Lines after which a traceback without an end is shown as it is."""
-
-Identity = tuple[str, ...]
-
-
-def place_of(traceback: Sequence[str]) -> str:
-    """Return the innermost frame of the script, as file, line and function; empty if it had only called Lightning there."""
-    last_start = max((i for i, line in enumerate(traceback) if line.startswith(START)), default=0)
-    for frame in reversed([match for line in traceback[last_start:] if (match := _FRAME.match(line))]):
-        if not _LIBRARY.search(frame["file"]):
-            return f"{frame['file']}:{frame['line']} ({frame['function']})"
-        if _LOOPS.search(frame["file"]):
-            return ""
-    return ""
-
-
-class ShownTracebacks:
-    """The tracebacks of one job that were shown, by type of the error and its two innermost frames.
-
-    Outer frames differ: a worker reports an error where Lightning catches it, and prints it at its end.
-    """
-
-    def __init__(self) -> None:
-        self._shown: set[Identity] = set()
-
-    def add(self, traceback: Sequence[str]) -> bool:
-        """Note one traceback, from its first line to that of the error. Return whether it was not shown before."""
-        identity = _identity(traceback)
-        is_new = identity not in self._shown
-        self._shown.add(identity)
-        return is_new
-
-    def __contains__(self, text: str) -> bool:
-        """Whether the last traceback in a text was shown."""
-        lines = text.splitlines()
-        start = max((i for i, line in enumerate(lines) if line.startswith(START)), default=None)
-        if start is None:
-            return False
-        end = next((i for i in range(start + 1, len(lines)) if _ends(lines[i])), len(lines) - 1)
-        error, *frames = _identity(lines[start : end + 1])
-        # A report may begin at the innermost frame.
-        return any(shown[0] == error and [*shown[1:]][-len(frames) :] == frames for shown in self._shown)
-
-
-class _Filter:
-    """Lines of one file. Lines of a traceback are held back until it is complete."""
-
-    def __init__(self) -> None:
-        self._held: list[str] = []  # lines of an incomplete traceback
-
-    def shown(self, lines: Iterable[str], is_complete: bool) -> Iterator[str]:
-        """Yield the lines to show of new ones; with `is_complete`, no others follow."""
-        for line in lines:
-            plain = RANK_PREFIX.sub("", line, count=1)
-            is_start = plain.startswith(START)
-            if is_start:
-                yield from self._released()
-            if not is_start and not self._held:
-                yield line
-                continue
-            self._held.append(line)
-            if not is_start and _ends(plain):
-                yield from self._shown_of(self._released(), line, plain)
-            elif len(self._held) > _MAX_LINES:
-                yield from self._released()
-        if is_complete:
-            yield from self._released()
-
-    def _released(self) -> list[str]:
-        held, self._held = self._held, []
-        return held
-
-    def _shown_of(self, held: list[str], line: str, plain: str) -> Iterator[str]:
-        """Yield the lines to show of a traceback. Its last line is `line`, and `plain` without the rank."""
-        raise NotImplementedError
-
-
-class TracebackFilter(_Filter):
-    """Shows one line for each traceback that was shown before.
-
-    An error that this package raises names the cause and the next move, so it is always shown as one line: its traceback leads
-    through our code. The files of the nodes' output keep all tracebacks.
-    """
-
-    def __init__(self, shown: ShownTracebacks) -> None:
-        super().__init__()
-        self._shown = shown
-
-    def _shown_of(self, held: list[str], line: str, plain: str) -> Iterator[str]:
-        traceback = [RANK_PREFIX.sub("", each, count=1) for each in held]
-        is_new, own = self._shown.add(traceback), _OWN_ERROR.fullmatch(plain)
-        rank, error = line.removesuffix(plain), own["error"] if own is not None else plain
-        if is_new and own is None:
-            yield from held
-        elif is_new:
-            at = place_of(traceback)
-            yield f"{rank}{error} (at {at})" if at else f"{rank}{error}"
-        else:
-            error = error if len(error) <= _MAX_REPEATED else error[:_MAX_REPEATED].rstrip() + "..."
-            yield f"{rank}{error} ({'its traceback was ' if own is None else ''}shown above)"
-
-
-class ShownLog:
-    """A growing file of output, and the filter of its lines."""
-
-    def __init__(self, file: Path, shown: _Filter) -> None:
-        self._log = LogFile(file)
-        self._filter = shown
-        self.skip = self._log.skip
-
-    def new_lines(self, whole: bool) -> list[str]:
-        """Return the lines to show since the last call; with `whole`, the file is complete."""
-        return list(self._filter.shown(list(self._log.new_lines(whole)), whole))
-
-
-class SignalFilter(_Filter):
-    """Replaces the traceback of torch's agent after a signal by one line, and passes all others unchanged."""
-
-    def _shown_of(self, held: list[str], line: str, plain: str) -> Iterator[str]:
-        if (found := _SIGNAL.search(plain)) is None:
-            yield from held
-            return
-        with contextlib.suppress(ValueError):
-            yield f"this node's agent was ended by {signal.Signals(int(found['number'])).name}"
-
-
-def _ends(line: str) -> bool:
-    """Whether a line after a traceback's first one names the error."""
-    return bool(line) and not line[0].isspace()
-
-
-def _identity(traceback: Sequence[str]) -> Identity:
-    frames = [f"{match['file']}:{match['line']}" for line in traceback if (match := _FRAME.match(line))]
-    return (traceback[-1].partition(":")[0], *frames[-2:])
-
-
-_CHAINED = (
-    "During handling of the above exception, another exception occurred:",
-    "The above exception was the direct cause of the following exception:",
-)
-_AGENT_LINE = re.compile(r"[DIWEF]\d{4} \d\d:\d\d:\d\d")
-_AGENT_FILE = "torch/distributed/run.py"
-_OUR_FILE = "/lightning_dlrover/"
-_START_OF_MODULE = re.compile(r'File "(?:<frozen runpy>|.*/runpy\.py)", line \d+, in _run_module_as_main')
-_CAUSE = re.compile(r"(?:this machine|Kubernetes|Slurm): (.+)$")
-_NO_PACKAGE = re.compile(r"(?:Error while finding module specification for '|No module named '?)lightning_dlrover\b")
-_EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+)")
-
-_FATAL = "Fatal Python error:"
-_FATAL_LINES = 40
-
-# SIGHUP, SIGINT, SIGKILL, SIGTERM, as Python and as a shell report them. Another process ended this one.
-_ENDED_BY_OTHERS = {sign for number in (1, 2, 9, 15) for sign in (-number, 128 + number)}
-
-# SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: faults of the process itself. A shell reports them as 128 more.
-_FAULTS = {4, 5, 6, 7, 8, 11}
-
-
-@dataclass(frozen=True)
-class PostMortem:
-    """Cause of a node's failure."""
-
-    error: str  # one line; empty if another process ended it
-    traceback: str  # empty if there is none
-    place: str = ""  # innermost frame of the script; empty if the error was raised outside of its code
-    cause: str = ""  # the place's reason for ending it, if it was appended to the node's output
-    could_not_start: bool = False  # its command never ran
-
-
-def examine(output: str) -> PostMortem:
-    """Determine why the node with this output failed.
-
-    To a scheduler, a killed node and a node with an error in its script look the same. Only the killed one is worth restarting
-    without further analysis.
-    """
-    lines = [RANK_PREFIX.sub("", line, count=1) for line in output.splitlines()]
-    cause = found[1] if lines and (found := _CAUSE.search(lines[-1])) else ""
-    tracebacks = list(_tracebacks(lines))
-    if not tracebacks and (why := _why_not_started(lines, cause)):
-        return PostMortem(why, "", cause=cause, could_not_start=True)
-    own = next((t for t in tracebacks if not any(_AGENT_FILE in line for line in t)), None)
-    codes = [int(code) for code in _EXIT_CODE.findall(output)]
-    faults = [code for code in codes if code not in _ENDED_BY_OTHERS]
-    if faults and (name := _signal(faults[0])):
-        # A warning above is unrelated. A traceback may be, too, or the process received the signal while exiting after it.
-        after = f", after {_message(own)}" if own else ""
-        text = "\n".join([*(own or []), *_fatal_error(lines)])
-        return PostMortem(f"the script was ended by {name}{after}", text, cause=cause)
-    if faults:
-        error = _message(own) if own else f"the script ended with exit code {faults[0]}{_last_words(lines)}"
-        return PostMortem(error, "\n".join(own or []), place_of(own or []), cause)
-    if codes:
-        return PostMortem("", "", cause=cause)
-    # No worker has failed, so the agent itself has: it was killed, received a signal, or could not start a worker.
-    signalled = any("SignalException" in _message(t) for t in tracebacks)
-    for fault in tracebacks:
-        if "SignalException" not in _message(fault) and _has_ended_agent(fault, before_torchrun=not signalled):
-            return PostMortem(_message(fault), "\n".join(fault), cause=cause)
-    # A script may log the traceback of an error that it handles, long before its node is killed as a whole. Only one that
-    # nothing follows, not even the reason of the place, is the end of the node.
-    last = tracebacks[-1] if tracebacks and not cause and not signalled else []
-    if last and _message(last) == next(line for line in reversed(lines) if line):
-        return PostMortem(_message(last), "\n".join(last))
-    return PostMortem("", "", cause=cause)
-
-
-def _why_not_started(lines: Sequence[str], cause: str) -> str:
-    """Return why a node's command never ran; empty if it did."""
-    if cause.startswith(CANNOT_START):
-        return cause
-    last = next((line for line in reversed(lines) if line and not _CAUSE.match(line)), "")
-    return f"its Python has no package lightning_dlrover: {last}" if _NO_PACKAGE.search(last) else ""
-
-
-def _has_ended_agent(traceback: list[str], before_torchrun: bool) -> bool:
-    """Whether the agent's process has ended with this error: one that was handled has no such outer frames."""
-    if any(_AGENT_FILE in line for line in traceback):
-        return True
-    return before_torchrun and any(_START_OF_MODULE.search(x) for x in traceback) and any(_OUR_FILE in x for x in traceback)
-
-
-def _signal(code: int) -> str:
-    """Return the name of the signal behind an exit code of Python or a shell; empty for any other exit code."""
-    number = -code if code < 0 else code - 128
-    if code >= 0 and number not in _FAULTS:
-        return ""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _fatal_error(lines: list[str]) -> list[str]:
-    """Return the report of Python's faulthandler on the last fatal signal."""
-    start = next((i for i in reversed(range(len(lines))) if lines[i].startswith(_FATAL)), len(lines))
-    return list(itertools.takewhile(lambda line: not _AGENT_LINE.match(line), lines[start : start + _FATAL_LINES]))
-
-
-def _last_words(lines: list[str]) -> str:
-    """Return the script's last line of output before its agent reported the failure."""
-    end = next((i for i, line in enumerate(lines) if _AGENT_LINE.match(line) and "failed (exitcode" in line), 0)
-    last = next((line for line in reversed(lines[:end]) if line.strip() and not _AGENT_LINE.match(line)), "")
-    return f": {last}" if last else ""
-
-
-def _tracebacks(lines: list[str]) -> Iterator[list[str]]:
-    """Yield tracebacks with their chained exceptions, in the order of output."""
-    start = 0
-    while start < len(lines):
-        if not lines[start].startswith(START):
-            start += 1
-            continue
-        end = start + 1
-        while end < len(lines):
-            line = lines[end]
-            if _AGENT_LINE.match(line) or line.startswith(START):
-                break
-            if line == "":
-                if end + 1 < len(lines) and lines[end + 1] in _CHAINED:
-                    end += 4  # skips the chaining sentence, an empty line, and the next traceback's first line
-                    continue
-                break
-            end += 1
-        yield lines[start : min(end, len(lines))]
-        start = end
-
-
-def _message(traceback: list[str]) -> str:
-    """Return the line of the last exception."""
-    last_start = max((i for i, line in enumerate(traceback) if line.startswith(START)), default=0)
-    return next((line for line in traceback[last_start + 1 :] if line and not line.startswith(" ")), "")
-
 
 log = logging.getLogger(__name__)
 
@@ -382,10 +96,11 @@ class ControllerTenure(Tenure[ControllerRecord]):
         """Append to the job's history if this controller still acts."""
         return self._journal.append(record_of(event, text[:2000]), "controller", [self.is_ours])
 
-    def publish_nodes(self, apps: Mapping[str, str], held_up: str, spares: Spares | None) -> bool:
+    def publish_nodes(self, apps: Mapping[str, str], held_up: str, spares: Spares | None, resizes: Mapping[str, str]) -> bool:
         """Update the controller's record. Return whether it has changed."""
         spare, spare_bytes = (spares.state, spares.memory_bytes) if spares is not None else ("", 0)
         record = replace(self.record, apps=dict(apps), held_up=held_up[:2000], spare=spare, spare_bytes=spare_bytes)
+        record = replace(record, resizes=dict(resizes))
         if record == self.record:
             return False
         try:
@@ -448,6 +163,13 @@ class NodeEntry:
     whole_at: float | None = None  # last time at which all of its agents were registered; None: it has one, or they never were
     lacks_memory: bool = False  # killed for lack of memory; the plan does not account for it yet
     is_enlarged: bool = False  # killed for lack of memory; the plan accounts for it
+    wanted: NodeSize | None = None  # size that was requested in place; None: no change is under way
+    resize: Literal["", "asked", "waiting"] = ""
+    resize_why: str = ""  # reason for the wait
+    resize_at: float = 0.0  # time of that request
+    refused_size: NodeSize = ANY_SIZE  # values that it could not get in place
+    oversized_at: float | None = None  # time at which the plan was first seen to ask for a smaller size
+    has_let_go: bool = False  # its workers use no more than the smaller size
     was_adopted: bool = False  # taken over from an earlier controller, which has already shown its output
     saved: NodeRecord | None = None  # record in etcd
 
@@ -469,6 +191,11 @@ class NodeEntry:
     def has_ended(self) -> bool:
         return self.status not in ("pending", "running")
 
+    def start_again(self, now: float) -> None:
+        """Note that a node which has run waits for its start, because its scheduler has requeued it."""
+        self.started_at, self.running_since, self.agent_seen = now, None, False
+        self.worker_seen_at = self.member_seen_at = self.whole_at = None
+
     def record(self, now: float) -> NodeRecord:
         """Return the record that etcd should hold."""
         living = NodeRecord(
@@ -479,6 +206,11 @@ class NodeEntry:
             had_worker=self.worker_seen_at is not None,
             cpus=self.size.cpus,
             memory_mb=self.size.memory_mb,
+            resize=self.resize,
+            wanted_cpus=self.wanted.cpus if self.wanted else 0,
+            wanted_memory_mb=self.wanted.memory_mb if self.wanted else 0,
+            refused_cpus=self.refused_size.cpus,
+            refused_memory_mb=self.refused_size.memory_mb,
         )
         if not self.has_ended:
             return living
@@ -513,6 +245,8 @@ class NodeEntry:
             age_s=since_s(self.running_since),
             asked_s=now - self.started_at,
             ended_s=since_s(self.ended_at),
+            resize_s=now - self.resize_at if self.wanted else 0.0,
+            oversized_s=since_s(self.oversized_at),
             agentless_s=since_s(self.whole_at),
             refused=self.is_refused,
             forgiven=self.ended_at is not None and self.ended_at <= forgiven_at,
@@ -650,10 +384,22 @@ class NodeRegistry:
         _, first = min((f for f in known if f[0] >= last - SAME_FAILURE_S), key=lambda f: f[0])
         return first.traceback or first.error or first.cause
 
+    @property
+    def resizes_in_place(self) -> bool:
+        """Whether the sizes of running nodes may change, and their scheduler changes them in place."""
+        return self._limits.min_size != self._limits.max_size and self._target.resizes_in_place
+
+    def publish_limits(self) -> None:
+        """Bring the record of the nodes' limits up to date. The next step repeats a failed write."""
+        if self.nodes is not None and self.nodes.in_place != self.resizes_in_place:
+            with contextlib.suppress(EtcdError, RecordError):
+                self.nodes = self._with_limits(self.nodes)
+
     def _with_limits(self, nodes: NodesRecord) -> NodesRecord:
         """Record the limits of node sizes unless the record has them already. Return the record."""
         low, high = self._limits.min_size, self._limits.max_size
         limits = {"min_cpus": low.cpus, "max_cpus": high.cpus, "min_memory_mb": low.memory_mb, "max_memory_mb": high.memory_mb}
+        limits["in_place"] = self.resizes_in_place
         if replace(nodes, **limits) != nodes:  # type: ignore[arg-type]
             # `dlrover cancel` may have written since.
             found = self._journal.get(NodesRecord, self._keys.nodes)
@@ -690,6 +436,9 @@ def _restored(record: NodeRecord, handle: str | None, now: float) -> NodeEntry:
     entry = NodeEntry(handle, now, record.asked_at, size, cancelled=record.cancelled, was_adopted=True, saved=record)
     entry.ended_at = now if record.cancelled else None
     entry.worker_seen_at = now if record.had_worker else None
+    if record.resize:
+        entry.wanted, entry.resize = NodeSize(record.wanted_cpus, record.wanted_memory_mb), record.resize
+    entry.resize_at, entry.refused_size = now, NodeSize(record.refused_cpus, record.refused_memory_mb)
     if record.state == "ended":
         entry.status = record.outcome or "gone"
         entry.ended_at = now - max(0.0, time.time() - record.ended_at)
@@ -703,6 +452,9 @@ def _restored(record: NodeRecord, handle: str | None, now: float) -> NodeEntry:
 def _highest_number(names: Iterable[str]) -> int:
     return max((int(match[1]) for name in names if (match := re.fullmatch(r"node(\d{1,18})", name))), default=0)
 
+
+PROFILES_S = 1.0
+"""Minimum seconds between two looks at the settings of the workers of shrinking nodes."""
 
 MAX_REFUSED = 8
 """Maximum number of refused nodes to remember; the oldest go first. A full quota must not push out other failures."""
@@ -724,8 +476,16 @@ class Observer:
     """Observes one job: through a mirror of its keys and through the target that runs its nodes."""
 
     def __init__(
-        self, keys: Keys, mirror: Mirror, target: Target, registry: NodeRegistry, limits: Limits, policy: FailurePolicy
+        self,
+        client: EtcdClient,
+        keys: Keys,
+        mirror: Mirror,
+        target: Target,
+        registry: NodeRegistry,
+        limits: Limits,
+        policy: FailurePolicy,
     ) -> None:
+        self._client = client
         self._keys = keys
         self._mirror = mirror
         self._target = target
@@ -738,6 +498,7 @@ class Observer:
         self._starved_round = 0  # newest round that lost too many members to train
         self._finished_at: float | None = None  # time at which the end of training was first observed
         self._looked_at = time.monotonic()
+        self._profiles_at = -float("inf")  # time of the newest look at the workers' settings
         self._plan_by_hand = 0  # revision of the newest plan set by a user
         self._forgiven_at = time.monotonic()  # earlier failures do not prevent new nodes
         self._scheduler_away_since: float | None = None
@@ -763,6 +524,7 @@ class Observer:
             since_failure_s=now - self._streak.failed_at,
             checkpoint_step=self._checkpoint_step(),
             stop=self._stop_reason(),
+            in_place=self._registry.resizes_in_place,
         )
 
     def compare(self) -> Sequence[App] | None:
@@ -835,10 +597,46 @@ class Observer:
                 if status == entry.status:
                     continue
                 ended = status not in ("pending", "running")
+                if status == "pending":
+                    entry.start_again(now)
                 entry.status = "cancelled" if ended and entry.cancelled else status
                 if ended and not entry.cancelled:
                     others = Counter({other: number for other, number in num_members.items() if other != name})
                     self._note_end(name, entry, entry.handle, view, now, others)
+
+    def look_at_shrinking(self, view: JobView) -> None:
+        """Note which nodes are larger than planned, and whether their workers already use less."""
+        now, size = time.monotonic(), self._limits.chosen_size(view.plan)
+        holding = []
+        for entry in self._registry.entries.values():
+            is_larger = 0 < size.cpus < entry.size.cpus or 0 < size.memory_mb < entry.size.memory_mb
+            if not (is_larger and entry.is_living and self._registry.resizes_in_place):
+                entry.oversized_at, entry.has_let_go = None, False
+                continue
+            entry.oversized_at = entry.oversized_at if entry.oversized_at is not None else now
+            if not entry.has_let_go and now - entry.oversized_at <= self._policy.let_go_s:
+                holding.append(entry)
+        if not holding or now - self._profiles_at < PROFILES_S:
+            return
+        self._profiles_at = now
+        with contextlib.suppress(EtcdError):  # the next look, or the end of the time for it
+            settings = self._worker_settings()
+            for entry in holding:
+                used = [settings.get(worker) for worker in entry.workers]
+                entry.has_let_go = bool(used) and all(each is not None and self._fits(each, view, size) for each in used)
+
+    def _worker_settings(self) -> dict[str, tuple[int, int]]:
+        """Return the threads and loader workers of each worker in its newest profile."""
+        from lightning_dlrover.tuning.samples import StepProfile  # only where nodes shrink: NumPy takes memory
+
+        found = readable_folder(self._client, StepProfile, self._keys.profiles)
+        return {worker: (profile.intra_op_threads, profile.loader_workers) for worker, profile in found.items()}
+
+    def _fits(self, used: tuple[int, int], view: JobView, size: NodeSize) -> bool:
+        threads, loader_workers = used
+        most = view.plan.loader_workers if view.plan is not None else None
+        fits_cores = not size.cpus or threads <= max(1, size.cpus // self._limits.workers_per_node)
+        return fits_cores and (most is None or loader_workers <= most)
 
     def query_scheduler(self) -> None:
         """Ask the scheduler which nodes it will take away and which were killed for lack of memory.

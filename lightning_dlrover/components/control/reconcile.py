@@ -54,6 +54,12 @@ class Node:
     forgiven: bool = False  # failed: before the user last changed the plan, or under another controller
     warned: bool = False
     size: NodeSize = ANY_SIZE
+    wanted: NodeSize | None = None  # size that was requested in place; None: no change is under way
+    resize: Literal["", "asked", "waiting"] = ""  # waiting: its scheduler has no room for the wanted size now
+    resize_s: float = 0.0  # time since that request
+    refused_size: NodeSize = ANY_SIZE  # values that it could not get in place
+    oversized_s: float = 0.0  # time since the plan asks for a smaller size
+    has_let_go: bool = False  # its workers use no more than the smaller size that the plan asks for
     is_accepted: bool = False  # the scheduler has accepted it and returned a handle
     workers: tuple[str, ...] = ()  # ids of its registered workers
     notice: EndNotice | None = None  # the scheduler will end it, and a worker of it is a member
@@ -220,6 +226,13 @@ class Limits:
         low, high = self.min_size, self.max_size
         return NodeSize(min(high.cpus, max(low.cpus, asked[0])), min(high.memory_mb, max(low.memory_mb, asked[1])))
 
+    def chosen_size(self, plan: PlanRecord | None) -> NodeSize:
+        """Return the values of `size` that the plan itself contains; 0 for the others, to which no node shrinks."""
+        size = self.size(plan)
+        if plan is None:
+            return ANY_SIZE
+        return NodeSize(size.cpus if plan.node_cpus else 0, size.memory_mb if plan.node_memory_mb else 0)
+
     def num_workers(self, plan: PlanRecord | None) -> int:
         """Return the workers to request for `plan`: its number, kept within the limits and rounded down to a size.
 
@@ -256,6 +269,11 @@ class FailurePolicy:
     surplus_s: float = 60.0  # tolerated time of a node beyond the plan
     register_s: float = 60.0  # time for a started node to register in etcd, before a warning
     come_s: float = 900.0  # time for a started node to register in etcd, before its replacement
+    let_go_s: float = 30.0  # time for the workers of a shrinking node to use less, before it shrinks
+    shrink_s: float = 60.0  # time for a scheduler to take resources back in place, before the node keeps them
+    resize_s: float = (
+        300.0  # time for a scheduler to give a node that it accepted to enlarge its resources, before its replacement
+    )
     whole_s: float = 300.0  # time that a node may train without one of its agents, before its replacement
     settle_s: float = 2.0  # tolerated delay between etcd and the scheduler
     show_s: float = 0.0  # minimum interval between looks at the nodes' output; 0: in each step
@@ -280,6 +298,8 @@ class ControllerView:
     stop: str = ""  # reason of a request to end the whole job
     unfinished_fit: int = 0  # number of the `fit` after the first that has begun and not ended; 0: none
     size: NodeSize = ANY_SIZE  # planned size of a node
+    chosen_size: NodeSize = ANY_SIZE  # values of it that the plan itself contains; 0: not contained
+    in_place: bool = False  # running nodes may get another size without a new process
     members: Mapping[str, str] = field(default_factory=dict)  # node of each member of the current round, in rank order
     leaving: Set[str] = frozenset()  # registered workers asked to leave, at once or once replaced
     notices: Mapping[str, EndNotice] = field(default_factory=dict)  # workers on nodes that will be taken away
@@ -300,6 +320,7 @@ class ControllerView:
             nodes=nodes,
             fewest=limits.min_workers,
             size=limits.size(view.plan),
+            chosen_size=limits.chosen_size(view.plan),
             members={worker: names.get(view.workers[worker].agent_id, "") for worker in view.survivors},
             leaving=(view.drains | view.replacements) & view.workers.keys(),
             notices=view.notices,
@@ -373,7 +394,23 @@ class FinishJob:
     is_trained: bool = False  # training was complete, regardless of the script's code after it
 
 
-Action = AddNode | CancelNode | WithdrawNode | ReplaceWorker | Warn | FinishJob
+@dataclass(frozen=True)
+class ResizeNode:
+    """Request another size for a running node in place. The present size withdraws an earlier request."""
+
+    name: str
+    size: NodeSize
+
+
+@dataclass(frozen=True)
+class KeepSize:
+    """Give up the change of a node's size that is under way."""
+
+    name: str
+    reason: str
+
+
+Action = AddNode | CancelNode | WithdrawNode | ReplaceWorker | ResizeNode | KeepSize | Warn | FinishJob
 
 
 def enlargements(nodes: Sequence[Node]) -> list[EnlargeNodes]:
@@ -386,7 +423,8 @@ def reconcile(view: ControllerView, policy: FailurePolicy = FailurePolicy()) -> 
     if not view.may_act:
         return _end_without_etcd(view, policy)
     withdrawals = [WithdrawNode(node.name) for node in _too_large(view)]
-    return [*withdrawals, *_replacements(view, policy), *_decide_on_others(_without_too_large(view), policy)]
+    others = _decide_on_others(_without_too_large(view), policy)
+    return [*withdrawals, *_resizes(view, policy), *_replacements(view, policy), *others]
 
 
 def _decide_on_others(view: ControllerView, policy: FailurePolicy) -> list[Action]:
@@ -442,10 +480,75 @@ def _replacements(view: ControllerView, policy: FailurePolicy) -> list[ReplaceWo
     return [*leaving, *noticed, *_too_small(view)]
 
 
+def next_size(node: Node, plan: NodeSize, chosen: NodeSize) -> NodeSize:
+    """Return the size that a running node should get in place next; its present one if it has all that it can get.
+
+    Cores and memory change one after the other, so that a scheduler without room for one still gives the other. Memory grows
+    first, because its lack kills, and what grows precedes what shrinks. A refused value is not requested again.
+
+    Args:
+        chosen: values of `plan` that a node may shrink to; 0: it does not shrink.
+    """
+    have, refused = node.size, node.refused_size
+    may_change_cores, may_change_memory = plan.cpus != refused.cpus, plan.memory_mb != refused.memory_mb
+    more_memory = may_change_memory and plan.memory_mb > have.memory_mb
+    more_cores = may_change_cores and plan.cpus > have.cpus
+    if more_memory:
+        return replace(have, memory_mb=plan.memory_mb)
+    if more_cores or (may_change_cores and 0 < chosen.cpus < have.cpus):
+        return replace(have, cpus=plan.cpus)
+    if may_change_memory and 0 < chosen.memory_mb < have.memory_mb:
+        return replace(have, memory_mb=plan.memory_mb)
+    return have
+
+
+def _resizes(view: ControllerView, policy: FailurePolicy) -> list[ResizeNode | KeepSize]:
+    """Return changes of nodes' sizes in place, and the end of those that take too long.
+
+    One node changes at a time: a change that a scheduler cannot make after all may end the node. One that only waits for room
+    does not hold up the others.
+    """
+    if not view.in_place or view.stop or view.phase not in ("starting", "training"):
+        return []
+    running = [node for node in view.nodes if node.status == "running" and node.is_accepted]
+    stuck = [keep for node in running if (keep := _stuck(node, policy)) is not None]
+    if stuck:
+        return [*stuck]
+    changing = [node for node in running if node.resize == "asked"]
+    for node in changing or running:
+        size = next_size(node, view.size, view.chosen_size)
+        if size == (node.wanted or node.size):
+            continue
+        shrinks = not size.is_at_least(node.size)
+        if not shrinks or node.has_let_go or node.oversized_s > policy.let_go_s:
+            return [ResizeNode(node.name, size)]
+    return []
+
+
+def _stuck(node: Node, policy: FailurePolicy) -> KeepSize | None:
+    """Return the end of a node's change that takes too long. A node that waits for room to grow may wait for any time."""
+    if node.wanted is None:
+        return None
+    if not node.wanted.is_at_least(node.size) and node.resize_s > policy.shrink_s:
+        return KeepSize(node.name, f"it has not been taken back for {node.resize_s:.0f} s")
+    if node.resize == "asked" and node.resize_s > policy.resize_s:
+        return KeepSize(node.name, f"its scheduler has not given it within {node.resize_s:.0f} s")
+    return None
+
+
+def _grows_in_place(node: Node, view: ControllerView) -> bool:
+    """Whether a node smaller than planned may get all that it lacks without a replacement."""
+    lacks_refused = (view.size.cpus > node.size.cpus and view.size.cpus == node.refused_size.cpus) or (
+        view.size.memory_mb > node.size.memory_mb and view.size.memory_mb == node.refused_size.memory_mb
+    )
+    return view.in_place and not lacks_refused
+
+
 def _too_small(view: ControllerView) -> list[ReplaceWorker]:
-    """Return the workers of one node smaller than planned. The next one follows after its replacement."""
+    """Return the workers of one node smaller than planned that cannot grow in place. The next one follows after its
+    replacement."""
     living = [node for node in _without_too_large(view).nodes if node.is_living]
-    small = {node.name: node for node in living if not node.size.is_at_least(view.size)}
+    small = {n.name: n for n in living if not n.size.is_at_least(view.size) and not _grows_in_place(n, view)}
     is_changing = view.leaving or not all(node.is_member for node in living)
     if not small or view.phase != "training" or is_changing:
         return []

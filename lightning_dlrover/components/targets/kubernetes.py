@@ -39,12 +39,14 @@ from lightning_dlrover.components.targets.kubernetes_state import (
     State,
     created,
     end_of_worker,
+    has_requested,
     is_suspended,
     job_state,
     messages_of,
     node_of,
     phase_of,
     pod_state,
+    resize_state,
     unschedulable,
     waits_for,
     waits_in_queue,
@@ -59,6 +61,7 @@ from lightning_dlrover.components.targets.target import (
     NodeSpec,
     NotTakenError,
     Polling,
+    Resize,
     TargetError,
     existing_logs,
     set_aside,
@@ -91,6 +94,12 @@ _DISMISS_S = 30.0
 
 _MAX_PAUSE_S = 60.0
 """Maximum seconds between two requests to delete ended Jobs while the cluster refuses."""
+
+_RESIZE_AGAIN_S = 30.0
+"""Seconds between two requests to resize a pod while a quota has no room for it."""
+
+_CONDITIONS_S = 5.0
+"""Seconds from a request until a pod shows it, and until conditions without a generation do not concern an earlier one."""
 
 _MAX_BUDGET_PAUSE_S = 600.0
 """Maximum seconds between two requests to create the PodDisruptionBudget."""
@@ -174,6 +183,9 @@ class KubernetesTarget:
         self._logged_waits: dict[str, str] = {}  # key: node; kind of the last logged reason for waiting
         self._asked_why_at: dict[str, float] = {}  # key: node
         self._dismissed_at: dict[str, float] = {}  # key: node; last request to delete a pod that has outlived its worker
+        self._offers_resize: bool | None = None  # None: not looked up yet
+        self._resized: dict[str, tuple[Mapping[str, str], float]] = {}  # key: node; newest accepted request and its time
+        self._resize_at: dict[str, tuple[float, str]] = {}  # key: node; time of the next request, and why it is not made now
         self._release_at = -float("inf")  # time of the next request to delete an ended Job
         self._release_pause_s = 0.0  # after a refused one
         self._hosts = Hosts(self._api, spec.run_id, clock)
@@ -286,6 +298,60 @@ class KubernetesTarget:
         self._jobs.expect()
         self._release_pause_s = 0.0
         return True
+
+    @property
+    def resizes_in_place(self) -> bool:
+        if self._offers_resize is None:
+            try:
+                self._offers_resize = self._api.offers_resize()
+            except ApiError as error:
+                log.debug("whether the cluster resizes pods is unknown: %s", error)
+                self._offers_resize = True  # the answer to the first request shows it
+        return self._offers_resize
+
+    def resize(self, handle: str, size: NodeSize) -> Resize:
+        node = handle.split("/")[1]
+        self._refresh()
+        self._polling.raise_trouble()
+        seen = self._polling.newest.get(node)
+        pod = seen.pod if seen is not None else None
+        if pod is None:
+            return Resize("asked")  # its end is noticed elsewhere
+        wanted, now = self._options.resources(size), self._clock()
+        asked, asked_at = self._resized.get(node, (wanted, -float("inf")))
+        # After a request for another size, what is known of the pod may be older than that request.
+        if asked == wanted and has_requested(pod, wanted):
+            return resize_state(pod, wanted, now - asked_at > _CONDITIONS_S)
+        if asked == wanted and now - asked_at <= _CONDITIONS_S:
+            return Resize("asked")
+        next_at, why = self._resize_at.get(node, (-float("inf"), ""))
+        if now < next_at:
+            return Resize("waiting", why)
+        try:
+            self._api.resize_pod(self._namespace, pod["metadata"]["name"], CONTAINER, wanted)
+        except ApiError as error:
+            return self._unresized(node, pod["metadata"]["name"], error)
+        self._resized[node] = wanted, self._clock()
+        self._resize_at.pop(node, None)
+        self._polling.hasten()
+        return Resize("asked")
+
+    def _unresized(self, node: str, pod: str, error: ApiError) -> Resize:
+        """Return the progress after a request that was not accepted. Raise the error if it may be accepted soon."""
+        if error.may_pass:
+            raise error
+        if "exceeded quota" in str(error):
+            self._resize_at[node] = self._clock() + _RESIZE_AGAIN_S, str(error)
+            return Resize("waiting", str(error))
+        if error.status == 404 and pod in str(error):
+            return Resize("asked")  # the pod is gone
+        if error.status in (404, 405):
+            self._offers_resize = False
+            return Resize("refused", f"this cluster cannot resize pods, Kubernetes 1.33 and newer can: {error}")
+        if "pods/resize" in str(error):
+            self._offers_resize = False
+            return Resize("refused", f"{error}; allow it as in examples/kubernetes/rbac.yaml")
+        return Resize("refused", str(error))
 
     def ran_out_of_memory(self, handle: str) -> bool:
         seen = self._polling.newest.get(handle.split("/")[1])

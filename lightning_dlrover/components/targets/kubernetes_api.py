@@ -268,6 +268,16 @@ class KubernetesApi:
         """Delete a Job; its pods end in the background. A missing Job is not an error."""
         self._delete(_path(namespace, "jobs", name, group), {"propagationPolicy": "Background"})
 
+    def offers_resize(self) -> bool:
+        """Whether the resources of running pods can be changed, from Kubernetes 1.33 on. The request needs no permission."""
+        found = self._object("GET", "/api/v1")
+        return any(isinstance(each, dict) and each.get("name") == "pods/resize" for each in found.get("resources") or ())
+
+    def resize_pod(self, namespace: str, name: str, container: str, resources: Mapping[str, str]) -> None:
+        """Request other resources for a container of a running pod. Requests stay equal to limits, so its QoS class stays."""
+        wanted = {"name": container, "resources": {"requests": dict(resources), "limits": dict(resources)}}
+        self._object("PATCH", f"{_path(namespace, 'pods', name)}/resize", body={"spec": {"containers": [wanted]}})
+
     def delete_pod(self, namespace: str, name: str, grace_s: int) -> None:
         self._delete(_path(namespace, "pods", name), {"gracePeriodSeconds": grace_s})
 
@@ -395,7 +405,8 @@ class KubernetesApi:
         changes = method != "GET"
         headers = {"Accept": "application/json, */*", "User-Agent": "lightning-dlrover"}
         if body is not None:
-            headers["Content-Type"] = "application/json"
+            # Containers are merged by their names. A plain merge patch would replace the whole list.
+            headers["Content-Type"] = f"application/{'strategic-merge-patch+' if method == 'PATCH' else ''}json"
         errors = self._urllib3.exceptions
         is_stream = stream_idle_s is not None
         timeout = self._urllib3.Timeout(connect=self._connect_s, read=stream_idle_s or self._request_s)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_dlrover.components.targets.kubernetes_events import REPORTER
 from lightning_dlrover.components.targets.kubernetes_manifests import CONTAINER, KUEUE_LABEL, NODE_LABEL
-from lightning_dlrover.components.targets.target import CANNOT_START, AppStatus
+from lightning_dlrover.components.targets.target import CANNOT_START, AppStatus, Resize
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,58 @@ def why_it_failed(status: Mapping[str, Any]) -> str:
     if ended is not None and (parts or ended.get("reason") not in ("Error", "Completed", None)):
         parts.append(f"{ended.get('reason', 'ended')}, exit code {ended.get('exitCode')}")
     return "; ".join(parts)
+
+
+# Changes of a pod's resources in place. The pod's spec has what was requested, and the container's status what it has.
+
+_UNITS = {"m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_QUANTITY = re.compile(r"([0-9.]+(?:[eE][+-]?\d+)?)([a-zA-Z]{0,2})")
+
+
+def quantity(text: object) -> float | None:
+    """Return the number of a quantity such as 500m or 2Gi; None if it has another form. Servers rewrite 2048Mi as 2Gi."""
+    match = _QUANTITY.fullmatch(str(text))
+    if match is None or (match[2] and match[2] not in _UNITS):
+        return None
+    return float(match[1]) * _UNITS.get(match[2], 1.0)
+
+
+def has_requested(pod: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
+    """Whether the spec of the pod asks for these resources of our container."""
+    containers = pod.get("spec", {}).get("containers") or ()
+    asked = [container.get("resources") or {} for container in containers if container.get("name") == CONTAINER]
+    return any(_covers(each.get("requests"), wanted) and _covers(each.get("limits"), wanted) for each in asked)
+
+
+def resize_state(pod: Mapping[str, Any], wanted: Mapping[str, str], trusts_conditions: bool) -> Resize:
+    """Return the progress of a change to resources that the pod's spec asks for already.
+
+    Args:
+        trusts_conditions: whether conditions without a generation are newer than the request.
+    """
+    status = pod.get("status", {})
+    for container in status.get("containerStatuses") or ():
+        if container.get("name") == CONTAINER and _covers((container.get("resources") or {}).get("limits"), wanted):
+            return Resize("done")
+    generation = pod["metadata"].get("generation")
+    for condition in status.get("conditions") or ():
+        observed = condition.get("observedGeneration")
+        is_newest = trusts_conditions if observed is None or generation is None else observed >= generation
+        if condition.get("status") != "True" or not is_newest:
+            continue
+        why = f"{condition.get('reason', '')}: {condition.get('message', '')}".strip(": ")
+        match condition.get("type"), condition.get("reason"):
+            case "PodResizePending", "Infeasible":
+                return Resize("refused", why)
+            case "PodResizePending", _:
+                return Resize("waiting", why)
+            case "PodResizeInProgress", "Error":  # such as memory that is still in use
+                return Resize("waiting", why)
+    return Resize("asked")
+
+
+def _covers(has: Mapping[str, Any] | None, wanted: Mapping[str, str]) -> bool:
+    return all(quantity((has or {}).get(name)) == quantity(wanted[name]) for name in ("cpu", "memory") if name in wanted)
 
 
 def is_suspended(seen: Seen) -> bool:

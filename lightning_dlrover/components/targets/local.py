@@ -23,7 +23,7 @@ from torchx.specs import AppDef
 from lightning_dlrover import variables
 from lightning_dlrover.components import elastic
 from lightning_dlrover.components.targets.machine import Claims, MachineShares
-from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NodeSpec
+from lightning_dlrover.components.targets.target import ANY_SIZE, App, AppStatus, NodeSize, NodeSpec, Resize
 from lightning_dlrover.host import PR_SET_CHILD_SUBREAPER
 from lightning_dlrover.output import say
 from lightning_dlrover.rdzv.etcd.server import OwnedFolder
@@ -168,6 +168,7 @@ class LocalTarget:
 
     name = "local"
     outlives_controller = False
+    resizes_in_place = True
 
     def __init__(
         self,
@@ -263,6 +264,15 @@ class LocalTarget:
             if (node := self._nodes.pop(handle, None)) is not None:
                 self._shares.end(node)
         self._settle()
+
+    def resize(self, handle: str, size: NodeSize) -> Resize:
+        node = self._nodes[handle]
+        cores, why = self._shares.resize(node, size)
+        if why:
+            return Resize("refused", why)
+        if cores and handle in self._agents:
+            _move(self._agents[handle], cores)
+        return Resize("done")
 
     def ran_out_of_memory(self, handle: str) -> bool:
         return handle in self._out_of_memory

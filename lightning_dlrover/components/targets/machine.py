@@ -108,11 +108,26 @@ class Allocation:
         self._shares[node] = Share(self._least_used(num_cores, self._use()), tuple(free[:num_devices]))
         return self._shares[node]
 
+    def resize(self, node: str, num_cores: int) -> Share:
+        """Change a node's number of cores, and return its new share. It keeps the cores that it has, as far as possible."""
+        former = self._shares[node]
+        use = self._use()
+        use.subtract(former.cores)
+        # Fewer cores are among those it has: others are not disturbed.
+        able = former.cores if 0 < num_cores < len(former.cores) else self._cores
+        ordered = sorted(able, key=lambda core: (use[core], core not in former.cores, core))
+        self._shares[node] = Share(tuple(sorted(ordered[:num_cores])), former.devices)
+        return self._shares[node]
+
     @property
     def free_devices(self) -> list[str]:
         """Devices that no node has."""
         taken = {device for share in self._shares.values() for device in share.devices}
         return [device for device in self._devices if device not in taken]
+
+    def share(self, node: str) -> Share:
+        """Return a node's share, empty if it has none."""
+        return self._shares.get(node, Share())
 
     def give_back(self, node: str) -> Share:
         """Take back a node's share. Return it, empty if it has none."""
@@ -146,6 +161,9 @@ class Allocation:
 log = logging.getLogger(__name__)
 
 _WAY_OUT = "it takes root, or `systemd-run --user --scope --property=Delegate=yes dlrover run ...`"
+
+_MAX_USED = 0.9
+"""Share of a lower memory limit that may be in use when it is set."""
 
 _EMPTY_S = 2.0
 """Seconds to wait for the kernel to release a group after its last process has visibly ended."""
@@ -202,6 +220,33 @@ class MemoryGroups:
             (folder / file).write_text(str(swap_bytes))
         return folder
 
+    def resize(self, node: str, limit_bytes: int) -> str:
+        """Change the limit of a node's group. Return why it could not be lowered; empty if it was changed.
+
+        Raises:
+            OSError: the kernel refuses, or the node has no group.
+        """
+        if (folder := self._folders.get(node)) is None:
+            raise FileNotFoundError(f"{node} has no control group of its own")
+        if self._version == 2:
+            is_lower = limit_bytes < int((folder / "memory.max").read_text())
+            # The kernel would kill processes above a lower limit, and what they use may grow in the meantime.
+            if is_lower and (used := _unreclaimable_bytes(folder)) > _MAX_USED * limit_bytes:
+                return f"{used >> 20} MiB are in use"
+            (folder / "memory.max").write_text(str(limit_bytes))
+            return ""
+        files = [folder / "memory.limit_in_bytes", folder / "memory.memsw.limit_in_bytes"]
+        is_lower = limit_bytes < int(files[0].read_text())
+        # The limit with swap must never be below the other one. A kernel without swap has no such file.
+        for file in filter(Path.exists, files if is_lower else reversed(files)):
+            try:
+                file.write_text(str(limit_bytes))
+            except OSError as error:
+                if not is_lower or error.errno != errno.EBUSY:
+                    raise
+                return f"{int((folder / 'memory.usage_in_bytes').read_text()) >> 20} MiB are in use"
+        return ""
+
     def num_killed(self, node: str) -> int:
         """Return how many of a node's processes the kernel has killed because the node reached its limit."""
         file = "memory.events" if self._version == 2 else "memory.oom_control"
@@ -239,6 +284,13 @@ class MemoryGroups:
             if match is not None and not psutil.pid_exists(int(match[1])):
                 with suppress(OSError):
                     folder.rmdir()
+
+
+def _unreclaimable_bytes(folder: Path) -> int:
+    """Return the memory of a version 2 group without the pages of files, which the kernel can drop."""
+    words = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    cached = sum(int(value) for name, value in words if name in ("active_file", "inactive_file"))
+    return max(0, int((folder / "memory.current").read_text()) - cached)
 
 
 def _own_group(proc: Path, cgroups: Path) -> tuple[Path, int]:
@@ -339,8 +391,7 @@ class MachineShares:
         except OSError as error:
             self._give_back(node)
             raise NotTakenError(f"{node} cannot be given a control group with {size.memory_mb} MiB: {error}") from error
-        if 0 < len(share.cores) < size.cpus:
-            self._warn_once("size", f"nodes ask for {size.cpus} cores, and get the {len(share.cores)} that there are")
+        self._warn_of_fewer(share.cores, size)
         if shared := self._allocation.shared_cores(node):
             cores = f"core{'s' if len(shared) > 1 else ''} {', '.join(map(str, shared))}"
             self._warn_once("cores", f"too few cores are free for {node}: it shares {cores} with other nodes until some are")
@@ -352,6 +403,29 @@ class MachineShares:
         if group is not None:
             exported[variables.MEMORY_GROUP] = str(group)
         return share.cores, exported
+
+    def resize(self, node: str, size: NodeSize) -> tuple[tuple[int, ...], str]:
+        """Change a node's share. Return its cores, and why it could not be changed; empty if it was.
+
+        Memory comes first: nothing else has changed if it is refused.
+        """
+        limit_mb = self._limits_mb.get(node, 0)
+        if size.memory_mb and size.memory_mb != limit_mb and "memory" not in self._warned:
+            try:
+                why = self._groups.resize(node, size.memory_mb << 20) if self._groups else "its memory is not limited"
+            except OSError as error:
+                why = f"the kernel refuses: {error}"
+            if why:
+                return self._allocation.share(node).cores, why
+            self._limits_mb[node] = size.memory_mb
+        if not size.cpus:
+            return self._allocation.share(node).cores, ""
+        cores = self._allocation.resize(node, size.cpus).cores
+        self._warn_of_fewer(cores, size)
+        if shared := self._allocation.shared_cores(node):
+            names = f"core{'s' if len(shared) > 1 else ''} {', '.join(map(str, shared))}"
+            log.warning("too few cores are free for a larger %s: it shares %s with other nodes until some are", node, names)
+        return cores, ""
 
     def end(self, node: str) -> None:
         """Record that a node has ended; some of its processes may still run."""
@@ -409,6 +483,10 @@ class MachineShares:
             return None
         self._limits_mb[node] = limit_mb
         return self._groups.create(node, limit_mb << 20)
+
+    def _warn_of_fewer(self, cores: Collection[int], size: NodeSize) -> None:
+        if 0 < len(cores) < size.cpus:
+            self._warn_once("size", f"nodes ask for {size.cpus} cores, and get the {len(cores)} that there are")
 
     def _warn_once(self, topic: str, text: str) -> None:
         if topic not in self._warned:

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_dlrover import variables
@@ -32,6 +32,7 @@ from lightning_dlrover.components.targets.target import (
     NodeSpec,
     NotTakenError,
     Polling,
+    Resize,
     TargetError,
     existing_logs,
     read_tail,
@@ -46,7 +47,7 @@ _COMMANDS = ("sbatch", "squeue", "scancel", "scontrol")
 
 _STATES: dict[str, AppStatus] = {
     **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"), "pending"),
-    **dict.fromkeys(("SPECIAL_EXIT", "POWER_UP_NODE"), "pending"),
+    **dict.fromkeys(("SPECIAL_EXIT", "POWER_UP_NODE", "EXPEDITING"), "pending"),
     **dict.fromkeys(("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"), "running"),
     "COMPLETED": "succeeded",
     # Cancelled by another user: for the job, a killed node.
@@ -66,6 +67,15 @@ _ENDED_ALREADY = re.compile(r"Invalid job id|already complet|Job/step", re.I)
 
 _STEADY_POLLS = 5
 """Intervals between two calls of squeue while nothing changes: sites forbid frequent ones."""
+
+_EXPEDITES_SINCE = (25, 11)
+"""Release from which sbatch takes `--requeue=expedite`."""
+
+_EXPEDITES = "enable_expedited_requeue"
+"""Parameter of slurmctld without which that option is refused."""
+
+_EPILOG_S = 10.0
+"""Time for the epilog of a failed node, after which Slurm may hold its job, before this process ends."""
 
 _NUM_ATTEMPTS = 3
 _JOBS_PER_COMMAND = 200
@@ -89,17 +99,48 @@ class SlurmOptions:
     setup: str = ""  # shell line to run before the script, such as `module load cuda`
     extra: tuple[str, ...] = ()  # more sbatch arguments; they come last and override ours
 
-    def arguments(self, size: NodeSize) -> list[str]:
-        """Return the arguments for sbatch."""
+    def arguments(self, size: NodeSize, expedites: bool = False) -> list[str]:
+        """Return the arguments for sbatch.
+
+        Args:
+            expedites: a node whose host has failed is requeued before all other jobs, and its healthy hosts wait for it.
+        """
         asked = ("partition", "account", "qos", "time", "constraint", "nodelist", "exclude", "gres", "gpus")
         given = [f"--{name}={value}" for name in asked if (value := getattr(self, name))]
         given += [f"--mem={size.memory_mb}M"] if size.memory_mb else []
         # The signal goes to the batch script only (`components/node.py`), which forwards it to the worker and no other process.
         notice = [f"--signal=B:USR1@{self.notice_s}"] if self.notice_s else []
-        # A node requeued by Slurm would return under its old name, outside of any plan. The controller starts a new one.
-        # Where Slurm requeues it all the same, its earlier output is kept.
-        fixed = ["--nodes=1", "--ntasks=1", f"--cpus-per-task={size.cpus or 1}", "--no-requeue", "--open-mode=append"]
+        # A node that Slurm has requeued plainly waits behind other jobs, under a plan that may be outdated by then. The
+        # controller starts a new one instead. Where Slurm requeues a node all the same, its earlier output is kept.
+        requeue = "--requeue=expedite" if expedites else "--no-requeue"
+        fixed = ["--nodes=1", "--ntasks=1", f"--cpus-per-task={size.cpus or 1}", requeue, "--open-mode=append"]
         return [*fixed, *notice, *given, *self.extra]
+
+
+@dataclass(frozen=True)
+class SlurmFeatures:
+    """Abilities of a site's Slurm that depend on its release and configuration."""
+
+    expedites: bool = False  # requeues a job whose host has failed before all others
+
+    @classmethod
+    def of(cls, client: str, config: str) -> SlurmFeatures:
+        """Return the abilities that both sides have.
+
+        Args:
+            client: output of `scontrol --version`.
+            config: output of `scontrol show config`, which contains the controller's release.
+        """
+        found = re.search(r"^SLURM_VERSION\s*=\s*(.*)$", config, re.M)
+        release = min(release_of(client), release_of(found[1] if found else ""))
+        is_enabled = re.search(rf"^SlurmctldParameters\b.*\b{_EXPEDITES}\b", config, re.M) is not None
+        return cls(expedites=release >= _EXPEDITES_SINCE and is_enabled)
+
+
+def release_of(text: str) -> tuple[int, int]:
+    """Return the release in a text such as `slurm 25.11.1`; (0, 0) if there is none."""
+    found = re.search(r"\b(\d{2})\.(\d{2})\b", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 @dataclass(frozen=True)
@@ -134,6 +175,7 @@ class SlurmTarget:
 
     name = "slurm"
     outlives_controller = True
+    resizes_in_place = False
     spares: None = None
 
     def __init__(
@@ -162,7 +204,20 @@ class SlurmTarget:
         self._starved: set[str] = set()  # handles of nodes that ran out of memory according to their output
         self._unknown_states: set[str] = set()  # those that were logged
         self._looked_for_at: dict[str, float] = {}  # key: handle; squeue call at which its files were last checked
+        self._features: SlurmFeatures | None = None  # None: not read yet
+        self._expedited: set[str] = set()  # handles of nodes that Slurm starts again at once
         check_commands()
+
+    @property
+    def features(self) -> SlurmFeatures:
+        """Abilities of this site's Slurm, read once. None are assumed if its commands fail."""
+        if self._features is None:
+            self._features = SlurmFeatures()
+            with contextlib.suppress(OSError, TargetError):
+                client = self._call("scontrol", "--version").stdout
+                if release_of(client) >= _EXPEDITES_SINCE:
+                    self._features = SlurmFeatures.of(client, self._call("scontrol", "show", "config").stdout)
+        return self._features
 
     def open(self, mark: str) -> None:
         self._mark = mark
@@ -187,7 +242,7 @@ class SlurmTarget:
             f"--output={str(folder).replace('%', '%%')}/stdout.log",
             f"--error={str(folder).replace('%', '%%')}/stderr.log",
             f"--chdir={self._options.work_dir or os.getcwd()}",
-            *self._options.arguments(size),
+            *self._options.arguments(size, self.features.expedites),
             str(script),
         ]
         for attempt in range(_NUM_ATTEMPTS):
@@ -198,6 +253,10 @@ class SlurmTarget:
             if done.returncode == 0:
                 break
             message = _text(done.stderr.strip() or done.stdout)
+            if self.features.expedites and re.search("requeue", message, re.I):  # refused by this site
+                log.warning("run %s: nodes are not requeued by Slurm: %s", self._spec.run_id, message)
+                self._features = replace(self.features, expedites=False)
+                return self.start(node, size)
             if not _NOT_SENT.search(message):
                 uncertain = _UNCERTAIN.search(message)
                 raise (TargetError if uncertain else NotTakenError)(f"sbatch ended with {done.returncode}: {message}")
@@ -239,7 +298,8 @@ class SlurmTarget:
         # `start` has removed the file of a former node with this name.
         waits = status == "pending"
         has_run = known == "running" or (waits and self._is_new_list_for(handle) and os.path.exists(self._exit_file(node)))
-        if has_run and status == "pending" and handle not in self._cancelled:
+        comes_back = self._comes_back(handle, row.state if row is not None else "", status)
+        if has_run and waits and not comes_back and handle not in self._cancelled:
             # The job was requeued: its worker has gone, and the job may wait for long under an outdated plan. To the controller
             # it has failed, and the entry that Slurm still lists is a stray.
             status = "failed"
@@ -247,6 +307,14 @@ class SlurmTarget:
         if status == "failed" and handle not in self._cancelled:
             self._tell_why(handle, row.state if row is not None else "")
         return status
+
+    def _comes_back(self, handle: str, state: str, status: AppStatus) -> bool:
+        """Whether Slurm is about to start a node again, before all other jobs, because its host has failed."""
+        if state == "EXPEDITING":
+            self._expedited.add(handle)
+        elif status != "pending" or state == "REQUEUE_HOLD":
+            self._expedited.discard(handle)
+        return handle in self._expedited
 
     def _status_of(self, row: _Row, handle: str) -> AppStatus:
         known = self._known.get(handle, "pending")
@@ -267,6 +335,8 @@ class SlurmTarget:
         if found:
             self._starved.add(handle)
         reported = "requeued" if _STATES.get(state) == "pending" else state if state not in ("FAILED", "COMPLETING") else ""
+        if state == "REQUEUE_HOLD" and self.features.expedites:
+            reported = ""  # so ends each job that has failed by itself
         why = ", ".join(each for each in (reported, f"out of memory: {found[1]}" if found else "") if each)
         if why:
             log.warning("run %s: %s, job %s, has failed: %s", self._spec.run_id, node, job_id, why)
@@ -295,12 +365,27 @@ class SlurmTarget:
                 raise TargetError(f"scancel ended with {done.returncode}: {_text(done.stderr)}")
         self._polling.hasten()
 
+    def resize(self, handle: str, size: NodeSize) -> Resize:
+        return Resize("refused", "Slurm cannot enlarge a running job")
+
     def ran_out_of_memory(self, handle: str) -> bool:
         row = self._polling.newest.get(handle.split("/")[0])
         return handle in self._starved or (row is not None and row.state == "OUT_OF_MEMORY")
 
     def release(self, handle: str) -> bool:
-        return True  # Slurm forgets ended jobs by itself
+        if self._known.get(handle) != "failed" or not self.features.expedites:
+            return True  # Slurm forgets ended jobs by itself
+        # A job that was not expedited, because its script has failed and its host has not, is requeued all the same, and held.
+        row = self._polling.newest.get(handle.split("/")[0])
+        if row is not None and row.state == "COMPLETING":
+            return False
+        if row is not None and _STATES.get(row.state) == "pending" and handle not in self._cancelled:
+            try:
+                self.cancel([handle])
+            except TargetError as error:
+                log.warning("run %s: a held job is cancelled later: %s", self._spec.run_id, error)
+                return False
+        return True
 
     def notice(self, handle: str) -> EndNotice | None:
         if not self._is_new_list_for(handle):
@@ -322,7 +407,12 @@ class SlurmTarget:
         return existing_logs(self._log_dir / handle.split("/")[1])
 
     def close(self) -> None:
-        pass
+        """End held jobs, which this job's next controller would not find."""
+        left, deadline = [handle for handle in self._known if not self.release(handle)], time.monotonic() + _EPILOG_S
+        while left and time.monotonic() < deadline:
+            time.sleep(min(0.5, max(0.05, self._poll_s)))
+            self._polling.refresh()
+            left = [handle for handle in left if not self.release(handle)]
 
     def _job_name(self, node: str) -> str:
         return f"{self._spec.run_id}.{node}.{self._mark}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
+from lightning_dlrover import variables
 from lightning_dlrover.rdzv.job.records import EndNotice, EventRecord
 from lightning_dlrover.spares import Spares
 
@@ -84,11 +85,24 @@ class App:
     is_living: bool
 
 
+@dataclass(frozen=True)
+class Resize:
+    """Progress of a request to change a running node's size."""
+
+    # asked: the change is under way. waiting: there is no room for it now. refused: it cannot be made in place.
+    state: Literal["asked", "waiting", "done", "refused"]
+    why: str = ""  # reason of the scheduler
+
+
 class Target(Protocol):
     """A place that runs one-node apps; implemented in `local.py`, `slurm.py` and `kubernetes.py`."""
 
     name: str
     outlives_controller: bool  # nodes survive the end of the process that started them
+
+    @property
+    def resizes_in_place(self) -> bool:
+        """Whether running nodes may get another size without a new process. False once the scheduler forbids it."""
 
     @property
     def spares(self) -> Spares | None:
@@ -125,6 +139,15 @@ class Target(Protocol):
             TargetError: the request did not reach the scheduler.
         """
 
+    def resize(self, handle: str, size: NodeSize) -> Resize:
+        """Give a running node this size in place, and return the progress. Call again until it is done or refused.
+
+        The caller changes either cores or memory at a time. Repeated calls request the same size once.
+
+        Raises:
+            TargetError: the scheduler does not answer. It may have accepted the request.
+        """
+
     def ran_out_of_memory(self, handle: str) -> bool:
         """Whether a failed node was killed for exceeding its memory."""
 
@@ -151,7 +174,11 @@ class EventSink(Protocol):
 
 def thread_variables(num_cores: int, num_workers: int = 1) -> dict[str, str]:
     """Return the variables for the threads of a node's workers: as in this process, else one per core that they share."""
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores // num_workers)))}
+    if (chosen := os.environ.get("OMP_NUM_THREADS")) is not None:
+        return {"OMP_NUM_THREADS": chosen}
+    # Without cores of its own, a node has one thread, whatever its machine has.
+    follows = {variables.THREADS_PER_CORE: "1"} if num_cores else {}
+    return {"OMP_NUM_THREADS": str(max(1, num_cores // num_workers)), **follows}
 
 
 # Files with the nodes' output, and the new lines in them.

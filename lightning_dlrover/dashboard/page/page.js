@@ -45,7 +45,7 @@ function number(value) {
 function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value < 0.0995) return `${number(value * 1000)} ms`;
-  if (value < 120) return `${number(value)} s`;
+  if (value < 120) return `${value < 9.95 ? number(value) : Math.round(value)} s`;
   if (value < 7200) return `${Math.floor(value / 60)} min`;
   if (value < 172800) return `${Math.floor(value / 3600)} h ${Math.floor(value % 3600 / 60)} min`;
   return `${(value / 86400).toFixed(1)} d`;
@@ -224,7 +224,7 @@ function pool(p) {
   });
   const rows = p.jobs.map(job => h("tr", {},
     h("td", { class: "text whole" }, link(job.job), " ", chip(job.state)),
-    h("td", { "data-name": "workers" }, job.workers ? `${job.workers} of ${job.min_workers} to ${job.max_workers}` : `asks for ${job.min_workers} to ${job.max_workers}`),
+    h("td", { "data-name": "workers" }, job.workers ? `${job.workers} (${job.min_workers}–${job.max_workers})` : `asks for ${job.min_workers === job.max_workers ? job.max_workers : `${job.min_workers} to ${job.max_workers}`}`),
     h("td", { class: "text", "data-name": "owner" }, job.owner),
     h("td", { class: "text whole quiet" }, (job.place ? `place ${job.place} in the queue${job.expected_at > page.now ? `, starts in about ${seconds(job.expected_at - page.now)}` : ""}${job.reason ? ": " : ""}` : "") + job.reason)));
   const by = p.decider ? `${p.decider} decides, by policy ${p.policy}` : "no process decides: jobs keep their sizes, and waiting ones wait";

@@ -179,6 +179,20 @@ class NodeNoticed(Event):
 
 
 @dataclass(frozen=True)
+class NodeResized(Event):
+    """A running node has another size, waits for it, or could not get it."""
+
+    KIND = "node_size"
+    node: str
+    act: str  # resized, waits, refused
+    cpus: int  # that it has now
+    memory_mb: int
+    wanted_cpus: int
+    wanted_memory_mb: int
+    seconds: float = 0.0  # since the request
+
+
+@dataclass(frozen=True)
 class PlannerEvent(Event):
     """Figures of `tuning/`, as its own dataclasses write and read them."""
 

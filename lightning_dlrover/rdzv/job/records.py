@@ -324,7 +324,8 @@ class PlanRecord:
     loader_workers: int | None = None  # loader workers per worker; 0: the worker prepares its batches itself
     intra_op_threads: int | None = None  # threads per worker; 0: one for each of its cores
     prefetch_factor: int | None = None  # batches that each loader worker prepares ahead; 0 without loader workers
-    # Minimum resources of a node, within the limits of `NodesRecord`; smaller nodes are replaced. None: as the job was started.
+    # Resources of a node, within the limits of `NodesRecord`. None: as the job was started. Nodes get them in place where that
+    # is possible; elsewhere, smaller nodes are replaced, and larger ones stay.
     node_cpus: int | None = None
     node_memory_mb: int | None = None  # MiB
 
@@ -446,6 +447,7 @@ class ControllerRecord:
     apps: dict[str, str] = field(default_factory=dict)  # node name -> TorchX app handle
     run_dir: str = ""
     held_up: str = ""  # readable reason why planned nodes are not added
+    resizes: dict[str, str] = field(default_factory=dict)  # by node: readable state of its change of size in place
     spare: str = ""  # state of the process that nodes on this machine are forked from; empty: it keeps none
     spare_bytes: int = 0  # memory of that process
 
@@ -464,6 +466,7 @@ class NodesRecord:
     max_cpus: int = 0
     min_memory_mb: int = 0
     max_memory_mb: int = 0
+    in_place: bool = False  # True: running nodes get another size without a new process
 
 
 @dataclass(frozen=True)
@@ -483,8 +486,16 @@ class NodeRecord:
     left_too_few: bool = False  # True if the members without this node were fewer than the job's minimum
     after_training: bool = False  # True if the script failed in its code after `fit`
     had_worker: bool = False  # its training process was registered once; if it has none now, it is about to end, or hangs
-    cpus: int = 0  # cores requested for the node; 0: the scheduler's default
+    cpus: int = 0  # cores that the node has; 0: the scheduler's default
     memory_mb: int = 0
+    # A change of size in place, written before its request. asked: the request is sent, or about to be. waiting: the scheduler
+    # has no room for it now. Only one of cores and memory differs from the above.
+    resize: Literal["", "asked", "waiting"] = ""
+    wanted_cpus: int = 0
+    wanted_memory_mb: int = 0
+    # Values that it could not get in place. A smaller node is replaced, a larger one stays, until the plan asks for others.
+    refused_cpus: int = 0
+    refused_memory_mb: int = 0
     trained_s: float = 0.0  # ended: seconds as a member of rounds, as observed by its last controller
     checkpoint_step: int = 0  # ended: step of the job's newest checkpoint at that time; 0: there was none
 

@@ -9,6 +9,7 @@ simulation of tests/rdzv/simulation an await lets time pass for all workers.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -123,6 +124,16 @@ class Formation:
 
     def rank_of(self, worker_id: str) -> int:
         return self.round.members.index(worker_id)
+
+    @property
+    def workers_by_host(self) -> Mapping[int, int]:
+        """Number of workers on each host, by the host's number in the round."""
+        return Counter(self.round.hosts or [0])
+
+    @property
+    def num_workers_here(self) -> int:
+        """Number of workers on this worker's host."""
+        return self.workers_by_host[self.round.hosts[self.rank] if self.round.hosts else 0]
 
 
 class HasFormation(Protocol):

@@ -794,3 +794,21 @@ def test_node_is_in_etcd_from_before_its_start_until_after_its_end(make_job: Mak
     job.run_until("another node", lambda: job.target.living == ["node2"])
     ended = record("node1")
     assert (ended.state, ended.outcome, ended.error, ended.stopped_job) == ("ended", "failed", "ValueError: bad", True)
+
+
+def test_node_that_its_scheduler_starts_again_is_awaited_under_its_name(make_job: MakeJob) -> None:
+    job = make_job().training(1)
+    [node] = job.target.living
+    job.stays(lambda: True, steps=3)
+    job.target.nodes[node] = "pending"  # its host has failed, and it is requeued
+    job.leave(node)
+    job.client.delete(f"{job.keys.agents}agent-{node}")
+    waited_until = time.monotonic() + 4 * QUICK.exit_s
+    job.run_until("a while without the node", lambda: time.monotonic() > waited_until)
+    assert job.target.cancelled == []
+    assert job.target.submissions == [node]
+    job.target.nodes[node] = "running"
+    job.train_with(node, number=2)
+    job.stays(lambda: job.target.living == [node])
+    job.leave(node)  # and hangs then
+    job.run_until("its end", lambda: node in job.target.cancelled)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_dlrover.components.control.nodes import examine
+from lightning_dlrover.components.control.post_mortem import examine
 
 AGENT = """\
 E1121 03:07:37.086000 8654 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {code}) local_rank: 0

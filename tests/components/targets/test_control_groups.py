@@ -191,3 +191,54 @@ with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
         assert [each.name.endswith("-controller") for each in folder.glob("*/")] == [True] * (not with_a_stranger)
         assert stranger.stdin is not None
         stranger.stdin.close()
+
+
+def test_process_in_a_group_may_take_more_after_its_limit_was_raised(groups: MemoryGroups) -> None:
+    folder = groups.create("node1", 64 * MIB)
+    source = f"""
+import pathlib, sys
+pathlib.Path({str(folder)!r}, "cgroup.procs").write_text("0")
+input()
+held = bytearray(200 << 20)
+print("has it", flush=True)
+input()
+"""
+    with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert groups.resize("node1", 512 * MIB) == ""
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "has it\n"
+        why = groups.resize("node1", 100 * MIB)  # the kernel would have to end it
+        assert "MiB are in use" in why
+        assert groups.num_killed("node1") == 0
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait(20) == 0
+    assert groups.resize("node1", 100 * MIB) == ""
+
+
+def version_2(folder: Path, **values: str) -> tuple[MemoryGroups, Path]:
+    """Groups of version 2 with node1, as files of a test: a kernel would give them these values."""
+    groups = MemoryGroups.__new__(MemoryGroups)
+    groups._own, groups._version, groups._folders = folder, 2, {}
+    node = groups.create("node1", 1024 * MIB)
+    for name, text in values.items():
+        (node / name.replace("_", ".", 1)).write_text(text)
+    return groups, node
+
+
+def test_lower_limit_of_version_2_does_not_kill_what_is_in_use(tmp_path: Path) -> None:
+    stat = f"anon {800 * MIB}\nactive_file {60 * MIB}\ninactive_file {40 * MIB}\n"
+    groups, node = version_2(tmp_path, memory_current=str(900 * MIB), memory_stat=stat)
+    assert groups.resize("node1", 850 * MIB) == "800 MiB are in use"
+    assert (node / "memory.max").read_text() == str(1024 * MIB)
+    assert groups.resize("node1", 900 * MIB) == ""  # the kernel drops pages of files
+    assert (node / "memory.max").read_text() == str(900 * MIB)
+    assert groups.resize("node1", 4096 * MIB) == ""
+
+
+def test_node_without_a_group_cannot_be_resized(groups: MemoryGroups) -> None:
+    with pytest.raises(FileNotFoundError, match="node1 has no control group of its own"):
+        groups.resize("node1", 64 * MIB)

@@ -1066,7 +1066,7 @@ def test_example_role_allows_exactly_the_targets_requests(
     verbs = ("create", "list", "get", "delete", "watch", "patch")
     groups = {"jobs.batch.volcano.sh": VOLCANO_JOBS, "podgroups.scheduling.volcano.sh": "scheduling.volcano.sh/v1beta1"}
     others = ("events.events.k8s.io", "poddisruptionbudgets.policy")
-    resources = ("jobs", "pods", "pods/log", "events", "secrets", *others, *groups)
+    resources = ("jobs", "pods", "pods/log", "pods/resize", "events", "secrets", *others, *groups)
     cluster.forbidden = {(verb, resource) for verb in verbs for resource in resources} - allowed
     for has_volcano in (False, True):
         cluster.has_volcano, cluster.has_room_for_pods = has_volcano, True
@@ -1077,6 +1077,8 @@ def test_example_role_allows_exactly_the_targets_requests(
         assert target.start("node1") == handle
         cluster.logs["node1"] = stamped(1, "one")
         cluster.set_pod("node1", "Running")
+        clock.ahead_s += 0.1  # a list is due
+        assert target.resize(handle, NodeSize(2)).state == "asked"
         wait_for_output(target, "one\n")
         cluster.has_room_for_pods = False
         waiting = target.start("node2")
@@ -1096,7 +1098,7 @@ def test_example_role_allows_exactly_the_targets_requests(
         if not rest:
             continue  # any user may read the cluster's capabilities
         kind, *name = rest.split("/")
-        verb = {"POST": "create", "DELETE": "delete"}.get(method, "get" if name else "list")
+        verb = {"POST": "create", "DELETE": "delete", "PATCH": "patch"}.get(method, "get" if name else "list")
         verb = "watch" if "watch=true" in path else verb
         group = place.removeprefix("/apis/").partition("/")[0] if place != "/api/v1" else ""
         asked.add((verb, "/".join([f"{kind}{own_groups.get(group, '.' + group)}", *name[1:]])))

@@ -12,7 +12,7 @@ import pytest
 from lightning_dlrover.components.targets import machine as shares
 from lightning_dlrover.components.targets.machine import MachineShares, MemoryGroups, NoMemoryGroupsError
 from lightning_dlrover.components.targets.target import ANY_SIZE, NodeSize, NotTakenError
-from lightning_dlrover.variables import MEMORY_GROUP
+from lightning_dlrover.variables import MEMORY_GROUP, THREADS_PER_CORE
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -34,7 +34,8 @@ def test_node_without_a_size_has_no_limits_and_one_thread(
 def test_number_of_threads_is_that_of_cores_unless_the_user_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     size = NodeSize(len(CORES))
-    assert MachineShares(gpus=0).take("node1", size) == (tuple(CORES), {"OMP_NUM_THREADS": str(len(CORES))})
+    exported = {"OMP_NUM_THREADS": str(len(CORES)), THREADS_PER_CORE: "1"}
+    assert MachineShares(gpus=0).take("node1", size) == (tuple(CORES), exported)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert MachineShares(gpus=0).take("node1", size) == (tuple(CORES), {"OMP_NUM_THREADS": "7"})
 
@@ -88,3 +89,40 @@ def test_missing_resource_of_this_machine_is_reported_once(
         f"too few cores are free for node2: it shares core{'s' * (len(CORES) > 1)} {', '.join(map(str, CORES))} with other "
         + "nodes until some are",
     ]
+
+
+def test_resized_node_keeps_its_cores_as_far_as_possible() -> None:
+    allocation = shares.Allocation(range(4))
+    assert allocation.take("node1", 1).cores == (0,)
+    assert allocation.take("node2", 1).cores == (1,)
+    assert allocation.resize("node1", 3).cores == (0, 2, 3)
+    assert allocation.shared_cores("node1") == ()
+    assert allocation.resize("node1", 4).cores == (0, 1, 2, 3)
+    assert allocation.shared_cores("node1") == (1,)
+    assert allocation.resize("node1", 2).cores == (0, 2)  # not the one that it shared
+    assert allocation.resize("node2", 9).cores == (0, 1, 2, 3)
+
+
+def test_resized_node_has_other_cores_and_another_memory_limit() -> None:
+    machine = MachineShares(gpus=0)
+    try:
+        MemoryGroups().close()
+    except NoMemoryGroupsError as error:
+        pytest.skip(f"memory cannot be limited here: {error}")
+    _, exported = machine.take("node1", NodeSize(1, 64))
+    folder = Path(exported[MEMORY_GROUP])
+    file = next(f for f in (folder / "memory.max", folder / "memory.limit_in_bytes") if f.exists())
+    assert machine.resize("node1", NodeSize(1, 256)) == ((CORES[0],), "")
+    assert int(file.read_text()) >> 20 == 256
+    assert machine.resize("node1", NodeSize(len(CORES), 256)) == (tuple(CORES), "")
+    assert machine.resize("node1", NodeSize(1, 128)) == ((CORES[0],), "")
+    assert int(file.read_text()) >> 20 == 128
+    machine.end("node1")
+    machine.settle(())
+    machine.close()
+
+
+def test_memory_of_a_node_without_a_limit_is_not_changed_in_place() -> None:
+    machine = MachineShares(gpus=0)
+    machine.take("node1", NodeSize(1))
+    assert machine.resize("node1", NodeSize(1, 64)) == ((CORES[0],), "its memory is not limited")

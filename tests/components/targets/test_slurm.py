@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlrover.components.control.nodes import examine
-from lightning_dlrover.components.targets.slurm import SlurmOptions, SlurmTarget
+from lightning_dlrover.components.control.post_mortem import examine
+from lightning_dlrover.components.targets.slurm import SlurmFeatures, SlurmOptions, SlurmTarget
 from lightning_dlrover.components.targets.target import App, NodeSize, NodeSpec, NotTakenError, TargetError
 from lightning_dlrover.rdzv.job.records import EndNotice
 from tests.support.slurm_commands import SlurmCommands
@@ -74,6 +74,103 @@ def test_node_is_submitted_with_the_requested_options(make_target: MakeTarget, c
     assert "export DLROVER_NODE=node1\n" in text
     # torchrun turns two $ into one.
     assert text.rstrip().endswith("/s/train.py --lr 0.1 'a b' '$${HOME}' 'it'\"'\"'s'")
+
+
+CONFIG = """\
+Configuration data as of 2026-11-28T12:00:00
+SlurmctldHost[0]        = head
+SlurmctldParameters     = idle_on_node_suspend,enable_expedited_requeue
+SLURM_VERSION           = 25.11.4
+"""
+
+
+@pytest.mark.parametrize(
+    ("client", "config", "expedites"),
+    [
+        ("slurm 25.11.0", CONFIG, True),
+        ("slurm 26.05.5", CONFIG, True),
+        ("slurm 26.05.5", CONFIG.replace("25.11.4", "26.05.0-0rc1"), True),
+        ("slurm 25.05.9", CONFIG, False),  # sbatch does not know the option
+        ("slurm 25.11.0", CONFIG.replace("25.11.4", "25.05.1"), False),
+        ("slurm 25.11.0", CONFIG.replace("enable_expedited_requeue", "enable_async_reply"), False),
+        ("slurm 25.11.0", "", False),
+        ("", CONFIG, False),
+    ],
+)
+def test_requeue_is_expedited_where_both_sides_of_slurm_do_it(client: str, config: str, expedites: bool) -> None:
+    assert SlurmFeatures.of(client, config).expedites is expedites
+    asked = SlurmOptions().arguments(NodeSize(), expedites)
+    assert ("--requeue=expedite" in asked, "--no-requeue" in asked) == (expedites, not expedites)
+
+
+def use_newer_slurm(commands: SlurmCommands, release: str = "25.11.4") -> None:
+    """Let `scontrol` answer as a newer release does, which the tests' machines do not have."""
+    config = CONFIG.replace("25.11.4", release)
+    commands.set("scontrol", f"case $1 in --version) echo slurm {release} ;; show) cat <<'END'\n{config}END\n;; esac")
+
+
+def test_release_of_slurm_is_read_once(make_target: MakeTarget, commands: SlurmCommands) -> None:
+    use_newer_slurm(commands)
+    target = make_target()
+    target.start("node1")
+    target.start("node2")
+    assert [" --requeue=expedite " in call for call in commands.calls("sbatch")] == [True, True]
+    assert commands.calls("scontrol") == ["scontrol --version", "scontrol show config"]
+
+
+def test_older_slurm_is_not_asked_for_its_configuration(make_target: MakeTarget, commands: SlurmCommands) -> None:
+    commands.set("scontrol", "echo slurm 22.05.8")
+    make_target().start("node1")
+    assert commands.calls("scontrol") == ["scontrol --version"]
+    [call] = commands.calls("sbatch")
+    assert " --no-requeue " in call
+
+
+def test_site_that_refuses_requeued_jobs_gets_plain_ones(make_target: MakeTarget, commands: SlurmCommands) -> None:
+    use_newer_slurm(commands)
+    refuse = "case $* in *expedite*) echo 'sbatch: error: --requeue is not allowed here' >&2; exit 1 ;; esac"
+    commands.set("sbatch", f"{refuse}\necho 17")
+    target = make_target()
+    assert target.start("node1") == "17/node1"
+    assert target.start("node2") == "17/node2"
+    assert [" --no-requeue " in call for call in commands.calls("sbatch")] == [False, True, True]
+
+
+def test_node_of_a_failed_host_comes_back_under_its_name(make_target: MakeTarget, commands: SlurmCommands) -> None:
+    use_newer_slurm(commands)
+    target = make_target()
+    handle = target.start("node1")
+    seen = []
+    for state in ("RUNNING", "EXPEDITING", "PENDING", "CONFIGURING", "RUNNING", "PENDING"):
+        commands.queue(row(17, state))
+        seen.append(target.status(handle))
+    assert seen == ["running", "pending", "pending", "pending", "running", "failed"]  # the last one was requeued plainly
+
+
+def test_node_with_an_error_of_its_own_is_not_awaited(make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path) -> None:
+    use_newer_slurm(commands)
+    target = make_target()
+    handle = target.start("node1")
+    commands.queue(row(17, "RUNNING"))
+    assert target.status(handle) == "running"
+    commands.queue(row(17, "REQUEUE_HOLD"))
+    assert target.status(handle) == "failed"
+    assert not (tmp_path / "logs/node1/stderr.log").exists(), "Slurm's requeue is not the cause"
+    assert target.release(handle)
+    assert commands.calls("scancel") == ["scancel -- 17"], "Slurm would hold it forever"
+
+
+def test_node_that_fails_last_leaves_no_held_job(make_target: MakeTarget, commands: SlurmCommands, tmp_path: Path) -> None:
+    use_newer_slurm(commands)
+    target = make_target()
+    handle = target.start("node1")
+    leave_exit_code(tmp_path, "1\n")
+    commands.queue(row(17, "COMPLETING"))
+    assert target.status(handle) == "failed"
+    assert not target.release(handle)
+    commands.set("squeue", f"echo '{row(17, 'COMPLETING')}'; sed -i s/COMPLETING/REQUEUE_HOLD/ $0")
+    target.close()
+    assert commands.calls("scancel") == ["scancel -- 17"]
 
 
 def test_node_of_several_workers_is_one_task_with_all_their_gpus(

@@ -17,7 +17,7 @@ import pytest
 from torchx.specs import AppDef, Role
 
 from lightning_dlrover.components import elastic
-from lightning_dlrover.components.control.nodes import examine
+from lightning_dlrover.components.control.post_mortem import examine
 from lightning_dlrover.components.targets.local import LocalRunner, LocalTarget
 from lightning_dlrover.components.targets.machine import MemoryGroups, NoMemoryGroupsError
 from lightning_dlrover.components.targets.target import NodeSize, NodeSpec, NotTakenError

@@ -22,6 +22,7 @@ from lightning_dlrover.rdzv.job.events import (
     JobFailed,
     MemoryShort,
     NodeMemoryShort,
+    NodeResized,
     NodesHeldUp,
     OutcomeJudged,
     RecordIgnored,
@@ -94,6 +95,8 @@ LINES: dict[str, Event] = {
         SettingsApplied([1], [2], 4, {"loader_workers": [0], "prefetch_factor": [0], "intra_op_threads": 4}, 0.5, "")
     ),
     '"nodes" {}': NodesHeldUp(),
+    '"node_size" {"node":"node1","act":"resized","cpus":2,"memory_mb":0,"wanted_cpus":2,"wanted_memory_mb":0,'
+    '"seconds":0.5}': NodeResized("node1", "resized", 2, 0, 2, 0, 0.5),
     '"profile" {"step_time_s":0.5,"cost":null}': WindowMeasured({"step_time_s": 0.5, "cost": None}),
     '"decision" {"decision_id":1,"spent":null}': DecisionMade({"decision_id": 1, "spent": None}),
     '"outcome" {"decision_id":1}': OutcomeJudged({"decision_id": 1}),
