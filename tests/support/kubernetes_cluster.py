@@ -133,10 +133,10 @@ class KubernetesCluster:
         self.killing: tuple[str, Callable[[], None]] | None = None  # action before or after the creation of the next Job
         self.has_kueue = False  # Jobs with its label are suspended until `admit`
         self.version = "v1.36.1"
+        self.hosts: dict[str, Object] = {}  # the cluster's nodes; each pod has its own
         self.limits_pods = limits_pods
         self.host = kubernetes_resizes.Host()
         self.has_resize = True  # whether the server has the subresource, as from Kubernetes 1.33 on
-        self.hosts: dict[str, Object] = {}  # the cluster's nodes; each pod has its own
         self.pod_security = ""  # level that pods must meet: "" or "restricted"; of Jobs it only warns
         self.bookmark_s = 60.0  # time between two bookmarks of a watch
         self.has_buffering_proxy = False  # a proxy holds watches back until they end

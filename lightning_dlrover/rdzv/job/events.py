@@ -169,6 +169,16 @@ class NodesHeldUp(Event):
 
 
 @dataclass(frozen=True)
+class NodeNoticed(Event):
+    """A worker's node will be taken away."""
+
+    KIND = "notice"
+    worker_id: str
+    source: str
+    taken_at: float  # seconds since the epoch; 0: unknown
+
+
+@dataclass(frozen=True)
 class NodeResized(Event):
     """A running node has another size, waits for it, or could not get it."""
 
@@ -180,16 +190,6 @@ class NodeResized(Event):
     wanted_cpus: int
     wanted_memory_mb: int
     seconds: float = 0.0  # since the request
-
-
-@dataclass(frozen=True)
-class NodeNoticed(Event):
-    """A worker's node will be taken away."""
-
-    KIND = "notice"
-    worker_id: str
-    source: str
-    taken_at: float  # seconds since the epoch; 0: unknown
 
 
 @dataclass(frozen=True)
