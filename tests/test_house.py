@@ -11,11 +11,7 @@ import lightning_dlrover
 
 PACKAGE = Path(lightning_dlrover.__file__).parent
 
-<<<<<<< HEAD
 MAX_FILES = 228
-=======
-MAX_FILES = 228
->>>>>>> main
 MAX_LINES = 1000
 REASON_FOR_LENGTH = "long because"
 """Words with which the docstring of a longer module begins its reason."""
