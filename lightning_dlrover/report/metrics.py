@@ -39,6 +39,7 @@ from lightning_dlrover.rdzv.job.records import EventRecord, Keys, ProgressRecord
 from lightning_dlrover.rdzv.membership.rounds import JobView, read_view
 from lightning_dlrover.report.status import JobPlace
 from lightning_dlrover.report.streams import read_streams, skipped_rows
+from lightning_dlrover.report.timeline import TimeLedger
 from lightning_dlrover.tuning.plan import Decision, Settings, settings_of
 from lightning_dlrover.tuning.samples import STEP_PARTS, StepProfile
 
@@ -61,9 +62,6 @@ MAX_BEGUN = 20
 
 MAX_STREAMS = 16
 """Maximum number of a job's streams that are exported."""
-
-SILENT_S = 90.0
-"""Seconds without a record of progress after which the time is no longer counted as training. It is written every 8 to 40 s."""
 
 READ_EVERY_S = 2.0
 """Minimum seconds between two reads of etcd, whatever the number of scrapes."""
@@ -138,110 +136,6 @@ class Sample:
 
 class MetricsError(Exception):
     """Metrics cannot be served. The message names the cause and the next move."""
-
-
-# --- time that counted, and time that was lost -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TimeSplit:
-    """A job's wall time since its first round. The rest, such as validation and checkpoints, has no cause of its own."""
-
-    wall_s: float
-    productive_s: float  # in steps that counted
-    startup_s: float  # from the first record to the first step
-    repeated_s: float  # in steps that were done again after a return to an older state
-
-    @property
-    def goodput(self) -> float:
-        """Productive time over wall time, from 0 to 1; 0 before the first step."""
-        return min(1.0, self.productive_s / self.wall_s) if self.wall_s > 0 else 0.0
-
-
-@dataclass
-class _Segment:
-    """Consecutive batches with one step time."""
-
-    first: int
-    end: int
-    step_s: float
-    at: float  # end, seconds since the epoch
-
-    @property
-    def seconds(self) -> float:
-        return (self.end - self.first) * self.step_s
-
-
-class TimeLedger:
-    """Accounts for a job's time by rank 0's windows, which hold the first batch and the mean step time of each stretch.
-
-    A batch counts once: if a later window repeats it, the time of its first pass was lost.
-    """
-
-    def __init__(self) -> None:
-        self.started_at = 0.0  # 0: no record yet
-        self.startup_s = 0.0
-        self.repeated_s = 0.0
-        self.ended_at = 0.0  # 0: it has not ended
-        self._finished_s = 0.0  # productive time of fits that have finished
-        self._segments: list[_Segment] = []
-        self._stalls: dict[int, tuple[float, float]] = {}  # longest stall of a round and its end, by round
-
-    def begin(self, at: float) -> None:
-        """Note a record of the job; the first one begins its wall time."""
-        if at > 0 and (not self.started_at or at < self.started_at):
-            self.started_at = at
-
-    def measured(self, window: StepProfile) -> None:
-        """Add a window of rank 0."""
-        begun_at = window.at - window.num_steps * window.step_time_s
-        self.begin(begun_at)
-        first, end = window.first_step, window.first_step + window.num_steps
-        while self._segments and self._segments[-1].end > first:
-            last = self._segments[-1]
-            kept = max(last.first, first)
-            self.repeated_s += (last.end - kept) * last.step_s
-            if kept > last.first:
-                last.end = kept
-                break
-            self._segments.pop()
-        before = self._segments[-1] if self._segments else None
-        if before is None and not self._finished_s:
-            self.startup_s = max(0.0, begun_at - self.started_at)
-        elif before is not None and first > before.end and window.step_time_s > 0:
-            # Windows leave out the first steps after a change. The time between the windows bounds their number.
-            room = int(max(0.0, begun_at - before.at - self._stalled_since(before.at)) / window.step_time_s)
-            first -= min(first - before.end, room)
-        self._segments.append(_Segment(first, end, window.step_time_s, window.at))
-
-    def stalled(self, round_number: int, seconds: float, at: float) -> None:
-        """Add a stall, as one of the workers has measured it."""
-        self._stalls[round_number] = max((seconds, at), self._stalls.get(round_number, (0.0, 0.0)))
-
-    def finished(self) -> None:
-        """Note that a fit has finished: its batches are not repeated, and those of a later one begin again."""
-        self._finished_s += sum(each.seconds for each in self._segments)
-        self._segments.clear()
-
-    def split(self, now: float, progress_at: float) -> TimeSplit:
-        """Divide the time by `now`.
-
-        Args:
-            progress_at: time of the newest record of progress; 0: there is none. Windows are written less often.
-        """
-        if not self.started_at:
-            return TimeSplit(0.0, 0.0, 0.0, self.repeated_s)
-        productive_s = self._finished_s + sum(each.seconds for each in self._segments)
-        seen_until = self._segments[-1].at if self._segments else self.started_at
-        if self._segments and not self.ended_at and progress_at > seen_until:
-            productive_s += max(0.0, progress_at - seen_until - self._stalled_since(seen_until))
-            seen_until = progress_at
-        until = self.ended_at or (now if now - seen_until > SILENT_S or not self._segments else seen_until)
-        wall_s = max(until - self.started_at, 0.0)
-        return TimeSplit(wall_s, min(productive_s, wall_s), self.startup_s, self.repeated_s)
-
-    def _stalled_since(self, at: float) -> float:
-        return sum(seconds for seconds, until in self._stalls.values() if until > at)
 
 
 # --- counters of a job's events ---------------------------------------------------------------------------------------------

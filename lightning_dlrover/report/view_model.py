@@ -42,7 +42,7 @@ from lightning_dlrover.rdzv.job.records import (
 from lightning_dlrover.rdzv.membership import rounds
 from lightning_dlrover.report.status import ended_how, joiners
 from lightning_dlrover.report.streams import described, described_iterable, read_iterables, read_streams, skipped_rows, standing
-from lightning_dlrover.report.timeline import Profile, profile_of
+from lightning_dlrover.report.timeline import Profile, TimeLedger, profile_of
 from lightning_dlrover.tuning.plan import Decision, Outcome, outcome
 from lightning_dlrover.tuning.samples import StepProfile
 
@@ -685,9 +685,6 @@ def goodput_of(
 ) -> tuple[float | None, float | None]:
     """Return the time in steps that counted over wall time, and the time until which it was computed. None: not measured.
 
-    A step that was done again counts once. Steps between two windows count with the later one's step time, as far as there was
-    time for them: the first steps after a change are in no window.
-
     Args:
         windows: rank 0's measured windows, by time.
         started_at: begin of the wall time; 0: that of the first window.
@@ -695,29 +692,15 @@ def goodput_of(
     """
     if not windows:
         return None, None
-    stretches: list[tuple[int, int, float]] = []  # first batch, the batch after the last, seconds of each batch
-    counted_s = 0.0
-    fit, ended_at = 0, 0.0
+    ledger, fit = TimeLedger(), 0
+    ledger.begin(started_at)
     for window in windows:
-        first, seconds = window.first_step, window.step_time_s
         if (this_fit := bisect.bisect(fits_finished_at, window.at)) != fit:
-            fit, stretches = this_fit, []
-        while stretches and stretches[-1][1] > first:  # batches that are done again
-            begin, end, each_s = stretches.pop()
-            counted_s -= (end - max(begin, first)) * each_s
-            if begin < first:
-                stretches.append((begin, first, each_s))
-        if stretches and (gap := first - stretches[-1][1]) > 0:
-            free_s = max(0.0, window.at - window.num_steps * seconds - ended_at)
-            each_s = min(seconds, free_s / gap)
-            stretches.append((stretches[-1][1], first, each_s))
-            counted_s += gap * each_s
-        stretches.append((first, first + window.num_steps, seconds))
-        counted_s += window.num_steps * seconds
-        ended_at = window.at
-    begin_at = started_at or windows[0].at - windows[0].num_steps * windows[0].step_time_s
-    wall_s = ended_at - begin_at
-    return (min(1.0, counted_s / wall_s), ended_at) if wall_s > 0 else (None, None)
+            fit = this_fit
+            ledger.finished()
+        ledger.measured(window)
+    split = ledger.split(windows[-1].at, progress_at=0.0)
+    return (split.goodput, windows[-1].at) if split.wall_s > 0 else (None, None)
 
 
 class _History:

@@ -52,10 +52,10 @@ from lightning_dlrover.report.metrics import (
     JobMetrics,
     MetricsError,
     Sample,
-    TimeLedger,
     serve_metrics,
 )
 from lightning_dlrover.report.status import JobPlace
+from lightning_dlrover.report.timeline import TimeLedger
 from lightning_dlrover.tuning.samples import STEP_PARTS
 from tests.support.counted_requests import counted
 from tests.support.windows import WINDOW
