@@ -13,6 +13,7 @@ that it is based on. Only the standard library is used, so the script runs in an
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import ssl
 import sys
@@ -112,7 +113,7 @@ def main() -> int:
             print(f"{options.job}: {error.url} answered {error.code}: {reason}", file=sys.stderr, flush=True)
             if options.once:
                 return 1
-        except OSError as error:
+        except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
             print(f"{options.job}: {error}; trying again in {options.every:g} s", file=sys.stderr, flush=True)
             if options.once:
                 return 1

@@ -311,8 +311,9 @@ def drain_worker(
         )
     if taken_at:
         notice, journal = EndNotice(asked_by.strip("`"), taken_at), Journal(client, place.keys)
-        for worker in leaving:
-            note_end(journal, worker, notice)
+        if not sum(note_end(journal, worker, notice) for worker in leaving):
+            known = ", ".join(str(view.notices[worker]) for worker in leaving if worker in view.notices)
+            return f"job {place.run_id}: nothing changes, as the node of {', '.join(leaving)} {known or 'has just ended'}"
         others = "another one takes its place" if len(leaving) == 1 else "others take their places"
         instead = f"leave when {others}, or in time in any case" if has_controller else "leave in time"
         return f"job {place.run_id}: the node of {', '.join(leaving)} {notice}; will hand over and {instead}"

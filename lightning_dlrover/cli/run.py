@@ -703,7 +703,8 @@ def _refuse_unusable_job(
             f"job {place.run_id!r} has {job.workers_per_node} workers on each of its nodes, which cannot change; continue it "
             f"with --workers-per-node {job.workers_per_node}, or choose another --rdzv-id"
         )
-    if tuple(job.sizes) != sizes:
+    # The list may have been cut to this machine's cores.
+    if tuple(size for size in job.sizes if size <= max(sizes, default=0)) != sizes or bool(job.sizes) != bool(sizes):
         listed = f"--sizes {','.join(map(str, job.sizes))}" if job.sizes else "without --sizes"
         raise UsageError(
             f"job {place.run_id!r} was started {'with ' * bool(job.sizes)}{listed}, which cannot change; continue it so, or "

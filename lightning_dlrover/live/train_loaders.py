@@ -54,6 +54,7 @@ class SettingsInForce:
     def __init__(self, cores: float, threads_per_core: float = 0.0) -> None:
         self._cores = max(1, int(cores))
         self._threads_per_core = threads_per_core
+        self._set_threads = 0  # most threads that the script or a plan has set
         self._threads: int | None = None  # threads for a new number of cores, unless the plan sets them; None: as now
         self._plan: PlanRecord | None = None  # the plan that was last carried out
         self._loaders: Sequence[ElasticLoader] = ()  # loaders of that plan; a Trainer may make new ones for each epoch
@@ -66,7 +67,8 @@ class SettingsInForce:
         own, threads = self._own_threads, torch.get_num_threads()
         self._cores, self._plan = number, None
         # Threads that the script or a plan has set stay, as far as there are cores for them.
-        self._threads = self._own_threads if threads == own else min(threads, number)
+        self._set_threads = max(self._set_threads, threads)
+        self._threads = self._own_threads if threads == own else min(self._set_threads, number)
 
     @property
     def _own_threads(self) -> int:

@@ -136,7 +136,7 @@ def save_tables(tables: ShardedTables, folder: Path) -> None:
     """Write all tables. All workers of the default group must call this, and see the same folder."""
     assert tables.plan is not None
     state = {name: _Values(shape, chunks) for name, (shape, chunks) in _named(tables.blocks(), tables.plan).items()}
-    counters = {_COUNTER + table: torch.tensor(n) for table, n in tables.counters().items() if table in tables.plan}
+    counters = {_COUNTER + name: torch.tensor(n) for name, n in tables.counters().items() if not name.endswith("/slots")}
     for name, values in _growing(tables).items():
         state[name] = _Values(values.shape, [_Chunk((0,) * values.dim(), values)])
     save({**state, **counters}, checkpoint_id=folder, planner=_SavePlanner(), no_dist=dist.get_world_size() == 1)

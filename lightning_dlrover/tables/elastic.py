@@ -135,6 +135,7 @@ class ElasticTables:
         counters = self._counters(old_plan)
         if self._me not in standing:
             counters = dict.fromkeys(counters, 0)
+            self.tables.growing.clear()  # what a joiner had before does not count
         module = self.tables.build(new_plan, members, self._wrap_dense)
         moves = plan_moves(layout_of(old_plan), layout_of(new_plan))
         growing = self.tables.growing

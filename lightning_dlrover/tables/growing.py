@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import struct
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,13 +23,16 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from lightning_dlrover.tables.exchange import Block, exchange, largest
-from lightning_dlrover.tables.growing_optimizers import RowOptimizer
+from lightning_dlrover.tables.growing_optimizers import Ftrl, RowOptimizer
 from lightning_dlrover.tables.growing_rows import FILTER_CELLS, SECTIONS, Growth, Init, Rows, keys_of, pack, sections_of
-from lightning_dlrover.tables.layout import HASH_RANGES, Move, Plan, Region, Shard, TablePlan, plan_moves, replan
+from lightning_dlrover.tables.layout import HASH_RANGES, Move, Plan, PlanError, Region, Shard, TablePlan, plan_moves, replan
 from lightning_dlrover.tables.snapshot_store import Part
 from lightning_dlrover.tables.torchrec_adapter import set_submodule
 
 EVERY_ID = Growth()
+
+_ADDRESSES = 32 << 40
+"""Bytes of addresses for one collection: a process has 128 TiB."""
 
 _OF_HOST = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -63,12 +67,16 @@ class GrowingCollection(nn.Module):
             raise ValueError("a collection needs at least one table")
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two tables have the name {doubled[0]!r}")
+        features = [feature for config in tables for feature in config.feature_names]
+        if doubled := sorted({feature for feature in features if features.count(feature) > 1}):
+            raise ValueError(f"feature {doubled[0]!r} is used by two tables: give each table features of its own")
         if isinstance(growth, Mapping) and (unknown := sorted(growth.keys() - set(names))):
             raise ValueError(f"growth names the table {unknown[0]!r}; there are {', '.join(names)}")
         self._tables: dict[str, _Table] = {}
         for config in tables:
             of_table = growth.get(config.name, Growth()) if isinstance(growth, Mapping) else growth
-            rows = Rows(config.name, config.embedding_dim, optimizer, of_table, init_of(config), _OF_HOST)
+            needed = min(_OF_HOST, _ADDRESSES // len(names), 2 * (of_table.max_bytes or _OF_HOST) + (1 << 30))
+            rows = Rows(config.name, config.embedding_dim, optimizer, of_table, init_of(config), needed)
             rows.begin(torch.initial_seed() % 2**62)
             self._tables[config.name] = _Table(config, rows, torch.tensor([0, SECTIONS]))
         # Gives autograd a reason to call our backward pass. Not a parameter: optimizers and DDP must not see it.
@@ -85,8 +93,14 @@ class GrowingCollection(nn.Module):
         return {name: table.rows for name, table in self._tables.items()}
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of all tables, for example from a scheduler."""
+        """Set the learning rate of all tables, for example from a scheduler.
+
+        Raises:
+            ValueError: the optimizer is `Ftrl`, whose states belong to one rate.
+        """
         for table in self._tables.values():
+            if isinstance(table.rows.optimizer, Ftrl):
+                raise ValueError("Ftrl keeps its learning rate: with another one its states would mean other weights")
             table.rows.optimizer = replace(table.rows.optimizer, lr=lr)  # type: ignore[type-var]
 
     def connect(self, borders: Mapping[str, Sequence[int]]) -> None:
@@ -271,7 +285,13 @@ class _Lookup:
         return tuple(_swapped(answers, self._theirs, self._mine))
 
     def backward(self, grads: Sequence[Tensor]) -> None:
-        """Train the rows with the gradients of what `forward` returned; the mean over workers counts, as with DDP."""
+        """Train the rows with the gradients of what `forward` returned; the mean over workers counts, as with DDP.
+
+        Raises:
+            RuntimeError: it was called before. The rows may have moved since.
+        """
+        if not self.is_open:
+            raise RuntimeError("a lookup of growing tables has one backward pass: add up the losses before it")
         if self._size > 1:
             theirs = _swapped([grad.contiguous() for grad in grads], self._mine, self._theirs)
             grads = [
@@ -388,6 +408,14 @@ class GrowingTables:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        paths: dict[int, list[str]] = {}
+        for path, part in module.named_modules(remove_duplicate=False):
+            if isinstance(part, GrowingCollection):
+                paths.setdefault(id(part), []).append(path)
+        for several in paths.values():
+            if len(several) > 1:
+                raise PlanError(f"{' and '.join(several)} are one growing collection: refer to it from one place")
+        self._given: dict[str, Tensor] = {}  # rows before the first step, by table
         self.collections = {path: part for path, part in module.named_modules() if isinstance(part, GrowingCollection)}
         self.rows = {
             f"{path}.{name}" if path else name: rows
@@ -437,6 +465,11 @@ class GrowingTables:
 
     def initialise(self, seed: int, given: Sequence[str], plan: Plan, group: Any, members: Sequence[str], me: str) -> None:
         """Begin all tables, with the first worker's rows of those that are `given`. Arguments as for `ShardedTables`."""
+        self._given |= {
+            name: pack(rows.columns, rows.num_slots, rows.filter, 0, SECTIONS)
+            for name, rows in self.rows.items()
+            if rows.num_rows and rows.owned == (0, SECTIONS)
+        }
         for name, rows in self.rows.items():
             if name not in given:
                 rows.begin(seed)
@@ -502,9 +535,14 @@ class GrowingTables:
                 source = next(s for s in sources[move.table] if s.sections.overlap(move.region) == move.region)
                 contents[i] = pack(source.columns, source.num_slots, source.filter, move.region.row0, move.region.row1)
         sizes = {str(i): len(contents[i]) if i in contents else 0 for i in range(len(growing))}
+        kept = {i for i, move in enumerate(growing) if move.source == move.target}
         packed = Packed()
         for i, size in enumerate(largest(group, sizes).values()):
             move, region = growing[i], Region(0, size, 0, 1)
+            if i in kept:
+                if move.source == me:
+                    packed.arriving.append((move.table, move.region, contents.pop(i)))
+                continue
             name = f"{move.table}/{move.region.row0}"
             packed.moves.append(Move(name, region, move.source, move.target, region))
             if move.source == me:
@@ -519,7 +557,10 @@ class GrowingTables:
         """Take the rows that have arrived, and drop those outside of this worker's `own` sections."""
         for name, region in own.items():
             self.rows[name].own(region.row0, region.row1)
-        for table, region, arrived in packed.arriving:
+        packed.old.clear()
+        packed.new.clear()
+        while packed.arriving:  # each is freed before the next one is taken
+            table, region, arrived = packed.arriving.pop()
             self.rows[table].take(arrived, region.row0, region.row1)
 
     def load_whole(self, state: dict[str, Any]) -> None:
@@ -541,6 +582,18 @@ class GrowingTables:
         for rows in self.rows.values():
             rows.clear()
 
+    def reset(self) -> None:
+        """Return to the rows before the first step."""
+        self.clear()
+        for name, rows in self.rows.items():
+            rows.own(0, SECTIONS)
+            if name in self._given:
+                rows.take(self._given[name], 0, SECTIONS)
+
+    def forget_given(self) -> None:
+        """Free the rows before the first step, because the job trains."""
+        self._given.clear()
+
     # --- snapshots -------------------------------------------------------------------------------------------------------
 
     def blocks(self) -> list[Block]:
@@ -560,15 +613,20 @@ class GrowingTables:
         """Return the numbers that belong to the rows: steps by table, and seeds and numbers of slots under other names."""
         found: dict[str, int] = {}
         for name, rows in self.rows.items():
+            (rate,) = struct.unpack("<q", struct.pack("<d", rows.optimizer.lr))  # bits of positive numbers keep their order
             found |= {name: rows.step, _SEED.format(name): rows.seed, _SLOTS.format(name): rows.num_slots}
+            found[_RATE.format(name)] = rate
         return found
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
-        """Set the steps and seeds that `counters` returned on any worker."""
+        """Set the steps, seeds and learning rates that `counters` returned on any worker."""
         for name, rows in self.rows.items():
             rows.step = counters.get(name, rows.step)
             rows.seed = counters.get(_SEED.format(name), rows.seed)
+            if rate := counters.get(_RATE.format(name)):
+                (lr,) = struct.unpack("<d", struct.pack("<q", rate))
+                rows.optimizer = replace(rows.optimizer, lr=lr)  # type: ignore[type-var]
 
 
-_SEED, _SLOTS = "{}/seed", "{}/slots"
+_SEED, _SLOTS, _RATE = "{}/seed", "{}/slots", "{}/lr"
 """Names of further counters of a table."""

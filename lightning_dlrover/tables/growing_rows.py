@@ -271,7 +271,9 @@ class Rows:
         self.num_slots = SECTIONS
         self._index = Index()
         self.owned = (0, SECTIONS)  # sections
-        self._kept: list[tuple[Tensor, dict[str, Tensor]]] | None = None
+        self._kept: list[tuple[Tensor, dict[str, Tensor]]] | None = None  # not None while a copy is being made
+        self._num_copied = 0  # slots in that copy
+        self._aged_at = 0  # step of the last search for old rows
         self._lock = threading.Lock()
         self._marked: set[int] = set()  # moments since which changes are flagged
 
@@ -302,7 +304,7 @@ class Rows:
         for memory in (*self._memory.values(), self._flags):
             memory.drop(0, self.num_slots)
         self.filter.zero_()
-        self.num_slots, self.step = SECTIONS, 0
+        self.num_slots, self.step, self._aged_at = SECTIONS, 0, 0
         self._marked.clear()
         self._index = Index()
 
@@ -407,9 +409,10 @@ class Rows:
         if growth.max_bytes is not None:
             limits.append(int(growth.max_bytes / (self.row_bytes + _BYTES_IN_INDEX)))
         limit = min(limits, default=self.max_slots) * share
-        may_be_old = growth.max_age is not None and self.step % max(1, growth.max_age // 8) == 0
+        may_be_old = growth.max_age is not None and self.step - self._aged_at >= max(1, growth.max_age // 8)
         if (self.num_rows <= limit and not may_be_old) or self._kept is not None:
             return 0
+        self._aged_at = self.step
         seen = self.columns["seen"][SECTIONS : self.num_slots]
         leaves = torch.zeros(len(seen), dtype=torch.bool)
         if growth.max_age is not None:
@@ -426,6 +429,7 @@ class Rows:
             leaves[rank.argsort()[:num]] = True
             if growth.policy == "lfu":
                 self.columns["count"][SECTIONS : self.num_slots] >>= 1  # lest rows that were popular long ago stay for ever
+                self._flags.all[SECTIONS : self.num_slots] |= 3
         gone = leaves.nonzero().flatten() + SECTIONS
         self.remove(gone)
         self.num_evicted += len(gone)
@@ -459,7 +463,7 @@ class Rows:
         """Begin a copy of the table as it is now, while training continues."""
         with self._lock:
             self._flags.all[: self.num_slots] &= 3
-            self._kept = []
+            self._kept, self._num_copied = [], self.num_slots
 
     def end_copy(self) -> list[tuple[Tensor, dict[str, Tensor]]]:
         """End the copy; return slots that were trained since `begin_copy`, and their former values by column."""
@@ -469,8 +473,8 @@ class Rows:
 
     def _keep(self, slots: Tensor) -> None:
         if self._kept is not None:
-            flags = self._flags.all
-            new = slots[flags[slots] < KEPT]
+            # Rows that were created since are in no copy.
+            new = slots[(self._flags.all[slots] < KEPT) & (slots < self._num_copied)]
             self._kept.append((new, {column: values.index_select(0, new) for column, values in self.columns.items()}))
 
     def mark(self, moment: int) -> None:

@@ -148,6 +148,9 @@ class TouchedRows:
         """Stop tracking."""
         for hook in self._hooks:
             hook.remove()
+        for rows in self._growing.values():
+            rows.end_copy()  # of a round that has ended
+        self._growing = {}
 
     def _note(self, tables: _OfKernel, kernel: Any, arguments: tuple[Any, ...]) -> None:
         if not torch.is_grad_enabled():
@@ -485,7 +488,7 @@ class ShardedTables:
     @property
     def num_bytes(self) -> int:
         """Approximate size of all tables and of their optimizer states, counted as for training on CPU."""
-        return self._templates.num_bytes + self.growing.num_bytes
+        return self._templates.num_bytes
 
     def foresee(self, plan: Plan, worker: str) -> Callable[[], None]:
         """Return a function, for any thread, that touches the memory of rows that `worker`, this one, will receive."""
@@ -523,7 +526,7 @@ class ShardedTables:
         """Release the tables; until the next `build`, the module holds them on `meta`, without values."""
         self._templates.install()
         self._arena.close()
-        self.growing.clear()
+        self.growing.reset()
         self.plan = None
 
     def given(self) -> list[str]:
@@ -570,6 +573,7 @@ class ShardedTables:
     def forget_given(self) -> None:
         """Free the values that tables had before they were sharded. They matter until the job trains."""
         self._templates.given.clear()
+        self.growing.forget_given()
 
     def load_whole(self, values: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Take this worker's part of whole tables.

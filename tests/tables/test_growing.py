@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, PoolingType
 
 from lightning_dlrover import GrowingEmbeddingBagCollection, GrowingEmbeddingCollection, Growth
-from lightning_dlrover.tables.growing import init_of
-from lightning_dlrover.tables.growing_optimizers import RowWiseAdagrad, Sgd
+from lightning_dlrover.tables.growing import GrowingTables, init_of
+from lightning_dlrover.tables.growing_optimizers import Ftrl, RowWiseAdagrad, Sgd
 from lightning_dlrover.tables.growing_rows import SECTIONS, keys_of
+from lightning_dlrover.tables.layout import PlanError
+from lightning_dlrover.tables.sharded import TouchedRows
 
 IDS = torch.tensor([5, -7, 5, 2**62, 5, -(2**63), 2**62, 9, 5])
 LENGTHS = torch.tensor([1, 2, 0, 1, 2, 3])
@@ -188,3 +190,81 @@ def test_shared_rows_are_one_for_each_section() -> None:
     slots = tables.rows()["a"].slots_of(keys_of(ids))
     assert int(slots.max()) < SECTIONS
     assert len(set(slots.tolist())) == SECTIONS
+
+
+class Towers(nn.Module):
+    def __init__(self, is_shared: bool) -> None:
+        super().__init__()
+        self.user = GrowingEmbeddingBagCollection(configs(), Sgd(0.5))
+        self.item = self.user if is_shared else GrowingEmbeddingBagCollection(configs(), Sgd(0.5))
+
+
+def test_a_collection_in_two_places_is_refused() -> None:
+    GrowingTables(Towers(is_shared=False))
+    with pytest.raises(PlanError, match="user and item are one growing collection"):
+        GrowingTables(Towers(is_shared=True))
+
+
+def test_a_second_backward_pass_of_a_lookup_is_refused() -> None:
+    tables = GrowingEmbeddingBagCollection(configs(), Sgd(0.5))
+    total = tables(features()).values().sum()
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        total.backward()
+
+
+def test_tables_with_a_feature_in_common_are_refused() -> None:
+    both = [EmbeddingBagConfig(name=n, num_embeddings=9, embedding_dim=4, feature_names=["f"]) for n in "ab"]
+    with pytest.raises(ValueError, match="'f' is used by two tables"):
+        GrowingEmbeddingBagCollection(both, Sgd(0.5))
+
+
+def test_learning_rate_of_ftrl_stays() -> None:
+    with pytest.raises(ValueError, match="Ftrl"):
+        GrowingEmbeddingBagCollection(configs(), Ftrl(0.5)).set_learning_rate(0.1)
+
+
+def test_counters_carry_step_seed_and_learning_rate_to_a_joiner() -> None:
+    module = nn.Module()
+    module.tables = GrowingEmbeddingBagCollection(configs(), Sgd(0.5))
+    module.tables.set_learning_rate(0.125)
+    module.tables(features()).values().sum().backward()
+    other = nn.Module()
+    other.tables = GrowingEmbeddingBagCollection(configs(), Sgd(0.5))
+    joiner = GrowingTables(other)
+    joiner.set_counters(GrowingTables(module).counters())
+    rows = other.tables.rows()["a"]
+    assert (rows.step, rows.optimizer.lr, rows.seed) == (1, 0.125, module.tables.rows()["a"].seed)
+
+
+def test_a_table_that_grows_while_it_is_copied_is_copied_as_it_was() -> None:
+    module = nn.Module()
+    module.tables = GrowingEmbeddingBagCollection(configs(), Sgd(0.5))
+    growing = GrowingTables(module)
+    module.tables(features()).values().sum().backward()
+    before = {(b.table, b.what): b.values.clone() for b in growing.blocks()}
+    blocks, touched = growing.blocks(), TouchedRows([], [], growing)
+    touched.begin_copy(blocks)
+    many = torch.cat([IDS[:6], torch.arange(3 * SECTIONS)])  # more than a block has room for
+    lengths = torch.tensor([1, 2, 0, 3, 0, len(many) - 6])
+    for _ in range(2):
+        found = module.tables(KeyedJaggedTensor(keys=["f", "g", "h"], values=many, lengths=lengths))
+        found.values().sum().backward()
+    copied = {(b.table, b.what): b.values.clone() for b in blocks}
+    for block, slots, values in touched.end_copy():
+        copied[block.table, block.what][slots] = values  # as `PartWriter.put_rows` does
+    used = {f"tables.{name}": SECTIONS + number for name, number in {"a": 3, "b": 3}.items()}
+    for (table, what), values in before.items():
+        assert torch.equal(copied[table, what][: used[table]], values[: used[table]]), (table, what)
+
+
+def test_a_copy_that_was_broken_off_does_not_keep_rows_from_leaving() -> None:
+    module = nn.Module()
+    module.tables = GrowingEmbeddingBagCollection(configs(), Sgd(0.5), Growth(max_rows=1))
+    touched = TouchedRows([], [], GrowingTables(module))
+    touched.begin_copy([])
+    module.tables(features()).values().sum().backward()
+    assert module.tables.rows()["b"].num_rows > 1
+    touched.close()
+    module.tables(features()).values().sum().backward()
+    assert module.tables.rows()["b"].num_rows <= 1

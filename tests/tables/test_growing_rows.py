@@ -143,6 +143,34 @@ def test_rows_that_are_not_trained_leave_at_their_age_but_for_the_floor() -> Non
     assert len(ids_in(trained(100, Growth(max_age=16, min_rows=500)))) >= 500
 
 
+def test_old_rows_leave_whatever_the_number_of_lookups_in_a_step() -> None:
+    rows = make_rows(4, Sgd(0.1), Growth(max_age=16))
+    rows.begin(SEED)
+    once = torch.tensor([1])
+    rows.train(rows.slots_of(keys_of(torch.tensor([1])), once), torch.ones(1, 4), once)
+    for step in range(60):
+        for _ in range(2):  # two lookups, and one search for old rows
+            rows.train(rows.slots_of(keys_of(torch.tensor([2])), once), torch.ones(1, 4), once)
+        if step == 0:
+            rows.train(rows.slots_of(keys_of(torch.tensor([2])), once), torch.ones(1, 4), once)
+        rows.evict()
+    assert ids_in(rows) == {2}
+
+
+def test_counts_that_a_full_table_has_halved_are_copied_again() -> None:
+    rows = trained(30, Growth(max_rows=100, policy="lfu"))
+    rows.mark(0)
+    before = rows.columns["count"].clone()
+    keys = keys_of(torch.arange(9000, 9100)).sort().values
+    counts = torch.ones(len(keys), dtype=torch.int64)
+    rows.train(rows.slots_of(keys, counts), torch.ones(len(keys), 4), counts)
+    rows.evict()
+    changed = (rows.columns["count"][: rows.num_slots] != before[: rows.num_slots]).nonzero().flatten().tolist()
+    since = rows.since(0)
+    assert since is not None
+    assert set(changed) <= set(since.tolist())
+
+
 def test_bytes_of_a_full_table_stay_within_its_budget() -> None:
     rows = trained(300, Growth(max_bytes=40_000))
     assert rows.num_rows * rows.row_bytes <= 40_000

@@ -269,6 +269,8 @@ class Resizes:
                     self._tell(name, entry, "resized", wanted, text)
             case "refused":
                 self._refuse(name, entry, found.why)
+            case "asked" | "waiting" if wanted == before:
+                entry.resize = "asked"  # a withdrawal: the reason for it stays
             case "asked" | "waiting":
                 if found.state != entry.resize:
                     entry.resize, entry.resize_at = found.state, now

@@ -483,8 +483,8 @@ def _replacements(view: ControllerView, policy: FailurePolicy) -> list[ReplaceWo
 def next_size(node: Node, plan: NodeSize, chosen: NodeSize) -> NodeSize:
     """Return the size that a running node should get in place next; its present one if it has all that it can get.
 
-    Cores and memory change one after the other, so that a scheduler without room for one still gives the other. Memory grows
-    first, because its lack kills, and what grows precedes what shrinks. A refused value is not requested again.
+    Cores and memory change one after the other, so that a scheduler that refuses one still gives the other. Memory grows first,
+    because its lack kills, and what grows precedes what shrinks. A refused value is not requested again.
 
     Args:
         chosen: values of `plan` that a node may shrink to; 0: it does not shrink.
@@ -506,7 +506,7 @@ def _resizes(view: ControllerView, policy: FailurePolicy) -> list[ResizeNode | K
     """Return changes of nodes' sizes in place, and the end of those that take too long.
 
     One node changes at a time: a change that a scheduler cannot make after all may end the node. One that only waits for room
-    does not hold up the others.
+    does not hold up the others. All nodes get more memory at once, as one of them is about to use up its own.
     """
     if not view.in_place or view.stop or view.phase not in ("starting", "training"):
         return []
@@ -515,6 +515,10 @@ def _resizes(view: ControllerView, policy: FailurePolicy) -> list[ResizeNode | K
     if stuck:
         return [*stuck]
     changing = [node for node in running if node.resize == "asked"]
+    sizes = {node.name: next_size(node, view.size, view.chosen_size) for node in running if node not in changing}
+    growing = [node for node in running if node.name in sizes and sizes[node.name].memory_mb > node.size.memory_mb]
+    if asked := [ResizeNode(n.name, sizes[n.name]) for n in growing if sizes[n.name] != (n.wanted or n.size)]:
+        return [*asked]
     for node in changing or running:
         size = next_size(node, view.size, view.chosen_size)
         if size == (node.wanted or node.size):

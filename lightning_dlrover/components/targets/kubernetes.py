@@ -185,11 +185,13 @@ class KubernetesTarget:
         self._dismissed_at: dict[str, float] = {}  # key: node; last request to delete a pod that has outlived its worker
         self._offers_resize: bool | None = None  # None: not looked up yet
         self._resized: dict[str, tuple[Mapping[str, str], float]] = {}  # key: node; newest accepted request and its time
-        self._resize_at: dict[str, tuple[float, str]] = {}  # key: node; time of the next request, and why it is not made now
+        # key: node; time of the next request for a size, why it is not made now, and that size
+        self._resize_at: dict[str, tuple[float, str, Mapping[str, str]]] = {}
         self._release_at = -float("inf")  # time of the next request to delete an ended Job
         self._release_pause_s = 0.0  # after a refused one
         self._hosts = Hosts(self._api, spec.run_id, clock)
         self._needs_budget = options.keeps_budget
+        self._may_have_budget = False
         self._budget_at = -float("inf")  # time of the next request to create the PodDisruptionBudget
         self._budget_pause_s = 0.0  # after a failed one
         self._events: JobEvents | None = None
@@ -324,24 +326,24 @@ class KubernetesTarget:
             return resize_state(pod, wanted, now - asked_at > _CONDITIONS_S)
         if asked == wanted and now - asked_at <= _CONDITIONS_S:
             return Resize("asked")
-        next_at, why = self._resize_at.get(node, (-float("inf"), ""))
-        if now < next_at:
+        next_at, why, refused = self._resize_at.get(node, (-float("inf"), "", wanted))
+        if now < next_at and refused == wanted:
             return Resize("waiting", why)
         try:
             self._api.resize_pod(self._namespace, pod["metadata"]["name"], CONTAINER, wanted)
         except ApiError as error:
-            return self._unresized(node, pod["metadata"]["name"], error)
+            return self._unresized(node, pod["metadata"]["name"], wanted, error)
         self._resized[node] = wanted, self._clock()
         self._resize_at.pop(node, None)
         self._polling.hasten()
         return Resize("asked")
 
-    def _unresized(self, node: str, pod: str, error: ApiError) -> Resize:
+    def _unresized(self, node: str, pod: str, wanted: Mapping[str, str], error: ApiError) -> Resize:
         """Return the progress after a request that was not accepted. Raise the error if it may be accepted soon."""
         if error.may_pass:
             raise error
         if "exceeded quota" in str(error):
-            self._resize_at[node] = self._clock() + _RESIZE_AGAIN_S, str(error)
+            self._resize_at[node] = self._clock() + _RESIZE_AGAIN_S, str(error), wanted
             return Resize("waiting", str(error))
         if error.status == 404 and pod in str(error):
             return Resize("asked")  # the pod is gone
@@ -401,11 +403,11 @@ class KubernetesTarget:
             self._events.close()
         self._jobs.close()
         self._pods.close()
-        if (self._makes_secret or self._has_budget) and self._mark:
+        if (self._makes_secret or self._may_have_budget) and self._mark:
             try:
                 # Nodes that outlive this process are to be kept, and read the password again whenever they need a token.
                 if not any(self._state(seen).status in ("pending", "running") for seen in self._list(fresh=True).values()):
-                    self.remove_leftovers(self._makes_secret, self._has_budget)
+                    self.remove_leftovers(self._makes_secret, self._may_have_budget)
             except ApiError as error:
                 log.warning(
                     "run %s: its Secret or PodDisruptionBudget could not be removed: %s; `dlrover cancel %s` removes them",
@@ -420,14 +422,11 @@ class KubernetesTarget:
         if secret:
             self._api.delete_secret(self._namespace, secret_name(self._spec.run_id, self._mark))
 
-    @property
-    def _has_budget(self) -> bool:
-        return self._options.keeps_budget and not self._needs_budget
-
     def _keep_budget(self, now: float) -> None:
         """Create the PodDisruptionBudget. A cluster that refuses it keeps the job from nothing."""
         if not self._needs_budget or now < self._budget_at:
             return
+        self._may_have_budget = True  # a request without an answer may have been carried out
         min_nodes = math.ceil(self._spec.min_workers / self._spec.workers_per_node)
         try:
             owner = self._api.pod_named(self._namespace, name) if (name := own_pod()) else None
@@ -492,9 +491,11 @@ class KubernetesTarget:
     def _list(self, fresh: bool = False) -> dict[str, Seen]:
         found: dict[str, Seen] = {}
         try:
+            listed_at = self._jobs.listed_at
             for job in self._jobs.read(fresh):
                 found.setdefault(node_of(job), Seen()).job = job
-            for pod in self._pods.read(fresh):
+            # A node without a Job has ended only if a list of pods is as new as that of the Jobs.
+            for pod in self._pods.read(fresh or self._jobs.listed_at > listed_at):
                 found.setdefault(node_of(pod), Seen()).pods.append(pod)
         except ApiError as error:
             raise ApiError(f"the nodes cannot be listed: {error}", retry_after_s=error.retry_after_s) from error

@@ -155,7 +155,7 @@ class JobEvents:
                 self._note_failure(error)
 
     def _note_failure(self, error: Exception) -> None:
-        is_refused = isinstance(error, ApiError) and 400 <= error.status < 500 and error.status != 429
+        is_refused = isinstance(error, ApiError) and error.status in (401, 403, 404, 405)
         if is_refused:
             with self._lock:
                 self._silent_until = time.monotonic() + _REFUSED_S

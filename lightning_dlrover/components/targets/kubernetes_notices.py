@@ -83,6 +83,7 @@ class Hosts:
         self._pause_s = 0.0  # after a request that failed
         self._is_refused = False
         self._notices: dict[str, dict[str, EndNotice]] = {}  # by host and taint
+        self._has_looked = False
 
     @property
     def is_due(self) -> bool:
@@ -102,17 +103,17 @@ class Hosts:
             return
         self._pause_s, self._is_refused = 0.0, False
         self._notices = {name: self._noted(name, keys) for name, keys in found.items()}
+        self._has_looked = True
 
     def notice(self, host: str) -> EndNotice | None:
         """Return the notice of a host with the earliest time, as of the newest reading."""
         return min(self._notices.get(host, {}).values(), key=lambda n: n.taken_at or float("inf"), default=None)
 
     def _noted(self, host: str, keys: list[str]) -> dict[str, EndNotice]:
+        """Return a host's notices. When a taint began that was there at the first look, a former controller may know."""
         known = self._notices.get(host, {})
-        return {
-            key: known.get(key) or EndNotice(f"kubernetes taint {key}", self._now() + ENDS[key] if ENDS[key] else 0.0)
-            for key in keys
-        }
+        ends = {key: self._now() + ENDS[key] if ENDS[key] and self._has_looked else 0.0 for key in keys}
+        return {key: known.get(key) or EndNotice(f"kubernetes taint {key}", ends[key]) for key in keys}
 
     def _note_failure(self, error: ApiError) -> None:
         if error.status in (401, 403):

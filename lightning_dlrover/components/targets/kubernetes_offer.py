@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning_dlrover.components.targets.kubernetes_api import ApiError, KubernetesApi, Resource
 from lightning_dlrover.components.targets.kubernetes_manifests import (
     KUEUE,
+    MARK_LABEL,
     MIN_VERSION,
     NODE_LABEL,
     PLAIN_JOBS,
     VOLCANO_JOBS,
     KubernetesOptions,
     job_manifest,
-    job_name,
 )
 from lightning_dlrover.components.targets.target import ANY_SIZE, NodeSpec, TargetError
 
@@ -95,9 +97,13 @@ def offered(
 
 
 def trial_manifest(spec: NodeSpec, options: KubernetesOptions) -> dict[str, Any]:
-    """Return a Volcano Job in Volcano's default queue whose pod never runs: a scheduling gate holds it back."""
-    manifest = job_manifest(spec, options, ANY_SIZE, _TRIAL, "", VOLCANO_JOBS)
-    manifest["metadata"]["name"] = job_name(spec.run_id, _TRIAL, "volcano")
+    """Return a Volcano Job in Volcano's default queue whose pod never runs: a scheduling gate holds it back.
+
+    Its name is that of this job alone, and the same in each of its processes: a later one removes what a killed one left.
+    It asks for no GPU, which it would keep from others.
+    """
+    mark = hashlib.sha256(spec.run_id.encode()).hexdigest()[:10]
+    manifest = job_manifest(spec, replace(options, gpus=""), ANY_SIZE, _TRIAL, mark, VOLCANO_JOBS)
     manifest["spec"]["queue"] = "default"
     [task] = manifest["spec"]["tasks"]
     task["template"]["spec"]["schedulingGates"] = [{"name": "lightning-dlrover/trial"}]
@@ -120,7 +126,7 @@ def _why_volcano_is_dead(api: KubernetesApi, namespace: str, options: Kubernetes
                     return ""
             time.sleep(_LOOK_S)
         # Only what the API server shows at the end counts.
-        selector = f"{NODE_LABEL}={_TRIAL}"
+        selector = f"{NODE_LABEL}={_TRIAL},{MARK_LABEL}={manifest['metadata']['labels'][MARK_LABEL]}"
         groups = api.listed(namespace, Resource("podgroups", "scheduling.volcano.sh/v1beta1"), selector).items
         is_dead = not groups and not _phase(api.read_job(namespace, VOLCANO_JOBS, name))
         return f"its controller has not acted on a Job for {trial_s:.0f} s" if is_dead else ""

@@ -192,9 +192,11 @@ class WatchedList:
         return list(found.items)
 
     def close(self) -> None:
-        """End the watch."""
+        """End the watch. Further reads are lists."""
+        self._watches = False
         if self._watch is not None:
             _stop(self._watch)
+            self._watch = None
 
     def _must_list(self, watch: _Watch, now: float) -> bool:
         if watch.error is not None or watch.has_deletion:

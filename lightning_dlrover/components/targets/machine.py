@@ -236,7 +236,8 @@ class MemoryGroups:
             (folder / "memory.max").write_text(str(limit_bytes))
             return ""
         files = [folder / "memory.limit_in_bytes", folder / "memory.memsw.limit_in_bytes"]
-        is_lower = limit_bytes < int(files[0].read_text())
+        former_bytes = int(files[0].read_text())
+        is_lower = limit_bytes < former_bytes
         # The limit with swap must never be below the other one. A kernel without swap has no such file.
         for file in filter(Path.exists, files if is_lower else reversed(files)):
             try:
@@ -244,6 +245,8 @@ class MemoryGroups:
             except OSError as error:
                 if not is_lower or error.errno != errno.EBUSY:
                     raise
+                with suppress(OSError):  # where only the limit with swap could not be lowered, the node would swap from now on
+                    files[0].write_text(str(former_bytes))
                 return f"{int((folder / 'memory.usage_in_bytes').read_text()) >> 20} MiB are in use"
         return ""
 

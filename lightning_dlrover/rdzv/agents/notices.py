@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from lightning_dlrover.rdzv.etcd.client import EtcdClient
 from lightning_dlrover.rdzv.etcd.types import EtcdError
 from lightning_dlrover.rdzv.job.journal import Journal, readable_folder
-from lightning_dlrover.rdzv.job.records import EndNotice, Keys, WorkerRecord, worker_name_of
+from lightning_dlrover.rdzv.job.records import MAX_TIME, EndNotice, Keys, WorkerRecord, worker_name_of
 from lightning_dlrover.rdzv.membership.worker_records import note_end
 
 log = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class Azure:
             return self._started_at.setdefault(str(event.get("EventId")), self._clock())
         with contextlib.suppress(TypeError, ValueError, IndexError):
             at = email.utils.parsedate_to_datetime(str(event.get("NotBefore")))
-            return at.replace(tzinfo=at.tzinfo or datetime.timezone.utc).timestamp()
+            return _known(at.replace(tzinfo=at.tzinfo or datetime.timezone.utc).timestamp())
         return 0.0
 
     def _text(self, path: str) -> str:
@@ -256,8 +256,13 @@ def _iso_time(text: Any) -> float:
     """Return a time such as 2026-01-31T14:30:00Z in seconds since the epoch; 0 if it cannot be read."""
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         at = datetime.datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", text))
-        return at.replace(tzinfo=at.tzinfo or datetime.timezone.utc).timestamp()
+        return _known(at.replace(tzinfo=at.tzinfo or datetime.timezone.utc).timestamp())
     return 0.0
+
+
+def _known(at: float) -> float:
+    """Return a time in seconds since the epoch; 0 for the first and last days of calendars, which mean that none is known."""
+    return at if 0.0 < at <= MAX_TIME else 0.0
 
 
 def _refusal(path: str, status: int, text: str) -> MetadataError:
@@ -307,6 +312,8 @@ class NoticeWatch:
         self._cloud = cloud
         self._poll_s = poll_s
         self._trouble = ""
+        self._has_read = False
+        self._stood: EndNotice | None = None  # a notice without a time that was there at the first reading
         self._stopped = threading.Event()
         self._owner = weakref.ref(owner)
         threading.Thread(target=self._run, name="dlrover-notices", daemon=True).start()
@@ -316,8 +323,14 @@ class NoticeWatch:
 
     def _run(self) -> None:
         while not self._stopped.is_set() and self._owner() is not None:
-            with contextlib.suppress(EtcdError):  # the next reading records it
+            try:
                 self._look()
+            except EtcdError:
+                pass  # the next reading records it
+            except Exception as error:  # whatever a service has answered, the next notice must be read
+                if not self._trouble:
+                    log.warning("run %s: a notice could not be recorded: %r", self._journal.keys.run_id, error)
+                self._trouble = repr(error)
             self._stopped.wait(self._poll_s)
 
     def _look(self) -> None:
@@ -333,7 +346,10 @@ class NoticeWatch:
         if self._trouble:
             log.warning("run %s: notices of this machine's end can be read again", run_id)
             self._trouble = ""
-        if notice is None:
+        if not self._has_read:
+            # The machine was chosen with it, and most likely so would the next one be.
+            self._has_read, self._stood = True, notice if notice is not None and not notice.taken_at else None
+        if notice is None or notice == self._stood:
             return
         # Workers that the agent starts after the notice are on the same machine.
         folder = self._journal.keys.workers

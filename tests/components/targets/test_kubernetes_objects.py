@@ -127,7 +127,7 @@ def test_budget_whose_creation_fails_is_created_later(
     clock.ahead_s = 5.0
     target.apps()
     assert list(cluster.objects["poddisruptionbudgets"]) == [BUDGET]
-    assert target._has_budget
+    assert not target._needs_budget
 
 
 def test_budget_belongs_to_the_controllers_job_and_not_to_its_pod(
