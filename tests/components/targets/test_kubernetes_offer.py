@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,7 +28,7 @@ from tests.support.waiting import eventually
 SPEC = NodeSpec("/s/train.py", (), "h:1", "run", "/dlrover", 1, 2)
 OPTIONS = KubernetesOptions(image="trainer:1")
 VOLCANO, PLAIN = "kubernetes/training/volcano", "kubernetes/training"
-TRIAL = "run-trial-volcano"
+TRIAL = f"run-trial-{hashlib.sha256(b'run').hexdigest()[:10]}"
 
 
 @pytest.fixture
