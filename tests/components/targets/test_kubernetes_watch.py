@@ -415,3 +415,31 @@ def test_hundred_running_nodes_cost_no_requests_while_bookmarks_come(
         assert len(target.apps()) == 100
     assert len(cluster.requests) == before
     target.close()
+
+
+def test_a_node_that_never_had_a_pod_ends_with_its_job(
+    cluster: KubernetesCluster, api: KubernetesApi, clock: ShiftedClock
+) -> None:
+    cluster.has_kueue = True  # it suspends the Job
+    options = KubernetesOptions(image="trainer:1", queue="training")
+    target = KubernetesTarget(SPEC, options, None, poll_s=0.0, api=api, clock=clock)
+    try:
+        target.open(MARK)
+        target.start("node1")
+        wait_for(target, "pending")
+        eventually(lambda: _is_watched(target), "the watches", 10.0, 0.02)
+        assert not cluster.objects["pods"]
+        target.cancel([HANDLE])
+        wait_for(target, "failed")
+        assert target.release(HANDLE)
+    finally:
+        target.close()
+
+
+def test_closed_list_begins_no_other_watch(cluster: KubernetesCluster, api: KubernetesApi, pods: WatchedList) -> None:
+    start(cluster, api, "node1")
+    assert len(pods.read()) == 1
+    wait_for_watch(pods)
+    pods.close()
+    assert len(pods.read(fresh=True)) == 1
+    assert pods._watch is None
