@@ -420,14 +420,16 @@ def test_hundred_running_nodes_cost_no_requests_while_bookmarks_come(
 def test_a_node_that_never_had_a_pod_ends_with_its_job(
     cluster: KubernetesCluster, api: KubernetesApi, clock: ShiftedClock
 ) -> None:
-    cluster.has_kueue = True  # it suspends the Job
+    cluster.has_kueue, cluster.bookmark_s = True, 0.2  # it suspends the Job; bookmarks prove that the watches work
     options = KubernetesOptions(image="trainer:1", queue="training")
     target = KubernetesTarget(SPEC, options, None, poll_s=0.0, api=api, clock=clock)
     try:
         target.open(MARK)
+        target.apps()
+        eventually(lambda: _is_watched(target), "the watches", 10.0, 0.02)
+        clock.ahead_s += 5.0
         target.start("node1")
         wait_for(target, "pending")
-        eventually(lambda: _is_watched(target), "the watches", 10.0, 0.02)
         assert not cluster.objects["pods"]
         target.cancel([HANDLE])
         wait_for(target, "failed")
