@@ -541,7 +541,8 @@ class _Notifications:
             return
         from lightning_dlrover.report.notify import ended
 
-        self._sent.look_once_more()
+        if not isinstance(error, ControllerBusyError):  # another controller sends that job's events
+            self._sent.look_once_more()
         if isinstance(error, Interrupted):
             name = signal.Signals(error.signal_number).name
             self._sent.put_last(ended(self._run_id, "stopped", f"it was ended by {name}", 128 + error.signal_number))

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -22,7 +23,7 @@ from lightning_dlrover.pool.view import POOLS_FOLDER, BrainRecord, GrantRecord, 
 from lightning_dlrover.rdzv.etcd.types import KeyValue
 from lightning_dlrover.rdzv.job.journal import readable
 from lightning_dlrover.report.view_model import ShownJob, ShownWorker, clean
-from lightning_dlrover.report.watcher import SourceState, Watcher
+from lightning_dlrover.report.watcher import SeenJob, SeenJobs, SourceState, Watcher
 
 log = logging.getLogger(__name__)
 
@@ -205,6 +206,7 @@ class Hub:
         self._pages: dict[str | None, _Page] = {}  # pages that have viewers
         self._looked = asyncio.Condition()
         self._arrived = asyncio.Event()
+        self._lock = threading.Lock()  # held by the thread that changes pages, and by streams that read them
         self._is_closed = False
         self.num_looks = 0
 
@@ -222,8 +224,8 @@ class Hub:
                 continue
             try:
                 await asyncio.to_thread(self._look)
-            except Exception:  # one picture that cannot be made must not end the page of all others
-                log.exception("the page was not brought up to date; trying again")
+            except Exception:
+                log.exception("the pages were not brought up to date; trying again")
             async with self._looked:
                 self._looked.notify_all()
             began = time.monotonic()
@@ -249,13 +251,16 @@ class Hub:
             seen, sent_at = -1, 0.0
             while not self._is_closed:
                 # The first look for a viewer that is alone on its page may not have been made yet.
-                page = self._pages.get(job)
-                if page is not None and (page.has_news(seen) or time.monotonic() - sent_at >= HEARTBEAT_S):
-                    message = self._message(page, seen)
-                    seen, sent_at = self._number, time.monotonic()
+                message = b""
+                with self._lock:
+                    page = self._pages.get(job)
+                    if page is not None and (page.has_news(seen) or time.monotonic() - sent_at >= HEARTBEAT_S):
+                        message = self._message(page, seen)
+                        seen, sent_at = self._number, time.monotonic()
+                if message:
                     yield b"data: " + message + b"\n\n"
                 async with self._looked:
-                    with contextlib.suppress(TimeoutError):
+                    with contextlib.suppress(asyncio.TimeoutError):
                         await asyncio.wait_for(self._looked.wait(), HEARTBEAT_S)
         finally:
             self._viewers[job] -= 1
@@ -268,22 +273,27 @@ class Hub:
         self.num_looks += 1
         number = self._number + 1
         for name in list(self._viewers):
-            page = self._pages.get(name) or _Page()
-            if name is None:
-                self._look_at_all(page, number)
-            else:
-                self._look_at(name, page, number)
-            self._pages[name] = page
-        self._number = number
+            try:
+                seen = self._watcher.jobs() if name is None else self._watcher.job(name)
+                pools = pool_rows(self._watcher.entries_below(f"{POOLS_FOLDER}/")) if name is None else []
+                with self._lock:
+                    page = self._pages.get(name) or _Page()
+                    if isinstance(seen, SeenJobs):
+                        self._show_all(seen, pools, page, number)
+                    else:
+                        self._show_job(seen, page, number)
+                    self._pages[name] = page
+            except Exception:  # one picture that cannot be made must not end the pages of all others
+                log.exception("the page of %r was not brought up to date; trying again", name)
+        with self._lock:
+            self._number = number
 
-    def _look_at_all(self, page: _Page, number: int) -> None:
-        found = self._watcher.jobs()
+    def _show_all(self, found: SeenJobs, pools: list[dict[str, Any]], page: _Page, number: int) -> None:
         page.items.replace({job.run_id: job_row(job) for job in found.jobs}, number)
-        page.fields.replace({"pools": pool_rows(self._watcher.entries_below(f"{POOLS_FOLDER}/"))}, number)
+        page.fields.replace({"pools": pools}, number)
         page.note_source(_source_of(found.sources, self._watcher.place), number)
 
-    def _look_at(self, name: str, page: _Page, number: int) -> None:
-        seen = self._watcher.job(name)
+    def _show_job(self, seen: SeenJob, page: _Page, number: int) -> None:
         job = seen.job
         page.fields.replace(job_fields(job) if job is not None else {}, number)
         page.items.replace({w.worker_id: asdict(w) for w in shown_workers(job)} if job is not None else {}, number)

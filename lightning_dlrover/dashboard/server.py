@@ -98,10 +98,10 @@ class Access:
 
     def names_this_server(self, host: str) -> bool:
         """Whether a Host header names this server: by an address, as localhost, or by one of its names."""
-        name = (urlsplit(f"//{host}").hostname or "") if host else ""
-        if name == "localhost" or name in self.hosts:
-            return True
         try:
+            name = (urlsplit(f"//{host}").hostname or "") if host else ""
+            if name == "localhost" or name in self.hosts:
+                return True
             ipaddress.ip_address(name)  # a site cannot let an address point elsewhere
         except ValueError:
             return False
@@ -167,7 +167,9 @@ class _Guard:
         if not self._access.names_this_server(headers.get("host", "")):
             text = "this server has another name; `dlrover serve --allow-host NAME` adds one"
             answer = JSONResponse({"error": text}, 421)
-        elif scope["method"] not in ("GET", "HEAD") and not comes_from_this_site(headers):
+        elif (scope["method"] not in ("GET", "HEAD") and not comes_from_this_site(headers)) or (
+            scope["path"].startswith("/api/") and headers.get("sec-fetch-site") == "cross-site"
+        ):
             answer = JSONResponse({"error": "requests of other sites are refused"}, 403)
         await answer(scope, receive, send_guarded)
 

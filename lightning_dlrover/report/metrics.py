@@ -345,7 +345,7 @@ class JobReader:
     def begin(self, client: EtcdClient) -> None:
         """Read the job's history so far, in parts. Raise EtcdError if etcd does not answer."""
         revision, entries = client.get_prefix(self.keys.events, per_answer=LINES_PER_ANSWER)
-        self._meter.add(read_events(entries))
+        self._meter.add(read_events([entry for entry in entries if entry.mod_revision <= revision]))  # the others follow
         self._events_until = revision
         self._revision = 1  # the other records are read from the beginning
 
@@ -362,7 +362,7 @@ class JobReader:
         if revision < self._revision:  # etcd was restored from a backup, and counts from there
             self._forget()
             return None
-        self._revision = self._events_until = revision
+        self._revision, self._events_until = revision, found[keys.events][0]
         self._meter.add(read_events(found[keys.events][1]))
         for entry in found[keys.profiles][1]:
             if (window := readable(StepProfile, entry)) is not None:

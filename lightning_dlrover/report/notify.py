@@ -239,6 +239,7 @@ class _Line:
         self._queue: deque[tuple[int, Notification]] = deque()
         self._changed = threading.Condition()
         self._ends_at = float("inf")
+        self._is_abandoned = False
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="notify", daemon=True)
         self._thread.start()
@@ -271,6 +272,7 @@ class _Line:
             self._thread.join(0.05)
         with self._changed:
             self._ends_at = 0.0
+            self._is_abandoned = True
             left, self._queue = len(self._queue), deque()
             self.num_dropped += left
             self._changed.notify_all()
@@ -289,6 +291,8 @@ class _Line:
             if not self._deliver(notification):
                 self.num_dropped += 1
             with self._changed:
+                if self._is_abandoned:
+                    return  # what was not tried is left to the next process
                 if self._queue and self._queue[0][0] == position:
                     self._queue.popleft()
             self._settled()

@@ -559,6 +559,8 @@ class TimeLedger:
         """Add a window of rank 0."""
         begun_at = window.at - window.num_steps * window.step_time_s
         self.begin(begun_at)
+        if window.at > self.ended_at:
+            self.ended_at = 0.0  # a later fit
         first, end = window.first_step, window.first_step + window.num_steps
         while self._segments and self._segments[-1].end > first:
             last = self._segments[-1]

@@ -345,9 +345,11 @@ class JobRecords:
             self._put(self._in_folder[kind], name, _FOLDERS[kind], path, value)
 
     def remove(self, path: str) -> None:
-        """Take note of a deleted key. Deleted events stay: etcd holds the newest ones only."""
+        """Take note of a deleted key. Deleted events stay in the history: etcd holds the newest ones only."""
         self.version += 1
         folder, _, name = path.rpartition("/")
+        if folder == "events":
+            self._event_paths.pop(name, None)
         self._problems.pop(path, None)
         if (single := self._single.get(path)) is not None:
             self._records.pop(single, None)
@@ -374,6 +376,11 @@ class JobRecords:
     @property
     def num_events(self) -> int:
         return len(self._event_paths)
+
+    @property
+    def has_no_key(self) -> bool:
+        """Whether etcd holds nothing of the job any more."""
+        return not self._records and not self._event_paths and not any(self._in_folder.values())
 
     @property
     def is_empty(self) -> bool:

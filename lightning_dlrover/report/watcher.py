@@ -218,6 +218,9 @@ class EtcdJobs:
             log.info("the older events of job %r were not read: %s", name, error)
             self._complete.discard(name)
             return
+        except BaseException:
+            self._complete.discard(name)
+            raise
         with self._lock:
             for entry in entries:
                 records.put(entry.key.removeprefix(keys.root), entry.value)
@@ -257,9 +260,18 @@ class EtcdJobs:
                 self._dirty.clear()
                 self._take(mirror.take_changes())
             if changed or mirror.healthy != was_healthy:
+                if mirror.healthy and was_healthy is False:
+                    self._read_events_again()
                 was_healthy = mirror.healthy
                 self._on_change()
             self._closed.wait(GATHER_S)
+
+    def _read_events_again(self) -> None:
+        """Note that events may be missing: after an outage of etcd, the mirror has read the newest ones only."""
+        with self._lock:
+            self._complete.clear()
+            for records in self._jobs.values():
+                records.is_partial = records.num_events >= LISTED_EVENTS
 
     def _complete_one(self) -> None:
         """Read the older events of one job that has some, so that a list is complete after a while."""
@@ -272,19 +284,28 @@ class EtcdJobs:
     def _take(self, changes: Mapping[str, KeyValue | None]) -> None:
         with self._lock:
             for key, entry in changes.items():
-                name, path = self._selection.split(key)
-                if name.startswith("."):
-                    if entry is None:
-                        self._others.pop(key, None)
-                    else:
-                        self._others[key] = entry
-                elif entry is None:
-                    if name in self._jobs:
-                        self._jobs[name].remove(path)
-                else:
-                    records = self._jobs.setdefault(name, JobRecords(name))
-                    records.put(path, entry.value)
-                    records.is_partial = name not in self._complete and records.num_events >= LISTED_EVENTS
+                try:
+                    self._take_one(key, entry)
+                except Exception:  # the mirror reports a change once: the others must be taken
+                    log.exception("%r cannot be shown", key)
+
+    def _take_one(self, key: str, entry: KeyValue | None) -> None:
+        name, path = self._selection.split(key)
+        if name.startswith("."):
+            if entry is None:
+                self._others.pop(key, None)
+            else:
+                self._others[key] = entry
+        elif entry is not None:
+            records = self._jobs.setdefault(name, JobRecords(name))
+            records.put(path, entry.value)
+            records.is_partial = name not in self._complete and records.num_events >= LISTED_EVENTS
+        elif name in self._jobs:
+            self._jobs[name].remove(path)
+            if self._jobs[name].has_no_key:
+                del self._jobs[name]
+                self._pictures.pop(name, None)
+                self._complete.discard(name)
 
 
 @dataclass
@@ -370,7 +391,12 @@ class Watcher:
         found: dict[str, ShownJob] = {}
         for etcd in self._all_etcds():
             for name in etcd.names():
-                if (job := etcd.job(name, in_full=False)) is not None:
+                try:
+                    job = etcd.job(name, in_full=False)
+                except Exception:  # one picture that cannot be made must not hide the others
+                    log.exception("job %r cannot be shown", name)
+                    continue
+                if job is not None:
                     found[name] = job
         for name in self._folders():
             if name not in found and (job := self._ended_job(name)) is not None:
@@ -445,11 +471,18 @@ class Watcher:
     def _has_ended(self, run_id: str) -> bool:
         return is_locked(self.run_dir / run_id) is False and (self.run_dir / run_id / EVENTS_FILE).exists()
 
+    def _has_recorded_end(self, run_id: str) -> bool:
+        job = self._ended_job(run_id)
+        return job is not None and job.state != "ended"  # as a job without a recorded end is called
+
     def _ended_job(self, run_id: str) -> ShownJob | None:
-        if not run_id or "/" in run_id or run_id.startswith("."):
+        file = self.run_dir / run_id / EVENTS_FILE
+        if not run_id or len(run_id) > 255 or "/" in run_id or run_id.startswith(".") or not run_id.isprintable():
             return None
         with self._lock:
-            ended = self._ended.setdefault(run_id, _EndedJob(self.run_dir / run_id / EVENTS_FILE))
+            if run_id not in self._ended and not file.exists():
+                return None  # whoever asks for unknown names must not fill the memory
+            ended = self._ended.setdefault(run_id, _EndedJob(file))
             return ended.shown(run_id)
 
     def _scan_regularly(self) -> None:
@@ -469,7 +502,8 @@ class Watcher:
         used: dict[tuple[str, str], list[JobFile]] = {}
         for name, job in files.items():
             # Nodes on this machine end with their `dlrover run`, and so does its etcd.
-            if job.target != "local" or is_locked(self.run_dir / name) is not False:
+            may_run = job.target != "local" and not self._has_recorded_end(name)
+            if may_run or is_locked(self.run_dir / name) is not False:
                 used.setdefault((job.place.endpoint, job.place.prefix), []).append(job)
         with self._lock:
             has_changed = files.keys() != self._files.keys() or used.keys() != self._etcds.keys()

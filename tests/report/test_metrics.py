@@ -172,6 +172,14 @@ def test_time_after_the_end_of_a_job_is_not_counted() -> None:
     assert meter.time.split(now=9e9, progress_at=0.0).goodput == pytest.approx(1.0)
 
 
+def test_time_of_a_second_fit_in_the_same_round_is_counted() -> None:
+    meter = JobMeter()
+    meter.add([window(0, 110.0), at(110.0, FitFinished(100)), window(0, 160.0)])  # 40 s between the two
+    split = meter.time.split(now=161.0, progress_at=160.0)
+    assert split.wall_s == pytest.approx(60.0)
+    assert split.goodput == pytest.approx(20.0 / 60.0)
+
+
 def test_second_fit_repeats_nothing() -> None:
     meter = JobMeter()
     meter.add([window(0, 110.0), at(110.0, FitFinished(100)), at(111.0, formed(2, "start")), window(0, 121.0)])
