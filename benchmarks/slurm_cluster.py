@@ -68,7 +68,7 @@ class SlurmCluster:
             "--exclusive",
             f"--nodelist={self.host(job)}",
             "--output=/dev/null",
-            "--wrap=sleep 3600",
+            "--wrap=exec sleep 3600",
         )
         return self("sbatch", "--parsable", *wanted).strip()
 

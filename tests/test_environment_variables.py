@@ -34,6 +34,7 @@ READERS = {
     "HISTORY": {"tuning/history.py"},
     "UNSAFE_STACKS": {"watchdog.py"},
     "METADATA_URL": {AGENT},
+    "THREADS_PER_CORE": {"tuning/resources.py", "components/targets/target.py"},
     "SPARES": {"spares.py", AGENT},
     "SPARES_PADDING": {"spares.py"},
 }

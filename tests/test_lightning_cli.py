@@ -85,7 +85,7 @@ def test_configuration_is_written_again_only_by_a_job_that_comes_back(
     saving = next(each for each in cli.trainer.callbacks if isinstance(each, SaveConfigCallback))  # type: ignore[attr-defined]
     first_round = a_formation("w0", hellos(BETWEEN), number=number)
     monkeypatch.setattr(training, "World", lambda *_: SimpleNamespace(start=lambda: first_round))
-    monkeypatch.setattr(training.JobSession, "_take_over_world", lambda *_: None)
+    monkeypatch.setattr(training.JobSession, "_take_over_world", lambda *_: SimpleNamespace(continue_runs=lambda: None))
     etcd = SimpleNamespace(endpoints="127.0.0.1:2379")
     config: Any = SimpleNamespace(
         workers_per_node=1, node_workers=1, min_workers=1, max_workers=2, pool="", etcd=etcd, prefix="/dlrover", run_id="job"

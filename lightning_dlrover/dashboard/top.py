@@ -152,8 +152,9 @@ class Confirmation(ModalScreen[Any]):
             self.app.call_from_thread(self._show, value, lines)
 
     def _show(self, value: int | None, lines: Sequence[str]) -> None:
-        if value == self.value and self.is_mounted:
-            self.query_one("#prediction", Static).update(Text("\n".join(clean(line) for line in lines)))
+        if value == self.value:
+            for shown in self.query("#prediction").results(Static):  # none once it was answered
+                shown.update(Text("\n".join(clean(line) for line in lines)))
 
     def action_add(self, change: int) -> None:
         allowed = [each for each in self._values if (each > (self.value or 0)) == (change > 0) and each != self.value]

@@ -164,8 +164,10 @@ class GrowingEmbeddingBagCollection(GrowingCollection):
     """Tables with a row for each id that occurs, pooled per sample. Called like torchrec's `EmbeddingBagCollection`.
 
     Example:
+        >>> from torchrec import EmbeddingBagConfig
+        >>> from lightning_dlrover.tables.growing_optimizers import RowWiseAdagrad
         >>> tables = GrowingEmbeddingBagCollection(
-        ...     tables=[EmbeddingBagConfig(name="item", num_embeddings=1, embedding_dim=16, feature_names=["item"])],
+        ...     tables=[EmbeddingBagConfig(name="item", num_embeddings=1_000_000, embedding_dim=16, feature_names=["item"])],
         ...     optimizer=RowWiseAdagrad(lr=0.02),
         ...     growth=Growth(min_count=2, max_bytes=8 << 30),
         ... )
@@ -210,7 +212,14 @@ class GrowingEmbeddingBagCollection(GrowingCollection):
 
 
 class GrowingEmbeddingCollection(GrowingCollection):
-    """Tables with a row for each id that occurs, not pooled. Called like torchrec's `EmbeddingCollection`."""
+    """Tables with a row for each id that occurs, not pooled. Called like torchrec's `EmbeddingCollection`.
+
+    Example:
+        >>> from torchrec import EmbeddingConfig
+        >>> from lightning_dlrover.tables.growing_optimizers import Adagrad
+        >>> item = EmbeddingConfig(name="item", num_embeddings=1_000_000, embedding_dim=16, feature_names=["item"])
+        >>> tables = GrowingEmbeddingCollection([item], Adagrad(lr=0.02))
+    """
 
     def forward(self, features: Any) -> dict[str, Any]:
         """Return the rows of a `KeyedJaggedTensor` as a `JaggedTensor` for each feature."""

@@ -192,6 +192,9 @@ class Growth:
 
     Raises:
         ValueError: a value is out of range.
+
+    Example:
+        >>> growth = Growth(min_count=2, max_bytes=8 << 30, policy="lfu")
     """
 
     min_count: int = 1

@@ -241,7 +241,7 @@ def test_job_has_finished_though_its_report_cannot_be_drawn(
     (tmp_path / EVENTS_FILE).write_bytes(encode(EventRecord("round", 1.0, "it starts", data)) + b"\n")
     write_final_report("job", tmp_path)
     out, complaint = capsys.readouterr()
-    assert "no report was written: no font\\x1b[2J; see `dlrover report job`" in complaint
+    assert "no report was written: no font\\x1b[2J; then see `dlrover report job`" in complaint
     assert "job" in out
     assert "report:" not in out
 

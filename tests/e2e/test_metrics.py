@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lightning_dlrover.rdzv.etcd.server import EmbeddedEtcd
 from tests.support.colocated_jobs import SEATED
 from tests.support.dlrover_process import Dlrover, Run
+from tests.support.waiting import eventually
 
 SCRIPT = Path(__file__).with_name("tiny_loop.py")
 
@@ -73,6 +74,7 @@ def test_port_in_use_is_refused_before_anything_starts(dlrover: Dlrover, tmp_pat
 def test_brain_shows_its_pool(dlrover: Dlrover, etcd: EmbeddedEtcd) -> None:
     command = [sys.executable, "-m", "lightning_dlrover.cli", "pool", "run", "--endpoint", etcd.endpoint]
     brain = dlrover.follow([*command, "--pool", "metered", "--budget", "cores=4,memory=8G", "--metrics", "0"], "brain")
+    eventually(lambda: "dlrover_pool_budget cores" in scraped(brain), "the record of the process that decides", 20.0)
     found = scraped(brain)
     assert found["dlrover_pool_budget cores"] == 4
     assert found["dlrover_pool_budget memory_mb"] == 8192

@@ -138,6 +138,7 @@ class WatchedList:
         self._clock = clock
         self._watch: _Watch | None = None
         self._watch_at = -float("inf")  # time from which a watch may be tried
+        self._random = random.Random()  # the script may use the global one in this process
         self._num_failures = 0  # of watches, in a row
         self._num_silences = 0  # watches in a row that have missed a change
         self._is_proven = False  # whether a watch has delivered anything since the last failure
@@ -243,7 +244,7 @@ class WatchedList:
             began_at, num_signs = time.monotonic(), watch.num_signs
             watch.stream = None
             try:
-                duration_s = random.uniform(*_DURATION_S)
+                duration_s = self._random.uniform(*_DURATION_S)
                 opened = self._api.watch(
                     self._namespace, self._resource, self._selector, watch.version, duration_s, SILENT_S + 15.0
                 )

@@ -22,9 +22,11 @@ from lightning_dlrover.rdzv.job.events import (
     JobFailed,
     MemoryShort,
     NodeMemoryShort,
+    NodeNoticed,
     NodeResized,
     NodesHeldUp,
     OutcomeJudged,
+    PoolJobChanged,
     RecordIgnored,
     ReplicaDrifted,
     RoundFormed,
@@ -97,6 +99,10 @@ LINES: dict[str, Event] = {
     '"nodes" {}': NodesHeldUp(),
     '"node_size" {"node":"node1","act":"resized","cpus":2,"memory_mb":0,"wanted_cpus":2,"wanted_memory_mb":0,'
     '"seconds":0.5}': NodeResized("node1", "resized", 2, 0, 2, 0, 0.5),
+    '"notice" {"worker_id":"w1","source":"aws spot/instance-action","taken_at":1700000000.0}': NodeNoticed(
+        "w1", "aws spot/instance-action", 1700000000.0
+    ),
+    '"pool_job" {"job":"a","change":"grown","workers_before":1,"workers_after":2}': PoolJobChanged("a", "grown", 1, 2),
     '"profile" {"step_time_s":0.5,"cost":null}': WindowMeasured({"step_time_s": 0.5, "cost": None}),
     '"decision" {"decision_id":1,"spent":null}': DecisionMade({"decision_id": 1, "spent": None}),
     '"outcome" {"decision_id":1}': OutcomeJudged({"decision_id": 1}),
