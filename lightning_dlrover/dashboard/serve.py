@@ -198,8 +198,7 @@ def _actions(watcher: Watcher, pool: str) -> dict[str, Action]:
         return act(run_id, lambda client, place: scale_job(client, place, number, {})[-1])
 
     def hold(run_id: str, body: Mapping[str, Any], is_dry: bool) -> str:
-        job = watcher.job(run_id).job
-        size = job.num_workers if job is not None else 0
+        size = _field(body, "num_workers", int)  # as the viewer saw it: the job may have changed since
         if is_dry:
             return (
                 f"Hold job {run_id} at {counted(size, 'worker')}?\n\nNeither its planner nor its pool changes the number of "

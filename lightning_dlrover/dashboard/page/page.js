@@ -381,7 +381,7 @@ function controls(job) {
   const wanted = job.wanted_workers ?? job.num_workers, unit = job.workers_per_node || 1;
   const to = count => h("button", { type: "button", click: () => ask("scale", { num_workers: count }) }, count > wanted ? `+ ${unit} worker${unit > 1 ? "s" : ""}` : `− ${unit} worker${unit > 1 ? "s" : ""}`);
   return h("span", { class: "controls" }, wanted + unit <= (job.max_workers ?? 0) ? to(wanted + unit) : "", wanted - unit >= (job.min_workers ?? 1) ? to(wanted - unit) : "",
-    h("button", { type: "button", click: () => ask("hold", {}) }, "Hold size"), h("button", { type: "button", click: () => ask("auto", {}) }, "Automatic size"));
+    h("button", { type: "button", click: () => ask("hold", { num_workers: job.num_workers }) }, "Hold size"), h("button", { type: "button", click: () => ask("auto", {}) }, "Automatic size"));
 }
 function askToken() {
   const field = h("input", { type: "password", autocomplete: "off", "aria-label": "token" });
