@@ -14,9 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dlrover.rdzv.etcd.types import EtcdError
 from lightning_dlrover.rdzv.group.world import World
@@ -25,7 +26,8 @@ from lightning_dlrover.rdzv.job.folders import name_of_job
 from lightning_dlrover.rdzv.job.records import Keys, RoundRecord
 from lightning_dlrover.rdzv.membership.member import Formation, RoundEndedError, UnreachableError
 from lightning_dlrover.rdzv.transport import transfer
-from lightning_dlrover.tables.exchange import ExchangeStats, all_gather, exchange, largest, meet, warm
+from lightning_dlrover.tables.exchange import Block, ExchangeStats, all_gather, exchange, largest, meet, warm
+from lightning_dlrover.tables.growing import Packed
 from lightning_dlrover.tables.layout import (
     Move,
     Plan,
@@ -140,9 +142,7 @@ class ElasticTables:
         moves = plan_moves(layout_of(old_plan), layout_of(new_plan))
         growing = self.tables.growing
         packed = growing.packed(group, moves, self._me, growing.sources())
-        new = [*self.tables.blocks(), *packed.new]
-        sent = [*growing.without(moves), *packed.moves]
-        self.last_exchange = exchange(group, union, self._me, sent, [*old, *packed.old], new, self.tables.release)
+        self._exchange(group, union, moves, packed, old, self.tables.blocks(), self.tables.release)
         growing.take(packed, growing.own_in(new_plan, self._me))
         self.tables.set_counters(largest(group, counters))
         meet(group)  # keeps each connection open until its last reader is done
@@ -150,6 +150,20 @@ class ElasticTables:
         self._report(formation, moves, time.perf_counter() - started)
         self._is_whole(formation)
         return module
+
+    def _exchange(
+        self,
+        group: Any,
+        workers: Sequence[str],
+        moves: Sequence[Move],
+        packed: Packed,
+        old: Sequence[Block],
+        new: Sequence[Block],
+        release: Callable[[Tensor], None] = lambda values: None,
+    ) -> None:
+        """Exchange the rows of fixed tables, and the packed ones of growing tables. Arguments as for `exchange`."""
+        sent = [*self.tables.growing.without(moves), *packed.moves]
+        self.last_exchange = exchange(group, workers, self._me, sent, [*old, *packed.old], [*new, *packed.new], release)
 
     def _report(self, formation: Formation, moves: Sequence[Move], seconds: float) -> None:
         if formation.rank != 0:
@@ -194,8 +208,7 @@ class ElasticTables:
         try:
             growing = self.tables.growing
             packed = growing.packed(group, moves, self._me, growing.sources())
-            sent = [*growing.without(moves), *packed.moves]
-            exchange(group, union, self._me, sent, [*self.tables.blocks(), *packed.old], [])
+            self._exchange(group, union, moves, packed, self.tables.blocks(), [])
             largest(group, self._counters(plan))
             meet(group)
         except RuntimeError as error:
@@ -248,9 +261,7 @@ class ElasticTables:
         growing.clear()
         sources = growing.sources_in(mine.values(), old_plan)
         packed = growing.packed(group, moves, self._me, sources, stay=False)
-        new = [*self.tables.blocks(), *packed.new]
-        sent = [*growing.without(moves), *packed.moves]
-        self.last_exchange = exchange(group, members, self._me, sent, [*blocks, *packed.old], new)
+        self._exchange(group, members, moves, packed, blocks, self.tables.blocks())
         growing.take(packed, growing.own_in(new_plan, self._me))
         self.tables.drop_former()
         found_here = [part.header.counters for part in mine.values()]

@@ -132,18 +132,15 @@ class GrowingCollection(nn.Module):
             rows.seed, rows.step = of_table["numbers"].tolist()
             rows.take(of_table["rows"], 0, SECTIONS)
 
-    def _looked_up(self, features: Any) -> tuple[dict[str, Tensor], dict[str, tuple[str, slice]], list[Tensor]]:
-        """Look up all features. Return the rows by table, the place of each feature in its table's index, and the indexes."""
+    def _looked_up(self, features: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        """Look up all features. Return for each the rows of its table, and the index of each of its values among them."""
         by_key = features.offset_per_key()
         numbers = {key: i for i, key in enumerate(features.keys())}
-        values, places, asked = features.values().cpu().to(torch.int64), {}, []
-        for name, table in self._tables.items():
-            parts, at = [], 0
-            for feature in table.config.feature_names:
-                i = numbers[feature]
-                parts.append(values[by_key[i] : by_key[i + 1]])
-                places[feature] = (name, slice(at, at + len(parts[-1])))
-                at += len(parts[-1])
+        values, sizes, asked = features.values().cpu().to(torch.int64), [], []
+        for table in self._tables.values():
+            of_table = [numbers[feature] for feature in table.config.feature_names]
+            parts = [values[by_key[i] : by_key[i + 1]] for i in of_table]
+            sizes.append([len(part) for part in parts])
             asked.append(torch.unique(keys_of(torch.cat(parts)), return_inverse=True, return_counts=True))
         lookup = _Lookup(list(self._tables.values()), [keys for keys, _, _ in asked], [counts for _, _, counts in asked])
         if len(self._tables[next(iter(self._tables))].borders) - 1 != _world_size():
@@ -153,7 +150,11 @@ class GrowingCollection(nn.Module):
             )
         is_training = self.training and torch.is_grad_enabled()
         rows = _RowsOf.apply(self._anchor, lookup) if is_training else lookup.forward(is_training=False)  # type: ignore[no-untyped-call]
-        return dict(zip(self._tables, rows, strict=True)), places, [index for _, index, _ in asked]
+        return {
+            feature: (of_table, index)
+            for table, of_table, (_, indexes, _), lengths in zip(self._tables.values(), rows, asked, sizes, strict=True)
+            for feature, index in zip(table.config.feature_names, torch.split(indexes, lengths), strict=True)
+        }
 
 
 def _world_size() -> int:
@@ -187,22 +188,20 @@ class GrowingEmbeddingBagCollection(GrowingCollection):
         """Return the pooled rows of a `KeyedJaggedTensor` as a `KeyedTensor`, in the order of the tables' features."""
         from torchrec import KeyedTensor, PoolingType
 
-        rows, places, indexes = self._looked_up(features)
-        by_table = dict(zip(self._tables, indexes, strict=True))
+        found = self._looked_up(features)
         numbers = {key: i for i, key in enumerate(features.keys())}
         by_key, device = features.offset_per_key(), features.values().device
         lengths = features.lengths().cpu().view(len(numbers), -1)
         weights = features.weights().cpu() if self.is_weighted else None
         keys, widths, pooled = [], [], []
-        for name, table in self._tables.items():
+        for table in self._tables.values():
             for feature in table.config.feature_names:
-                i = numbers[feature]
+                i, (rows, index) = numbers[feature], found[feature]
                 offsets = F.pad(lengths[i].to(torch.int64).cumsum(0), (1, 0))[:-1]
-                index = by_table[name][places[feature][1]]
                 of_feature = weights[by_key[i] : by_key[i + 1]] if weights is not None else None
                 is_mean = table.config.pooling == PoolingType.MEAN
                 mode = "mean" if is_mean and of_feature is None else "sum"
-                bags = F.embedding_bag(index, _never_empty(rows[name]), offsets, mode=mode, per_sample_weights=of_feature)
+                bags = F.embedding_bag(index, _never_empty(rows), offsets, mode=mode, per_sample_weights=of_feature)
                 if is_mean and of_feature is not None:
                     bags = bags / lengths[i].clamp(min=1).unsqueeze(1)
                 keys.append(feature)
@@ -225,15 +224,11 @@ class GrowingEmbeddingCollection(GrowingCollection):
         """Return the rows of a `KeyedJaggedTensor` as a `JaggedTensor` for each feature."""
         from torchrec import JaggedTensor
 
-        rows, places, indexes = self._looked_up(features)
-        by_table = dict(zip(self._tables, indexes, strict=True))
         numbers, device = {key: i for i, key in enumerate(features.keys())}, features.values().device
         lengths = features.lengths().view(len(numbers), -1)
         return {
-            feature: JaggedTensor(
-                values=rows[name].index_select(0, by_table[name][place]).to(device), lengths=lengths[numbers[feature]]
-            )
-            for feature, (name, place) in places.items()
+            feature: JaggedTensor(values=rows.index_select(0, index).to(device), lengths=lengths[numbers[feature]])
+            for feature, (rows, index) in self._looked_up(features).items()
         }
 
 

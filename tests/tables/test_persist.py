@@ -67,7 +67,7 @@ def test_a_rollback_reads_nothing_from_disk_that_is_in_memory(tmp_path: Path, mo
     assert sorted((p.header.owner, p.is_in_memory) for p in parts) == [("a", False), ("a", True), ("b", False)]
     read: list[int] = []
 
-    def note(group: object, members: object, me: object, moves: object, blocks: list[Block], new: object) -> None:
+    def note(group: object, members: object, me: object, moves: object, blocks: list[Block], new: object, _: object) -> None:
         read.extend(block.values.data_ptr() for block in blocks)
         raise RuntimeError("far enough")
 
